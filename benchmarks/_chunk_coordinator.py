@@ -32,10 +32,10 @@ from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.simulation.world import Quiet
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 from headrace_schema.spec import RunSpec
+from headrace_simulation.world import Quiet
 
 VERSION = common_pb2.PolicyVersion(number=1, digest="weights")
 

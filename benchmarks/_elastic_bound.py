@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from headrace_coordinator.planner import Workload
-from headrace_coordinator.planner.cluster.sampling import Draws
+from headrace_planner import Workload
+from headrace_planner.cluster.sampling import Draws
 
 WEIGHTS = tuple(step / 40 for step in range(41))
 

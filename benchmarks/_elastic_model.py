@@ -13,7 +13,8 @@ from math import log
 from statistics import fmean, median
 
 from _elastic_bound import least
-from headrace_coordinator.planner import (
+from headrace_coordinator.run.stages.moving.tail import MIN_GAIN, MIN_HOLD_S
+from headrace_planner import (
     DeviceKind,
     Edge,
     Granularity,
@@ -26,11 +27,10 @@ from headrace_coordinator.planner import (
     Workflow,
     Workload,
 )
-from headrace_coordinator.planner.cluster import simulate, simulate_elastic
-from headrace_coordinator.planner.cluster.sampling import Draws
-from headrace_coordinator.planner.elastic.outlook import MoveCosts
-from headrace_coordinator.planner.profiling.measured import group_correlation
-from headrace_coordinator.run.stages.moving.tail import MIN_GAIN, MIN_HOLD_S
+from headrace_planner.cluster import simulate, simulate_elastic
+from headrace_planner.cluster.sampling import Draws
+from headrace_planner.elastic.outlook import MoveCosts
+from headrace_planner.profiling.measured import group_correlation
 
 DEVICES, HANDS = 2, 2
 """Cores, and how often they change hands in a step in turns."""

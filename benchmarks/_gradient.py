@@ -11,7 +11,7 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.group.leader import LeaderRounds
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Kind, Round
@@ -30,7 +30,7 @@ class Accumulation:
         self,
         model: Path,
         dtype: str,
-        gang: Gang,
+        trainer_group: TrainerGroup,
         group_size: int,
         *,
         groups: int = 1,
@@ -44,7 +44,7 @@ class Accumulation:
                 "trainer": {"shared_prefix": shared, "lora": lora},
             }
         )
-        self._rank = Rank(self._config, gang)
+        self._rank = Rank(self._config, trainer_group)
         self._state = steps.StepState()
         self._lead("restore")
         self._learner = Learner(self._config, self._rank.algorithm, LeaderRounds(self._lead, self._rank))
@@ -86,16 +86,16 @@ def gradient_difference(
     """Relative L2 distance of the pre-clip gradients, groups one at a time in order of length against all at once."""
     made = [synthetic_group(prompt, size, (8, longest), vocabulary) for prompt in range(groups)]
     arrival = sorted(made, key=lambda group: max(len(member.trained) for member in group.members))
-    gang = join_gang(1, 0, 1, "", 30.0, torch.device("cpu"))
+    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
     try:
-        accumulation = Accumulation(model, dtype, gang, size, groups=groups)
+        accumulation = Accumulation(model, dtype, trainer_group, size, groups=groups)
         accumulation.learn(made)
         batch = accumulation.gradient()
         for group in arrival:
             accumulation.learn([group])
         return relative_l2(accumulation.gradient(), batch)
     finally:
-        gang.leave()
+        trainer_group.leave()
 
 
 def relative_l2(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -24,12 +24,12 @@ from headrace.rollout.v1 import rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace.trainer.v1 import trainer_pb2_grpc
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.fleet.instances import Instance
-from headrace_coordinator.simulation.fleet.reward import Reward
-from headrace_coordinator.simulation.fleet.rollout import Rollout
-from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_simulation.fleet.instances import Instance
+from headrace_simulation.fleet.reward import Reward
+from headrace_simulation.fleet.rollout import Rollout
+from headrace_simulation.fleet.trainer import Trainer
 
 HEARTBEAT_S = 2.0
 CONCURRENCY = 128

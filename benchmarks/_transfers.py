@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.planner import (
+from headrace_planner import (
     Cycle,
     DeviceKind,
     Edge,

@@ -3,7 +3,7 @@
 Simulated: a 7B model with a long tail of output lengths. The costs of its stages are fitted to published GRPO runs
 (`data/published_measurements.json`, collocated, 64 to 256 GPUs); the tail has the published shape. What is not
 published is listed when the script starts. Static: the fastest, simulated, of the planner's best trees of every mode
-on the same devices. Elastic: the same devices with the policy of `headrace_coordinator.planner.elastic`, over the tree
+on the same devices. Elastic: the same devices with the policy of `headrace_planner.elastic`, over the tree
 that is best with another seed. Both draw the same lengths. Helpers pay for their weights and gradient over the link.
 
 Prints one JSON line. `elastic_speedup_N_load_Q`: N devices, Q answers a device, helpers of eight devices (a host);
@@ -35,7 +35,7 @@ from _elastic_bound import ideal, least
 from _elastic_here import Here, figures_here
 from _harness import emit, machine, say, table
 from _transfers import MEASUREMENTS, load
-from headrace_coordinator.planner import (
+from headrace_planner import (
     DeviceKind,
     Edge,
     Granularity,
@@ -54,10 +54,10 @@ from headrace_coordinator.planner import (
     fit,
     plan,
 )
-from headrace_coordinator.planner.cluster import simulate, simulate_elastic
-from headrace_coordinator.planner.cluster.sampling import draw
-from headrace_coordinator.planner.elastic.outlook import MoveCosts
-from headrace_coordinator.planner.explaining import ALTERNATIVES
+from headrace_planner.cluster import simulate, simulate_elastic
+from headrace_planner.cluster.sampling import draw
+from headrace_planner.elastic.outlook import MoveCosts
+from headrace_planner.explaining import ALTERNATIVES
 
 PUBLISHED = 512 * 16
 SMALLEST = 64

@@ -33,7 +33,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.group import join_gang
+from headrace_trainer.group.group import join_trainer_group
 from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.trainer import current
 
@@ -47,13 +47,13 @@ def train(model: str, device: torch.device, rank: int, world: int, rendezvous: s
     """A rank's figures: two runs of two steps, the second with a suspend between them."""
     figures: dict[str, float] = {}
     with current(device):
-        gang = join_gang(1, rank, world, rendezvous, RANK_TIMEOUT_S, device)
+        trainer_group = join_trainer_group(1, rank, world, rendezvous, RANK_TIMEOUT_S, device)
         config = TrainerConfig.model_validate(
             {"model": {"path": model, "dtype": "float32"}, "trainer": {"ranks": world}}
         )
         for suspends in (False, True):
             torch.manual_seed(1)
-            backend = FsdpBackend(config, build_algorithm(config.algorithm), gang)
+            backend = FsdpBackend(config, build_algorithm(config.algorithm), trainer_group)
             backend.load_initial()
             rows = [[Sequence([3, 5, 7, 9, 11], [2, 3, 4], [-1.0] * 3, [1.0] * 3, 1.0)]]
             for step in range(2):
@@ -66,7 +66,7 @@ def train(model: str, device: torch.device, rank: int, world: int, rendezvous: s
                     figures["awake_bytes"] = _used(device)
                 norm = backend.commit(3.0 * world, 1e-3).grad_norm
             figures["suspended_norm" if suspends else "straight_norm"] = norm
-        gang.leave()
+        trainer_group.leave()
     return figures
 
 

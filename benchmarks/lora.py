@@ -92,20 +92,20 @@ def measure(model: Path, kind: str, steps: int, threads: int) -> dict[str, float
     from _gradient import Accumulation, synthetic_group
     from headrace_modelkit.loading import load_architecture
     from headrace_schema.sections.generating import ModelSection
-    from headrace_trainer.group.group import join_gang
+    from headrace_trainer.group.group import join_trainer_group
 
     torch.set_num_threads(threads)
     vocabulary = int(load_architecture(ModelSection(path=str(model))).vocab_size)
     made = [synthetic_group(each, SIZE, ANSWER, vocabulary, given=PROMPT) for each in range(GROUPS)]
     before = peak_bytes()
-    gang = join_gang(1, 0, 1, "", 30.0, torch.device("cpu"))
-    accumulation = Accumulation(model, "bfloat16", gang, SIZE, groups=GROUPS, lora=KINDS[kind])
+    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
+    accumulation = Accumulation(model, "bfloat16", trainer_group, SIZE, groups=GROUPS, lora=KINDS[kind])
     seconds = []
     for _ in range(WARM_UP + steps):
         started = time.monotonic()
         accumulation.step(made)
         seconds.append(time.monotonic() - started)
-    gang.leave()
+    trainer_group.leave()
     return {"step_s": median(seconds[WARM_UP:]), "peak_gb": (peak_bytes() - before) / 1e9}
 
 

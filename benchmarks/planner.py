@@ -21,7 +21,7 @@ from typing import Any
 
 from _harness import emit, machine, say, table
 from _transfers import ASSUMPTIONS, MEASUREMENTS, Case, cases, load, over_range, values_of
-from headrace_coordinator.planner import (
+from headrace_planner import (
     DeviceKind,
     Granularity,
     Lengths,

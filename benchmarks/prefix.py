@@ -101,12 +101,14 @@ def measure(model: Path, dtype: str, prompt: int, answer: int, repetitions: int)
     """The turns' times, and the relative L2 distance of the first turn's gradients."""
     import torch
     from _gradient import Accumulation, relative_l2, synthetic_group
-    from headrace_trainer.group.group import join_gang
+    from headrace_trainer.group.group import join_trainer_group
 
     times: Times = {True: [], False: []}
-    gang = join_gang(1, 0, 1, "", 30.0, torch.device("cpu"))
+    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
     try:
-        both = {shared: Accumulation(model, dtype, gang, GROUP_SIZE, shared=shared) for shared in times}
+        both = {
+            shared: Accumulation(model, dtype, trainer_group, GROUP_SIZE, shared=shared) for shared in times
+        }
         gradients = {}
         for turn in range(WARM_UP + repetitions):
             group = synthetic_group(turn, GROUP_SIZE, (answer, answer), vocabulary=1000, given=prompt)
@@ -121,7 +123,7 @@ def measure(model: Path, dtype: str, prompt: int, answer: int, repetitions: int)
                     gradients[shared] = gradient
         return times, relative_l2(gradients[True], gradients[False])
     finally:
-        gang.leave()
+        trainer_group.leave()
 
 
 if __name__ == "__main__":

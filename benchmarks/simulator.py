@@ -20,8 +20,8 @@ from typing import Any
 
 from _harness import emit, machine, say, table
 from _transfers import ASSUMPTIONS, MEASUREMENTS, Case, Values, cases, load, values_of
-from headrace_coordinator.planner import Workload
-from headrace_coordinator.planner.cluster import Label, simulate
+from headrace_planner import Workload
+from headrace_planner.cluster import Label, simulate
 
 COLUMNS = (
     "case",

@@ -11,11 +11,13 @@ PACKAGES = (
     *(
         "headrace_servicekit",
         "headrace_schema",
+        "headrace_planner",
         "headrace_modelkit",
         "headrace_coordinator",
         "headrace_rollout",
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
+    "headrace_simulation",
 )
 UNITS = {
     "cli": "cli",
@@ -25,7 +27,9 @@ UNITS = {
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
+    "simulation-units": "tools/simulation",
     "modelkit": "libs/modelkit",
+    "planner": "libs/planner",
     "schema": "libs/schema",
     "proto": "proto",
 }
@@ -106,7 +110,7 @@ TEST = [
         needs="integration_tests/compose",
         shares=True,
     ),
-    _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
+    _script("simulation", "-m", "headrace_simulation", "--seeds", "200", timeout_s=900),
     Part("browser-environment", ("sh", "ci/browser.sh", sys.executable), timeout_s=600, shares=True),
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
@@ -130,7 +134,7 @@ NIGHTLY = [
     _script(
         "simulation",
         "-m",
-        "headrace_coordinator.simulation",
+        "headrace_simulation",
         "--first",
         "200",
         "--seeds",

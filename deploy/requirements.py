@@ -13,8 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/servicekit")
 IMAGES = {
-    "coordinator": (*COMMON, "libs/schema", "services/coordinator"),
-    "coordinator-reasoning-gym": (*COMMON, "libs/schema", "services/coordinator[reasoning-gym]"),
+    "coordinator": (*COMMON, "libs/schema", "libs/planner", "services/coordinator"),
+    "coordinator-reasoning-gym": (
+        *COMMON,
+        "libs/schema",
+        "libs/planner",
+        "services/coordinator[reasoning-gym]",
+    ),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),

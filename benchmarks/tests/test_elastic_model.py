@@ -14,7 +14,7 @@ from _elastic_here import answers
 from _elastic_model import Measured, Model, decoding
 from _tail_model import LONGEST, QUANTILES, shares, write_tail_prompts
 from _tail_reward import MIXED, score
-from headrace_coordinator.planner import (
+from headrace_planner import (
     DeviceKind,
     Edge,
     Granularity,
@@ -26,9 +26,9 @@ from headrace_coordinator.planner import (
     Workflow,
     Workload,
 )
-from headrace_coordinator.planner.cluster import simulate_elastic
-from headrace_coordinator.planner.cluster.sampling import draw
-from headrace_coordinator.planner.elastic.outlook import MoveCosts
+from headrace_planner.cluster import simulate_elastic
+from headrace_planner.cluster.sampling import draw
+from headrace_planner.elastic.outlook import MoveCosts
 
 ROUND_S, ANSWER_S, LEARN_S, SWITCH_S = 0.03, 0.0008, 0.0016, 0.3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from _transfers import ASSUMPTIONS, MEASUREMENTS, cases, load, over_range, values_of
-from headrace_coordinator.planner import PlanError
+from headrace_planner import PlanError
 from planner import SEQUENCES, accuracy, scale_profiles
 
 

@@ -153,7 +153,7 @@ def test_a_repeated_assignment_makes_the_same_answers(pair):
         engine.generate(published.version.number + 1, [6])
 
 
-def test_join_gang(pair):
+def test_join_trainer_group(pair):
     learner, _ = pair
     held = learner.state()
     assert learner.join(held.generation).generation == held.generation

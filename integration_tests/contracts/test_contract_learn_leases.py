@@ -20,7 +20,8 @@ def trainer(request, tiny_model, tmp_path_factory):
         subject.open(RUN, 1)
         subject.grant(1)
         subject.call(
-            "JoinGang", pb.JoinGangRequest(header=subject.header(RUN, 1), generation=1, world_size=1)
+            "JoinTrainerGroup",
+            pb.JoinTrainerGroupRequest(header=subject.header(RUN, 1), generation=1, world_size=1),
         )
         subject.call("Restore", pb.RestoreRequest(header=subject.header(RUN, 1, 1), number=1))
         begin = pb.BeginStepRequest(

@@ -153,7 +153,7 @@ def test_health_says_that_the_store_stands_still_and_that_a_task_ended(quick):
     wait_for(lambda: healthz(quick)[0] == 200, "health again")
 
 
-@pytest.mark.nightly  # test_core_store_trouble serves older copies on a real store, without a fleet
+@pytest.mark.nightly  # test_store_trouble serves older copies on a real store, without a fleet
 def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(quick, spec_of, gate, tmp_path):
     quick.ready(*WORKERS)
     gate.hold_after(2 * BATCH + 3)

@@ -14,6 +14,7 @@ DISTS = {
     "headrace-proto": "proto",
     "headrace-servicekit": "libs/servicekit",
     "headrace-schema": "libs/schema",
+    "headrace-planner": "libs/planner",
     "headrace-modelkit": "libs/modelkit",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",

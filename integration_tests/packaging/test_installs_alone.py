@@ -34,6 +34,8 @@ OF_EXTRAS = (
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
 COMMON = {"headrace-proto", "headrace-servicekit"}
 SCHEMA = "headrace-schema"
+PLANNER = "headrace-planner"
+LIBRARIES = {"coordinator": {SCHEMA, PLANNER}, "reward": {SCHEMA}, "simulator": set()}
 WITHOUT_TORCH = {
     "coordinator": {"reasoning-gym": "reasoning_gym"},
     "reward": {"math": "math_verify", "reasoning-gym": "reasoning_gym"},
@@ -90,7 +92,7 @@ def test_a_service_installs_alone_and_without_torch(service, make_environment, t
     options = ["--data-dir", str(tmp_path / "data")]
     options += ["--redis", valkey, "--http", f"127.0.0.1:{free_port()}"] if service == "coordinator" else []
     environment = make_environment(service)
-    shared = sorted(COMMON if service == "simulator" else COMMON | {SCHEMA})
+    shared = sorted(COMMON | LIBRARIES[service])
     environment.install(*shared, f"headrace-{service}")
     assert environment.headrace_dists() == {*shared, f"headrace-{service}"}
     starts_and_stops(environment, f"headrace_{service}", *options)
@@ -132,8 +134,8 @@ def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path)
 
 def test_the_command_line_comes_without_services_or_torch(make_environment):
     environment = make_environment("cli")
-    environment.install(*sorted(COMMON), SCHEMA, "headrace")
-    assert environment.headrace_dists() == COMMON | {SCHEMA, "headrace"}
+    environment.install(*sorted(COMMON), SCHEMA, PLANNER, "headrace")
+    assert environment.headrace_dists() == COMMON | {SCHEMA, PLANNER, "headrace"}
     environment.pip("check")
     # Both are portions of one namespace, from two wheels.
     environment.run("-c", "import headrace.client, headrace.common.v1.common_pb2")
@@ -142,7 +144,7 @@ def test_the_command_line_comes_without_services_or_torch(make_environment):
     assert shown.returncode == 0 and "demo" in shown.stdout
     assert environment.run("-c", HAS, "torch").strip() == "False"
 
-    environment.install(*sorted(COMMON), SCHEMA, "headrace-coordinator", "headrace")
+    environment.install(*sorted(COMMON), SCHEMA, PLANNER, "headrace-coordinator", "headrace")
     environment.run(
         "-c",
         "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.submission.admission",

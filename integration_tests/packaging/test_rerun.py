@@ -57,7 +57,12 @@ print(json.dumps(found, default=str))
 def installed(make_environment):
     environment = make_environment("rerun")
     environment.install(
-        "headrace-proto", "headrace-servicekit", "headrace-schema", "headrace[rerun]", pins="rerun.txt"
+        "headrace-proto",
+        "headrace-servicekit",
+        "headrace-schema",
+        "headrace-planner",
+        "headrace[rerun]",
+        pins="rerun.txt",
     )
     return environment
 

@@ -20,7 +20,13 @@ OPTIONS = {
 def installed(make_environment):
     environment = make_environment("trackers")
     extras = ",".join(OPTIONS)
-    dists = ("headrace-proto", "headrace-servicekit", "headrace-schema", f"headrace-coordinator[{extras}]")
+    dists = (
+        "headrace-proto",
+        "headrace-servicekit",
+        "headrace-schema",
+        "headrace-planner",
+        f"headrace-coordinator[{extras}]",
+    )
     environment.install(*dists, pins="trackers.txt")
     return environment
 

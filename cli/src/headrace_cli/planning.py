@@ -98,8 +98,8 @@ def kind_of(profile: Any) -> str:
 
 def check_profile(document: dict[str, Any]) -> dict[str, float]:
     """The worst error of each stage's fit; CommandError (exit code 2) for a profile that cannot be fitted."""
-    from headrace_coordinator.planner import PlanError
-    from headrace_coordinator.planner.documents import ProfileDocument
+    from headrace_planner import PlanError
+    from headrace_planner.documents import ProfileDocument
 
     try:
         return {made.stage: made.error for made in ProfileDocument.model_validate(document).made()}
@@ -243,9 +243,9 @@ def _devices_of(placement: PlacementSection, side: str, devices: int | None) -> 
 
 def _explained(request: dict[str, Any]) -> dict[str, Any]:
     from headrace.client.errors import Problem
-    from headrace_coordinator.planner import PlanError
-    from headrace_coordinator.planner.documents import PlanRequest
-    from headrace_coordinator.planner.explaining import explain
+    from headrace_planner import PlanError
+    from headrace_planner.documents import PlanRequest
+    from headrace_planner.explaining import explain
     from headrace_schema.problems import explain_value
 
     wrong = [Problem(item.key, item.problem, item.fix) for item in explain_value(PlanRequest, request)]

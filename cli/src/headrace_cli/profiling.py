@@ -18,7 +18,7 @@ from headrace_cli.profiles import costs_alike
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run, Step, Trajectory
-    from headrace_coordinator.planner.profiling.measured import MeasuredStep
+    from headrace_planner.profiling.measured import MeasuredStep
 
 FIRST_STEPS = 10
 """Steps of a run that count, after the first one, which pays for the start."""
@@ -73,7 +73,7 @@ def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]
 
 def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dict[str, Any]:
     """The profile that some runs measured; CommandError where none of them has a step that counts."""
-    from headrace_coordinator.planner.profiling.measured import profile_document
+    from headrace_planner.profiling.measured import profile_document
 
     steps, groups, devices = [], [], set()
     for run in runs:
@@ -114,7 +114,7 @@ def _measured(step: Step, reply: str) -> MeasuredStep:
 
     That is so with environments, and with a policy on other devices, at the stage `reply`.
     """
-    from headrace_coordinator.planner.profiling.measured import MeasuredStep
+    from headrace_planner.profiling.measured import MeasuredStep
 
     seconds = dict(step.stage_s)
     for part in ("act", OWN_TURN):

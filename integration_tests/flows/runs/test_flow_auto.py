@@ -50,7 +50,7 @@ def _every_device_second_has_one_label(fleet, run):
     assert "█ decode" in fleet.headrace("run", "timeline", run).stdout
 
 
-@pytest.mark.nightly  # test_core_autoplan sees in virtual time that the plan changes and steps get faster
+@pytest.mark.nightly  # test_autoplan sees in virtual time that the plan changes and steps get faster
 def test_a_stage_that_a_failpoint_slows_is_seen_and_predicted_anew(own_fleet, spec_of):
     """From some decode round on each takes half a second: no contention, so that it is slower on any machine."""
     steps = 45

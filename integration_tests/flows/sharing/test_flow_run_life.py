@@ -35,7 +35,7 @@ def nothing_held(fleet, run):
     )
 
 
-@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "in nobody's way"
+@pytest.mark.nightly  # a twin in virtual time: test_many_runs, "in nobody's way"
 def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_of):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
@@ -67,7 +67,7 @@ def test_a_drained_instance_is_replaced_and_the_run_loses_nothing(fleet, held, g
     assert first not in {item.raw["incarnation"] for item in fleet.client.instances()}
 
 
-@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "paused and cancelled"
+@pytest.mark.nightly  # a twin in virtual time: test_many_runs, "paused and cancelled"
 def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gate, spec_of):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
@@ -78,7 +78,7 @@ def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gat
         assert fleet.succeed(fleet.submit(spec_of(name=name, steps=1))).step == 1
 
 
-@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "resumed beside another"
+@pytest.mark.nightly  # a twin in virtual time: test_many_runs, "resumed beside another"
 def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of, tmp_path):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
@@ -96,7 +96,7 @@ def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of,
     assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
 
 
-@pytest.mark.nightly  # test_core_many_runs has the two arrive eight milliseconds apart, in virtual time
+@pytest.mark.nightly  # test_many_runs has the two arrive eight milliseconds apart, in virtual time
 def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
     with ThreadPoolExecutor(2) as pool:
         paused = pool.submit(fleet.client.pause, held.id, now=True)
@@ -110,7 +110,7 @@ def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
     assert fleet.succeed(fleet.submit(spec_of(name="next", steps=1))).step == 1
 
 
-@pytest.mark.nightly  # test_core_many_runs keeps a commit that was sent, for either intent
+@pytest.mark.nightly  # test_many_runs keeps a commit that was sent, for either intent
 def test_a_commit_in_hand_is_recorded_before_the_run_pauses(own_fleet, spec_of):
     point = "trainer.commit.after_optimizer=stop@1"
     with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
@@ -148,7 +148,7 @@ def test_one_key_is_one_run_however_often_and_fast_it_is_sent(fleet, spec_of, ga
     fleet.succeed(ids.pop())
 
 
-@pytest.mark.nightly  # test_core_many_runs has a trainer die in each third step, in virtual time
+@pytest.mark.nightly  # test_many_runs has a trainer die in each third step, in virtual time
 def test_recoveries_without_progress_end_the_run(own_fleet, spec_of):
     """A trainer that dies in each third step, before the first checkpoint, would recover for ever."""
     point = "trainer.commit.after_optimizer=kill@3"

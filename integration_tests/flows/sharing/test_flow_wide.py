@@ -89,14 +89,18 @@ def test_a_run_takes_a_second_rank_and_gives_it_back_between_steps(wide, spec_of
     assert all(certificate.max_staleness == 0 for certificate in found.live)
     events = wide.events(run)
     assert [event.data["ranks"] for event in events if event.type == "trainers_changed"] == [2, 1]
-    assert [len(event.data["members"]) for event in events if event.type == "gang_formed"] == [1, 2, 1]
+    assert [len(event.data["members"]) for event in events if event.type == "trainer_group_formed"] == [
+        1,
+        2,
+        1,
+    ]
     assert sum(event.type == "version_restored" for event in events) == 1, "the initial model alone"
 
 
 SHARED = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"], "share": True}
 
 
-@pytest.mark.nightly  # test_core_sharing has it in virtual time, with kills
+@pytest.mark.nightly  # test_sharing has it in virtual time, with kills
 def test_two_runs_share_two_cores_stage_by_stage(wide, spec_of):
     wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
     runs = [wide.submit(spec_of(name="shared", steps=8, seed=seed, placement=SHARED)) for seed in (1, 2)]
@@ -169,7 +173,7 @@ def test_a_helper_contributes_the_gradient_of_whole_groups(wide, spec_of):
         assert set(prompts) <= set(own) and len(set(prompts)) == len(prompts)
 
 
-@pytest.mark.nightly  # test_core_helpers has it in virtual time, with kills
+@pytest.mark.nightly  # test_helpers has it in virtual time, with kills
 def test_a_helper_learns_beside_an_owner_with_a_device_of_its_own(tmp_path, spec_of):
     """A core has two names here, for a third device: the owner's learning is slow, and a rollout's core helps."""
     devices = ("--devices", "cpu:0,cpu:1,cpu:00")
@@ -192,7 +196,7 @@ def test_the_only_rollout_s_core_helps_once_all_is_decoded(tmp_path, spec_of):
     assert helped[:2] == [{}, {}] and any(helped[2:]), notes
 
 
-@pytest.mark.nightly  # test_core_helpers kills helpers at every call, in virtual time
+@pytest.mark.nightly  # test_helpers kills helpers at every call, in virtual time
 def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
     """Each helper dies as it tells of its gradient, which is the last that it does."""
     script = f"{SLOW};trainer.contribution.before_reply=kill"
@@ -202,7 +206,7 @@ def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
     assert any("gives nothing to step" in note for note in notes), notes
 
 
-@pytest.mark.nightly  # test_core_borrowing has it in virtual time, with kills
+@pytest.mark.nightly  # test_borrowing has it in virtual time, with kills
 def test_the_trainers_core_decodes_until_the_trainer_has_work(wide, spec_of):
     """Few answers fit a rollout at once, so that a second one halves the time until the last; learning takes little."""
     wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")

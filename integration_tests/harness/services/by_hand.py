@@ -139,13 +139,15 @@ class Learner:
         )
         self.stub.OpenRun(request, timeout=CALL_S)
 
-    def join(self, generation: int, rank: int = 0, world_size: int = 1) -> trainer_pb2.JoinGangResponse:
+    def join(
+        self, generation: int, rank: int = 0, world_size: int = 1
+    ) -> trainer_pb2.JoinTrainerGroupResponse:
         """Joins a trainer group."""
-        request = trainer_pb2.JoinGangRequest(
+        request = trainer_pb2.JoinTrainerGroupRequest(
             header=header(), generation=generation, rank=rank, world_size=world_size, rendezvous="127.0.0.1:0"
         )
         request.timeout.FromSeconds(60)
-        response: trainer_pb2.JoinGangResponse = self.stub.JoinGang(request, timeout=CALL_S)
+        response: trainer_pb2.JoinTrainerGroupResponse = self.stub.JoinTrainerGroup(request, timeout=CALL_S)
         return response
 
     def restore(self, number: int) -> None:

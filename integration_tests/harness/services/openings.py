@@ -19,12 +19,12 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.fleet.instances import Instance
-from headrace_coordinator.simulation.fleet.network import SimulatedPort
-from headrace_coordinator.simulation.fleet.reward import Reward
-from headrace_coordinator.simulation.fleet.rollout import Rollout
-from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_servicekit.rpc.errors import message_of, reason_of
+from headrace_simulation.fleet.instances import Instance
+from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.reward import Reward
+from headrace_simulation.fleet.rollout import Rollout
+from headrace_simulation.fleet.trainer import Trainer
 
 from harness.services.alone import CALL_S, Service, channel_to
 from harness.services.fake_fleet import FakeFleet

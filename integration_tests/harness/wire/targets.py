@@ -247,7 +247,7 @@ def trainer_target(service, learner, groups, model):
         request = trainer_pb2.ListCheckpointsRequest(header=header())
         return learner.stub.ListCheckpoints(request, timeout=CALL_S).checkpoints[0].name
 
-    join = plain("JoinGang", generation=1, rank=0, world_size=1, rendezvous="127.0.0.1:0")
+    join = plain("JoinTrainerGroup", generation=1, rank=0, world_size=1, rendezvous="127.0.0.1:0")
     valid = {
         "OpenRun": plain("OpenRun", config_json=json.dumps(config), run_directory=str(learner.directory)),
         "BeginStep": begin,
@@ -273,9 +273,9 @@ def trainer_target(service, learner, groups, model):
             trainer_pb2.RestoreRequest(header=header(LEARN), number=next(numbers), store_id="x")
         ],
         "Wake": plain("Wake"),
-        "JoinGang": join,
+        "JoinTrainerGroup": join,
         "Suspend": plain("Suspend"),
-        "LeaveGang": plain("LeaveGang", generation=1),
+        "LeaveTrainerGroup": plain("LeaveTrainerGroup", generation=1),
         "CloseRun": lambda: [trainer_pb2.CloseRunRequest(header=header(run="runs/another"))],
     }
     return Target(service, SERVICES["trainer"], valid, _with_right_digests, learner.state)

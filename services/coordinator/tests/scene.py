@@ -3,8 +3,8 @@
 import asyncio
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.simulation.world import World
+from headrace_simulation.virtual_time import run_virtual
+from headrace_simulation.world import World
 
 ENOUGH_S = 600.0
 

@@ -6,10 +6,10 @@ import pytest
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.simulation.fleet.trainer import Trainer
-from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.simulation.world import World
 from headrace_schema.sections.generating import CurriculumSection, DataSection
+from headrace_simulation.fleet.trainer import Trainer
+from headrace_simulation.virtual_time import run_virtual
+from headrace_simulation.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -64,7 +64,7 @@ async def test_full_retention_takes_no_more_work_until_released(rollout, assignm
     await rollout.reopen()
     trajectories = await (await rollout.generate(assignments).start()).read_all()
     call = await rollout.generate(assignments).start()
-    code = await refused(call.read_all(), "CUSTODY_FULL", "12 trajectories", "ReleaseTrajectories")
+    code = await refused(call.read_all(), "RETENTION_FULL", "12 trajectories", "ReleaseTrajectories")
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await (await rollout.generate(assignments, evaluation=True).start()).read_all()
     keys = [trajectory.sample for trajectory in trajectories.values()]

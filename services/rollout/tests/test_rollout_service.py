@@ -291,7 +291,7 @@ async def test_figures_reach_the_session(rollout, assignments):
     reports = rollout.instance._take_metrics()
     assert {report.stage for report in reports} == {"generate"}
     assert sum(report.items for report in reports) == 12
-    assert reports[-1].values["custody_trajectories"] == 12
+    assert reports[-1].values["retained_trajectories"] == 12
     shared, computed = (
         sum(report.values[name] for report in reports) for name in ("shared_prompt_tokens", "prefill_tokens")
     )

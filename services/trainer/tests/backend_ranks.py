@@ -18,7 +18,7 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
-from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.learning.samples import Rows, Sequence
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -61,10 +61,10 @@ class SavedState:
 class Walk:
     """One case on one rank."""
 
-    def __init__(self, case: dict[str, Any], gang: Gang) -> None:
+    def __init__(self, case: dict[str, Any], trainer_group: TrainerGroup) -> None:
         config = TrainerConfig.model_validate(case["config"])
-        self.gang = gang
-        self.backend: Any = build_backend(config, build_algorithm(config.algorithm), gang)
+        self.trainer_group = trainer_group
+        self.backend: Any = build_backend(config, build_algorithm(config.algorithm), trainer_group)
         self.tensors: dict[str, torch.Tensor] = {}
         self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
 
@@ -76,7 +76,7 @@ class Walk:
         rows = self.all_rows()[self.backend.replica :: self.backend.replicas]
         own = self.backend.infer(rows, COLUMNS)
         found = [[values["old_log_probs"]] for values in own]
-        bodies = self.gang.gather(json.dumps([self.backend.replica, found]).encode())
+        bodies = self.trainer_group.gather(json.dumps([self.backend.replica, found]).encode())
         by_replica = dict(json.loads(body) for body in bodies)
         self.figures["log_probs"].append([by_replica[replica] for replica in sorted(by_replica)])
         moved = [
@@ -138,7 +138,7 @@ class Walk:
         """Goes on from a checkpoint that another backend made."""
         reader = SavedState(saved)
         self.backend.check_state(reader)
-        self.backend.load_state(reader if self.gang.leads else None)
+        self.backend.load_state(reader if self.trainer_group.leads else None)
         state = self.state()
         names = [f"weights/{name}" for name in reader.weight_shapes()]
         same_weights = all(state[name].equal(reader.weight(name.removeprefix("weights/"))) for name in names)
@@ -181,16 +181,18 @@ def main() -> None:
     torch.set_num_threads(1)
     for generation, case in enumerate(job["cases"], 1):
         rendezvous = meeting_place(Path(job["folder"]) / f"{case['name']}.port", leads=rank == 0)
-        gang = join_gang(generation, rank, job["ranks"], rendezvous, MEET_S, torch.device("cpu"))
-        walk = Walk(case, gang)
+        trainer_group = join_trainer_group(
+            generation, rank, job["ranks"], rendezvous, MEET_S, torch.device("cpu")
+        )
+        walk = Walk(case, trainer_group)
         walk.go(case["saved"])
-        if gang.leads:
+        if trainer_group.leads:
             target = Path(job["folder"]) / case["name"]
             save_file(
                 {name: value.contiguous() for name, value in walk.tensors.items()}, f"{target}.safetensors"
             )
             Path(f"{target}.json").write_text(json.dumps(walk.figures))
-        gang.leave()
+        trainer_group.leave()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.learning.packing.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Group, Member, Sequence
 
@@ -99,11 +99,11 @@ def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
 
 
 @pytest.fixture
-def gang() -> Iterator[Gang]:
+def trainer_group() -> Iterator[TrainerGroup]:
     """A trainer group of one in this process."""
-    gang = join_gang(1, 0, 1, "", 10.0, torch.device("cpu"))
-    yield gang
-    gang.leave()
+    trainer_group = join_trainer_group(1, 0, 1, "", 10.0, torch.device("cpu"))
+    yield trainer_group
+    trainer_group.leave()
 
 
 @pytest.fixture
@@ -149,12 +149,14 @@ def fetched_weights() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make_backend(gang: Gang, make_config: Callable[..., dict[str, Any]]) -> Callable[..., FsdpBackend]:
+def make_backend(
+    trainer_group: TrainerGroup, make_config: Callable[..., dict[str, Any]]
+) -> Callable[..., FsdpBackend]:
     """Builds a backend with the initial model loaded."""
 
     def make(**sections: Any) -> FsdpBackend:
         config = TrainerConfig.model_validate(make_config(**sections))
-        backend = build_backend(config, build_algorithm(config.algorithm), gang)
+        backend = build_backend(config, build_algorithm(config.algorithm), trainer_group)
         assert isinstance(backend, FsdpBackend)
         backend.load_initial()
         return backend

@@ -173,7 +173,7 @@ def picture(brightness):
 
 
 @pytest.mark.parametrize("kind", ["openvla_oft", "pi0"])
-def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_config, gang, tmp_path):
+def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_config, trainer_group, tmp_path):
     """The same setting for every kind: token loss, flow matching. The words are those of the demonstrations."""
     write_tiny_robot(tmp_path / "policy", tiny_fields(kind, 2, state=3, chunk_length=2))
     random = np.random.default_rng(0)
@@ -188,7 +188,7 @@ def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_confi
     fields = robot_config(trainer=warmup, instruction="In: {question}?\nOut:") | {"model": model}
     config = TrainerConfig.model_validate(fields)
     check_demonstrations(config)
-    backend = run_backend(config, run_algorithm(config), gang)
+    backend = run_backend(config, run_algorithm(config), trainer_group)
     backend.load_initial()
     seen = read_demonstrations(config, backend._policy)
     prompts = seen.observation.prompts
@@ -223,12 +223,12 @@ class Half:
 
 
 def test_the_ranks_of_a_group_take_shares_of_a_supervised_step(
-    robot_config, demonstrations, gang, monkeypatch
+    robot_config, demonstrations, trainer_group, monkeypatch
 ):
     """The gradients of two ranks add up to that of one, so that a group clones as one trainer does."""
     config = TrainerConfig.model_validate(robot_config(trainer=cloning(demonstrations, steps=1)))
     gradients = []
-    for places in ([gang], [Half(0, {}), Half(1, {})]):
+    for places in ([trainer_group], [Half(0, {}), Half(1, {})]):
         summed = {}
         for place in places:
             backend = run_backend(config, run_algorithm(config), place)

@@ -80,7 +80,7 @@ def test_every_tensor_of_a_backend_says_where_it_lies(make_backend, accumulate, 
 def on_leased(make_backend, monkeypatch):
     """A backend whose trainer group says that it computes on the leased device."""
     backend = make_backend()
-    monkeypatch.setattr(backend._gang, "device", LEASED)
+    monkeypatch.setattr(backend._trainer_group, "device", LEASED)
     return backend
 
 
@@ -160,7 +160,7 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(curren
         joined.append(device)
         return SimpleNamespace(device=device, leads=True, world_size=1, leave=lambda: None, rank=0)
 
-    monkeypatch.setattr(trainer, "join_gang", join)
+    monkeypatch.setattr(trainer, "join_trainer_group", join)
     subject = Trainer(lambda: None, lambda: True)
     subject.use((LEASED,), 1)
     subject.join(1, 0, 1, "", 1.0)
@@ -168,7 +168,11 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(curren
     backend = SimpleNamespace(suspend=look("suspend"), wake=look("wake"), release=look("release"))
     config = SimpleNamespace(deterministic=False)
     rank = SimpleNamespace(
-        gang=subject._gang, loaded=True, backend=backend, execute=look("execute"), config=config
+        trainer_group=subject._trainer_group,
+        loaded=True,
+        backend=backend,
+        execute=look("execute"),
+        config=config,
     )
     subject._rank = rank
     subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), gave_back=False)
@@ -185,7 +189,7 @@ def test_a_trainer_group_s_mesh_is_of_the_leased_kind_of_device(monkeypatch):
     meshes = []
     monkeypatch.setattr(group, "init_device_mesh", lambda kind, shape: meshes.append((kind, shape)))
     monkeypatch.setattr(group.dist, "new_group", lambda **_: None)
-    assert group.Gang(1, 0, 2, LEASED).device == LEASED
+    assert group.TrainerGroup(1, 0, 2, LEASED).device == LEASED
     assert meshes == [("cuda", (2,))]
 
 

@@ -56,13 +56,15 @@ class OneRank:
 
 
 @pytest.fixture
-def gradient(gang, robot_config, robots):
+def gradient(trainer_group, robot_config, robots):
     """(gradient by name, policy) of one optimizer step from groups of episodes; `ranks` share the work."""
 
     def run(config, groups, ranks=1):
         parsed = TrainerConfig.model_validate(config)
         algorithm = run_algorithm(parsed)
-        backends = [run_backend(parsed, algorithm, _Place(gang, rank, ranks)) for rank in range(ranks)]
+        backends = [
+            run_backend(parsed, algorithm, _Place(trainer_group, rank, ranks)) for rank in range(ranks)
+        ]
         for backend in backends:
             backend.load_initial()
         rounds = OneRank(backends)
@@ -81,8 +83,8 @@ def gradient(gang, robot_config, robots):
 class _Place:
     """One of several ranks that share a process: sums are made by who asks for them."""
 
-    def __init__(self, gang, rank, world_size):
-        self.device, self.rank, self.place = gang.device, rank, (rank, world_size)
+    def __init__(self, trainer_group, rank, world_size):
+        self.device, self.rank, self.place = trainer_group.device, rank, (rank, world_size)
         self.rank, self.world_size = rank, world_size
 
     def share(self, tensor):

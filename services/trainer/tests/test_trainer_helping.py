@@ -32,13 +32,13 @@ PROMPTS = (0, 1, 2, 3)
 
 
 @pytest.fixture
-def make_session(gang, make_config, tmp_path):
+def make_session(trainer_group, make_config, tmp_path):
     """A leader's session on a trainer group of one, with a weight store of its own."""
 
     def make(name: str, **sections) -> Session:
         config = TrainerConfig.model_validate(make_config(**sections))
-        rank = Rank(config, gang)
-        rounds = Rounds(gang, rank.execute, holds_lease=lambda: True, release=lambda: None)
+        rank = Rank(config, trainer_group)
+        rounds = Rounds(trainer_group, rank.execute, holds_lease=lambda: True, release=lambda: None)
         return Session("runs/test", tmp_path / name, rank, rounds, WeightStore(tmp_path / "shm", name))
 
     return make

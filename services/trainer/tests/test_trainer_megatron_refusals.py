@@ -143,21 +143,21 @@ def test_models_that_megatron_would_compute_otherwise_are_refused(refusal_of, tm
 
 
 @needs_megatron
-def test_a_group_whose_ranks_do_not_divide_is_refused_as_it_is_built(make_config, gang):
+def test_a_group_whose_ranks_do_not_divide_is_refused_as_it_is_built(make_config, trainer_group):
     section = {"backend": "megatron", "ranks": 2, "backend_options": {"tensor_parallel": 2}}
     config = TrainerConfig.model_validate(make_config(trainer=section))
     algorithm = build_algorithm(config.algorithm)
     choose_backend(config.trainer).check(config, algorithm)
     with pytest.raises(Refusal, match="1 ranks are no multiple of the 2"):
-        build_backend(config, algorithm, gang)
+        build_backend(config, algorithm, trainer_group)
 
 
 @needs_megatron
 def test_it_moves_elsewhere_and_back_in_the_middle_of_a_step(
-    gang, make_config, accumulate, sequences, relative_l2
+    trainer_group, make_config, accumulate, sequences, relative_l2
 ):
     config = TrainerConfig.model_validate(make_config(trainer={"backend": "megatron"}))
-    backend = build_backend(config, build_algorithm(config.algorithm), gang)
+    backend = build_backend(config, build_algorithm(config.algorithm), trainer_group)
     backend.load_initial()
     backend.commit(1.0, 0.0)
     found = []

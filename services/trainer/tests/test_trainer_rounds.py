@@ -147,10 +147,10 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
 STUCK = """
 import time, torch
 from headrace_trainer.group import rounds
-from headrace_trainer.group.group import join_gang
+from headrace_trainer.group.group import join_trainer_group
 rounds.DEADLINE_S = 0.3
-gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
-stuck = rounds.Rounds(gang, lambda _: time.sleep(60), holds_lease=lambda: True, release=lambda: None)
+trainer_group = join_trainer_group(4, 0, 1, "", 5, torch.device("cpu"))
+stuck = rounds.Rounds(trainer_group, lambda _: time.sleep(60), holds_lease=lambda: True, release=lambda: None)
 stuck.lead("commit", step=7, attempt=2)
 """
 

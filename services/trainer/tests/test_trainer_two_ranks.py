@@ -348,7 +348,7 @@ async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
     assert reply.version.number == 2
 
 
-async def test_a_lost_rank_is_told_and_a_new_gang_goes_on(
+async def test_a_lost_rank_is_told_and_a_new_trainer_group_goes_on(
     pair, spawn, make_config, make_settled, settled_digest, trainer_client, tmp_path
 ):
     leader, follower, process = pair
@@ -362,7 +362,7 @@ async def test_a_lost_rank_is_told_and_a_new_gang_goes_on(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await leader.begin(1, 1, 2, 3)
         await leader.learn(1, 1, [make_settled(5, version=reply.version)])
-    assert reason_of(caught.value) == "GANG_LOST"
+    assert reason_of(caught.value) == "TRAINER_GROUP_LOST"
     state = await leader.state()
     assert (state.phase, state.generation) == (pb.STEP_PHASE_UNSPECIFIED, 0)
 

@@ -133,8 +133,8 @@ class TrainerClient:
     async def join(
         self, generation: int, rank: int = 0, world_size: int = 1, rendezvous: str = "", timeout_s: int = 30
     ) -> Any:
-        return await self.stub.JoinGang(
-            trainer_pb2.JoinGangRequest(
+        return await self.stub.JoinTrainerGroup(
+            trainer_pb2.JoinTrainerGroupRequest(
                 header=self.header(),
                 generation=generation,
                 rank=rank,
@@ -145,8 +145,8 @@ class TrainerClient:
         )
 
     async def leave(self, generation: int, *, carry: bool = False) -> Any:
-        return await self.stub.LeaveGang(
-            trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation, carry=carry)
+        return await self.stub.LeaveTrainerGroup(
+            trainer_pb2.LeaveTrainerGroupRequest(header=self.header(), generation=generation, carry=carry)
         )
 
     async def take_up(self, number: int) -> Any:

@@ -28,8 +28,8 @@ class GenerateFigures:
         self._before = now
         metrics.stage = "generate"
         metrics.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        metrics.values["custody_trajectories"] = len(run.retention)
-        metrics.values["custody_bytes"] = run.retention.size_bytes
+        metrics.values["retained_trajectories"] = len(run.retention)
+        metrics.values["retained_bytes"] = run.retention.size_bytes
         return metrics
 
 

@@ -23,7 +23,7 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.robot.backend import RobotBackend
 from headrace_trainer.backends.robot.cloning import check_demonstrations
 from headrace_trainer.errors import invalid
-from headrace_trainer.group.group import Gang
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.episodes.learner import EpisodeLearner
 from headrace_trainer.learning.learner import Learner
@@ -46,11 +46,11 @@ def run_algorithm(config: TrainerConfig) -> Algorithm:
     return build_algorithm(config.algorithm)
 
 
-def run_backend(config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+def run_backend(config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup) -> Backend:
     """The backend of the run, without weights yet."""
     if learns_from_episodes(config):
-        return RobotBackend(config, cast(EpisodeAlgorithm, algorithm), gang)
-    return build_backend(config, algorithm, gang)
+        return RobotBackend(config, cast(EpisodeAlgorithm, algorithm), trainer_group)
+    return build_backend(config, algorithm, trainer_group)
 
 
 def run_learner(config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:

@@ -62,7 +62,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
 
-    # Runs and gangs
+    # Runs and trainer groups
 
     async def OpenRun(
         self, request: trainer_pb2.OpenRunRequest, context: Context
@@ -97,9 +97,9 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         self._queue = self._new_queue(1)  # What the old one still holds is refused.
         await self._compute(self._trainer.close_run)
 
-    async def JoinGang(
-        self, request: trainer_pb2.JoinGangRequest, context: Context
-    ) -> trainer_pb2.JoinGangResponse:
+    async def JoinTrainerGroup(
+        self, request: trainer_pb2.JoinTrainerGroupRequest, context: Context
+    ) -> trainer_pb2.JoinTrainerGroupResponse:
         self._check(request.header, lease=False, run=False)
         check_number("generation", request.generation, 1)
         timeout = check_seconds("timeout", request.timeout) or JOIN_TIMEOUT_S
@@ -111,14 +111,14 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             request.rendezvous,
             timeout,
         )
-        return trainer_pb2.JoinGangResponse(generation=request.generation)
+        return trainer_pb2.JoinTrainerGroupResponse(generation=request.generation)
 
-    async def LeaveGang(
-        self, request: trainer_pb2.LeaveGangRequest, context: Context
-    ) -> trainer_pb2.LeaveGangResponse:
+    async def LeaveTrainerGroup(
+        self, request: trainer_pb2.LeaveTrainerGroupRequest, context: Context
+    ) -> trainer_pb2.LeaveTrainerGroupResponse:
         self._check(request.header, lease=False, run=False)
         await self._compute(partial(self._trainer.leave, request.generation, carry=request.carry))
-        return trainer_pb2.LeaveGangResponse()
+        return trainer_pb2.LeaveTrainerGroupResponse()
 
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: Context

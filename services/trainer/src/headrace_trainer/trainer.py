@@ -29,7 +29,7 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
-from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
@@ -62,7 +62,7 @@ class Trainer:
         self._run = ""
         self._config: TrainerConfig | None = None
         self._directory = Path()
-        self._gang: Gang | None = None
+        self._trainer_group: TrainerGroup | None = None
         self._joined: tuple[int, int, int, str] | None = None
         self._rank: Rank | None = None
         self._rounds: Rounds | None = None
@@ -89,9 +89,11 @@ class Trainer:
     def generation(self) -> int:
         """Generation of this rank's trainer group; 0 for none, also when the group has lost a rank."""
         lost = (
-            self._session.gang_lost if self._session else not (self._follower and self._follower.is_alive())
+            self._session.trainer_group_lost
+            if self._session
+            else not (self._follower and self._follower.is_alive())
         )
-        return 0 if self._gang is None or lost else self._last_generation
+        return 0 if self._trainer_group is None or lost else self._last_generation
 
     @property
     def _last_generation(self) -> int:
@@ -139,7 +141,7 @@ class Trainer:
         Raises CONFLICT or RENDEZVOUS_TIMEOUT.
         """
         key = (generation, rank, world_size, rendezvous)
-        if self._joined == key and self._gang is not None:
+        if self._joined == key and self._trainer_group is not None:
             return
         if self._joined and generation <= self._last_generation:
             raise conflict(
@@ -149,7 +151,9 @@ class Trainer:
         self._disband()
         self._await_follower()
         with current(self.device):
-            self._gang = join_gang(generation, rank, world_size, rendezvous, timeout_s, self.device)
+            self._trainer_group = join_trainer_group(
+                generation, rank, world_size, rendezvous, timeout_s, self.device
+            )
         self._joined = key
         self._assemble()
 
@@ -158,7 +162,7 @@ class Trainer:
 
         Raises Refusal INVALID for another generation, and what `Session.carry` raises.
         """
-        if self._gang is None and generation <= self._last_generation:
+        if self._trainer_group is None and generation <= self._last_generation:
             return
         if generation != self._last_generation:
             raise invalid(
@@ -171,11 +175,12 @@ class Trainer:
     def session(self) -> Session:
         """The leader's session. Raises Refusal NOT_OPEN or NOT_LEADER."""
         _ = self.config
-        if self._gang is None:
-            raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinGang first")
+        if self._trainer_group is None:
+            raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinTrainerGroup first")
         if self._session is None:
             raise Refusal(
-                "NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the trainer group"
+                "NOT_LEADER",
+                f"rank {self._trainer_group.rank} follows; send this to rank 0 of the trainer group",
             )
         return self._session
 
@@ -217,12 +222,12 @@ class Trainer:
     @property
     def ranks(self) -> int:
         """Ranks of its trainer group; 1 while it is in none."""
-        gang = self._gang  # The compute thread may leave it meanwhile.
-        return 1 if gang is None else gang.world_size
+        trainer_group = self._trainer_group  # The compute thread may leave it meanwhile.
+        return 1 if trainer_group is None else trainer_group.world_size
 
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
-        return self._gang is not None and not self._gang.leads
+        return self._trainer_group is not None and not self._trainer_group.leads
 
     def restored_steps(self, deadline_s: float) -> int:
         """Waits until the leader's restore round has run here; warm-up steps. Raises Refusal on timeout."""
@@ -247,7 +252,7 @@ class Trainer:
         self._kept = keep and loaded
         self.suspended = True  # First: a follower's vote says no from now on.
         if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.gang.device):
+            with self._rounds.between, current(self._rank.trainer_group.device):
                 if not keep:
                     released = self._rank.backend.suspend()
                     self._rounds.gave_back = True
@@ -261,56 +266,58 @@ class Trainer:
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.gang.device):
+            with self._rounds.between, current(self._rank.trainer_group.device):
                 self._rank.backend.wake()
         self.suspended = self._kept = False
 
     def _assemble(self) -> None:
         """Makes a rank once both a run and a trainer group are there."""
-        if self._config is None or self._gang is None or self._rank is not None:
+        if self._config is None or self._trainer_group is None or self._rank is not None:
             return
-        self._rank = Rank(self._config, self._gang)
+        self._rank = Rank(self._config, self._trainer_group)
         self._rounds = Rounds(
-            self._gang,
+            self._trainer_group,
             partial(self._execute, self._rank),
             holds_lease=lambda: not self.suspended and self._holds_lease(),
             release=partial(_release, self._rank),
             deadlines=self._deadlines,
         )
-        if self._gang.leads and self._session is not None:
+        if self._trainer_group.leads and self._session is not None:
             self._session.enter(self._rank, self._rounds)
-        elif self._gang.leads:
+        elif self._trainer_group.leads:
             self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
         else:
             self._end_session()
-            parts = (self._rounds, self._gang)
+            parts = (self._rounds, self._trainer_group)
             self._follower = threading.Thread(target=self._follow, args=parts, name="follower", daemon=True)
             self._follower.start()
 
     def _execute(self, rank: Rank, header: Round) -> object:
         self._threads.lease(self.threads)
-        self._threads.fixed = rank.config.deterministic or rank.gang.device.type != "cpu"
+        self._threads.fixed = rank.config.deterministic or rank.trainer_group.device.type != "cpu"
         size = _size(header, rank)
         measured = self._threads.work(header.kind, size) if size else nullcontext()
-        with current(rank.gang.device), measured:
+        with current(rank.trainer_group.device), measured:
             return rank.execute(header)
 
-    def _follow(self, rounds: Rounds, gang: Gang) -> None:
+    def _follow(self, rounds: Rounds, trainer_group: TrainerGroup) -> None:
         try:
             rounds.follow()
         except RoundLost as error:
-            _log.error("trainer group lost", extra={"generation": gang.generation, "reason": str(error)})
+            _log.error(
+                "trainer group lost", extra={"generation": trainer_group.generation, "reason": str(error)}
+            )
         finally:
             # Also when a round failed here: a closed connection is what tells the others, who wait for us.
-            gang.leave()
+            trainer_group.leave()
 
     def _disband(self) -> None:
         """Leaves the trainer group. A follower's thread ends when the leader has left too; `join` waits for it."""
-        if self._gang is None:
+        if self._trainer_group is None:
             return
-        if self._gang.leads:
-            self._dismiss(self._gang)
-        self._gang = self._rank = self._rounds = None
+        if self._trainer_group.leads:
+            self._dismiss(self._trainer_group)
+        self._trainer_group = self._rank = self._rounds = None
         if self._session is not None and not self._session.carried_number:
             self._end_session()
 
@@ -326,21 +333,21 @@ class Trainer:
         if self._follower.is_alive():
             raise Refusal(
                 "BUSY",
-                f"the leader of generation {self._last_generation} still leads: call LeaveGang on rank 0",
+                f"the leader of generation {self._last_generation} still leads: call LeaveTrainerGroup on rank 0",
                 "unavailable",
             )
         self._follower = None
 
-    def _dismiss(self, gang: Gang) -> None:
-        if self._rounds is not None and gang.world_size > 1:
+    def _dismiss(self, trainer_group: TrainerGroup) -> None:
+        if self._rounds is not None and trainer_group.world_size > 1:
             try:
                 self._rounds.lead("leave")
             except RoundLost as error:
                 _log.warning("followers are gone", extra={"reason": str(error)})
-        gang.leave()
+        trainer_group.leave()
 
     def _memory(self) -> Memory:
-        device = self._gang.device if self._gang is not None else self.device
+        device = self._trainer_group.device if self._trainer_group is not None else self.device
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
@@ -348,7 +355,7 @@ class Trainer:
 
 def _release(rank: Rank) -> None:
     if rank.loaded:
-        with current(rank.gang.device):
+        with current(rank.trainer_group.device):
             rank.backend.release()
 
 

@@ -98,7 +98,7 @@ class CloseRunResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class JoinGangRequest(_message.Message):
+class JoinTrainerGroupRequest(_message.Message):
     __slots__ = ("header", "generation", "rank", "world_size", "rendezvous", "timeout")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -114,13 +114,13 @@ class JoinGangRequest(_message.Message):
     timeout: _duration_pb2.Duration
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., rendezvous: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
-class JoinGangResponse(_message.Message):
+class JoinTrainerGroupResponse(_message.Message):
     __slots__ = ("generation",)
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
-class LeaveGangRequest(_message.Message):
+class LeaveTrainerGroupRequest(_message.Message):
     __slots__ = ("header", "generation", "carry")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -130,7 +130,7 @@ class LeaveGangRequest(_message.Message):
     carry: bool
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., generation: _Optional[int] = ..., carry: _Optional[bool] = ...) -> None: ...
 
-class LeaveGangResponse(_message.Message):
+class LeaveTrainerGroupResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

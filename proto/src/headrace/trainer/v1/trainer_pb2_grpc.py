@@ -46,15 +46,15 @@ class TrainerServiceStub:
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.CloseRunRequest.SerializeToString,
                 response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.CloseRunResponse.FromString,
                 _registered_method=True)
-        self.JoinGang = channel.unary_unary(
-                '/headrace.trainer.v1.TrainerService/JoinGang',
-                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangRequest.SerializeToString,
-                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangResponse.FromString,
+        self.JoinTrainerGroup = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/JoinTrainerGroup',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupResponse.FromString,
                 _registered_method=True)
-        self.LeaveGang = channel.unary_unary(
-                '/headrace.trainer.v1.TrainerService/LeaveGang',
-                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangRequest.SerializeToString,
-                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangResponse.FromString,
+        self.LeaveTrainerGroup = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/LeaveTrainerGroup',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupResponse.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/headrace.trainer.v1.TrainerService/Restore',
@@ -167,14 +167,14 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def JoinGang(self, request, context):
+    def JoinTrainerGroup(self, request, context):
         """Joins a trainer group of owners; returns once all ranks have met.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LeaveGang(self, request, context):
+    def LeaveTrainerGroup(self, request, context):
         """Leaves the trainer group between steps; the leader can keep the run's state for
         the next group.
         """
@@ -322,15 +322,15 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.CloseRunRequest.FromString,
                     response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.CloseRunResponse.SerializeToString,
             ),
-            'JoinGang': grpc.unary_unary_rpc_method_handler(
-                    servicer.JoinGang,
-                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangRequest.FromString,
-                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangResponse.SerializeToString,
+            'JoinTrainerGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinTrainerGroup,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupResponse.SerializeToString,
             ),
-            'LeaveGang': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaveGang,
-                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangRequest.FromString,
-                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangResponse.SerializeToString,
+            'LeaveTrainerGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveTrainerGroup,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -490,7 +490,7 @@ class TrainerService:
             _registered_method=True)
 
     @staticmethod
-    def JoinGang(request,
+    def JoinTrainerGroup(request,
             target,
             options=(),
             channel_credentials=None,
@@ -503,9 +503,9 @@ class TrainerService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/headrace.trainer.v1.TrainerService/JoinGang',
-            headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangRequest.SerializeToString,
-            headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinGangResponse.FromString,
+            '/headrace.trainer.v1.TrainerService/JoinTrainerGroup',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.JoinTrainerGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -517,7 +517,7 @@ class TrainerService:
             _registered_method=True)
 
     @staticmethod
-    def LeaveGang(request,
+    def LeaveTrainerGroup(request,
             target,
             options=(),
             channel_credentials=None,
@@ -530,9 +530,9 @@ class TrainerService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/headrace.trainer.v1.TrainerService/LeaveGang',
-            headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangRequest.SerializeToString,
-            headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveGangResponse.FromString,
+            '/headrace.trainer.v1.TrainerService/LeaveTrainerGroup',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.LeaveTrainerGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

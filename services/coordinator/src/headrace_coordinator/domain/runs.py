@@ -100,8 +100,8 @@ class RunState(msgspec.Struct):
     finished_at: float = 0.0
     steps_total: int = 0
     warmup_steps: int = 0
-    gang_generation: int = 0
-    gang: list[str] = []
+    trainer_group_generation: int = 0
+    trainer_group: list[str] = []
     recoveries: int = 0
     recoveries_in_a_row: int = 0
     high_step: int = 0
@@ -210,8 +210,8 @@ class RunState(msgspec.Struct):
                 self.proposal = event.reason
             case ev.PlanAdopted():
                 self.plan, self.proposal = event, ""
-            case ev.GangFormed():
-                self.gang_generation, self.gang = event.generation, list(event.members)
+            case ev.TrainerGroupFormed():
+                self.trainer_group_generation, self.trainer_group = event.generation, list(event.members)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from headrace_planner.cluster.spans import UNPLANNED, Label
 from headrace_schema.resources.overviews import HoldView, LabelView
 
 from headrace_coordinator.domain.devices.leases import REPLY
 from headrace_coordinator.domain.intervals import Interval, joined, without
-from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label
 
 if TYPE_CHECKING:
     from headrace_coordinator.projections.timeline import Part, Span

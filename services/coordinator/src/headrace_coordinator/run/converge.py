@@ -41,16 +41,18 @@ class Misplaced(Exception):
     """What the run rests on is not where it was; the message says how to mend it. The run pauses."""
 
 
-async def form_gang(context: RunContext) -> None:
+async def form_trainer_group(context: RunContext) -> None:
     """All trainer members meet under a new generation; a trainer group of the same processes stays as it is."""
     members, run = context.workers.trainers, context.state
     states = [await member.state() for member in members]
     incarnations = [member.incarnation for member in members]
-    same = run.gang == incarnations and all(s.generation == run.gang_generation for s in states)
-    if same and run.gang_generation:
+    same = run.trainer_group == incarnations and all(
+        s.generation == run.trainer_group_generation for s in states
+    )
+    if same and run.trainer_group_generation:
         return
-    generation = run.gang_generation + 1
-    formed = ev.GangFormed(
+    generation = run.trainer_group_generation + 1
+    formed = ev.TrainerGroupFormed(
         at=context.event_log.now(), run=run.id, generation=generation, members=incarnations
     )
     await context.event_log.commit(formed)

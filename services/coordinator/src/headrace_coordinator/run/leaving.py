@@ -18,7 +18,7 @@ from headrace_coordinator.fleet.reconciler import SHARED
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.converge import converge, form_gang, settle_commit
+from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
 from headrace_coordinator.run.step import RunFailed
 from headrace_coordinator.run.workers.clients import WorkerClient
 from headrace_coordinator.run.workers.group import Unstaffed
@@ -108,7 +108,7 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         await context.workers.staff_trainers()
     await context.placement.hand_devices_to_trainers()
     if unsure and (await context.workers.leader.state()).carried_number == head:
-        await form_gang(context)  # A change of the trainer group was interrupted.
+        await form_trainer_group(context)  # A change of the trainer group was interrupted.
         await converge(context)
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:

@@ -18,7 +18,7 @@ from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceD
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.converge import Misplaced, converge, form_gang
+from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
 from headrace_coordinator.run.devices.autoplan import Autoplan
 from headrace_coordinator.run.devices.seating import PlacementError
 from headrace_coordinator.run.evaluation.evaluate import evaluate
@@ -122,7 +122,7 @@ class RunLoop:
         await context.workers.staff()
         context.placement.assign()
         await context.placement.hand_devices_to_trainers()
-        await form_gang(context)
+        await form_trainer_group(context)
         await context.recall()  # A commit that is recorded now has the items of the steps before it.
         self._published = await converge(context)
         context.regrouping = False

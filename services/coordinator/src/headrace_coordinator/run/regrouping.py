@@ -12,7 +12,7 @@ from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUNNING
 from headrace_coordinator.domain.runs import plan_move
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.converge import converge, form_gang
+from headrace_coordinator.run.converge import converge, form_trainer_group
 from headrace_coordinator.run.leaving import close
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import Unstaffed
@@ -98,7 +98,7 @@ class Regrouping:
         context, before = self._context, self._context.state.ranks
         context.regrouping = True
         await context.placement.hand_devices_to_trainers()
-        await context.workers.leader.leave(context.state.gang_generation)
+        await context.workers.leader.leave(context.state.trainer_group_generation)
         change = self.due()  # What was free may be lost by now.
         if change is None:
             return await self._meet()
@@ -158,7 +158,7 @@ class Regrouping:
         context = self._context
         await context.workers.staff_trainers()
         await context.placement.hand_devices_to_trainers()
-        await form_gang(context)
+        await form_trainer_group(context)
         published = await converge(context)
         context.regrouping = False
         return published

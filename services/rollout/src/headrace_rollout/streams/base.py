@@ -176,7 +176,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         if retention.full and not self._evaluation:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "CUSTODY_FULL",
+                "RETENTION_FULL",
                 f"{len(retention)} trajectories, {retention.size_bytes} bytes, are kept; {retention.budget_bytes} "
                 "are allowed: call ReleaseTrajectories for what is trained or dropped",
             )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from headrace_trainer.algorithms._base import Algorithm
     from headrace_trainer.backends._base import Backend
-    from headrace_trainer.group.group import Gang
+    from headrace_trainer.group.group import TrainerGroup
 
 BACKENDS: Registry[Backend] = Registry(
     "headrace.backends",
@@ -50,6 +50,6 @@ def choose_backend(section: TrainerSection) -> Chosen[Backend]:
         raise refused(error) from error
 
 
-def build_backend(config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+def build_backend(config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup) -> Backend:
     """The backend that `config.trainer` names, without weights yet."""
-    return choose_backend(config.trainer).build(config, algorithm, gang)
+    return choose_backend(config.trainer).build(config, algorithm, trainer_group)

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace_trainer.errors import Refusal, invalid
 
-# A follower waits in the header broadcast while the leader is idle; LeaveGang ends it, not this.
+# A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.
 IDLE_LIMIT = timedelta(days=1)
 COLLECTIVE_LIMIT = timedelta(minutes=10)
 
 
-class Gang:
+class TrainerGroup:
     """One generation of ranks; rank 0 leads. A process is in at most one."""
 
     def __init__(self, generation: int, rank: int, world_size: int, device: torch.device) -> None:
@@ -111,9 +111,9 @@ class Gang:
         return [msgspec.msgpack.decode(body, type=dict[str, float]) for body in bodies]
 
 
-def join_gang(
+def join_trainer_group(
     generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float, device: torch.device
-) -> Gang:
+) -> TrainerGroup:
     """Meets the other ranks; rank 0 serves the rendezvous store at host:port.
 
     A single rank needs no rendezvous. Raises Refusal RENDEZVOUS_TIMEOUT when not all come in time.
@@ -138,7 +138,7 @@ def join_gang(
         dist.init_process_group(
             backend, store=keys, rank=rank, world_size=world_size, timeout=COLLECTIVE_LIMIT
         )
-        return Gang(generation, rank, world_size, device)
+        return TrainerGroup(generation, rank, world_size, device)
     except (RuntimeError, dist.DistNetworkError) as error:
         raise _late(generation, world_size, rendezvous, timeout_s, error) from error
 

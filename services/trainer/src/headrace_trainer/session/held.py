@@ -30,7 +30,7 @@ class HeldRun:
         self.state = steps.StepState()
         self.checkpoints = CheckpointDirectory(run_directory)
         self.saver: Saver | None = None
-        self.gang_lost = False
+        self.trainer_group_lost = False
         self._run = run
         self._directory = run_directory
         self._rank = rank
@@ -44,7 +44,7 @@ class HeldRun:
 
     def enter(self, rank: Rank, rounds: Rounds) -> None:
         """Goes on as the leader of another trainer group, which holds nothing yet."""
-        self._rank, self._rounds, self.gang_lost = rank, rounds, False
+        self._rank, self._rounds, self.trainer_group_lost = rank, rounds, False
         self._leader = LeaderRounds(self._lead, rank)
 
     def abort(self, step: int, attempt: int) -> None:
@@ -86,7 +86,9 @@ class HeldRun:
         try:
             return self._rounds.lead(kind, **fields)  # type: ignore[arg-type]
         except RoundLost as error:
-            self.state, self.gang_lost = steps.lost(self.state), True
+            self.state, self.trainer_group_lost = steps.lost(self.state), True
             raise Refusal(
-                "GANG_LOST", f"{error}; form the trainer group anew and restore a checkpoint", "unavailable"
+                "TRAINER_GROUP_LOST",
+                f"{error}; form the trainer group anew and restore a checkpoint",
+                "unavailable",
             ) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
@@ -22,7 +23,6 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.pages import page_routes
 from headrace_coordinator.api.http.routes.plans import plan_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
-from headrace_coordinator.planner.documents import PlanRequest
 
 VERSION = "1"
 HEARTBEAT_S = 10.0

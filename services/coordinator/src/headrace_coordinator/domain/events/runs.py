@@ -77,7 +77,7 @@ class RunReleased(RunEvent, frozen=True, kw_only=True):
     """The run has nothing open and holds nothing."""
 
 
-class GangFormed(RunEvent, frozen=True, kw_only=True):
+class TrainerGroupFormed(RunEvent, frozen=True, kw_only=True):
     """Trainer instances, by rank, form a trainer group."""
 
     generation: int
@@ -225,7 +225,7 @@ LifeEvent = (
     | RanksWanted
     | TrainersChanged
     | RunReleased
-    | GangFormed
+    | TrainerGroupFormed
     | NumberBurnt
     | VersionRestored
     | PlanAdopted

@@ -5,13 +5,8 @@ Which layout is faster is decided in `planner/placements/choosing.py`, how devic
 
 from __future__ import annotations
 
-from headrace_schema.resources.views import StepView
-
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import is_gpu
-from headrace_coordinator.domain.devices.places import device_order, machines
-from headrace_coordinator.planner.placements.choosing import Candidate, candidates, choose, drifted, newest
-from headrace_coordinator.planner.placements.layouts import (
+from headrace_planner.placements.choosing import Candidate, candidates, choose, drifted, newest
+from headrace_planner.placements.layouts import (
     HYBRID,
     Layout,
     Shape,
@@ -19,7 +14,12 @@ from headrace_coordinator.planner.placements.layouts import (
     Style,
     typical,
 )
-from headrace_coordinator.planner.placements.trials import Trial, merged
+from headrace_planner.placements.trials import Trial, merged
+from headrace_schema.resources.views import StepView
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.places import device_order, machines
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.devices.executable import executable, measured_first, style_of
 

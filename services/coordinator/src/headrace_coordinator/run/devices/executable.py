@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace_schema.sections.running import PlacementSection
-
-from headrace_coordinator.domain.devices.leases import is_gpu
-from headrace_coordinator.planner.placements.layouts import (
+from headrace_planner.placements.layouts import (
     COLLOCATED,
     DISAGGREGATED,
     HYBRID,
@@ -17,6 +14,9 @@ from headrace_coordinator.planner.placements.layouts import (
     SEQUENTIAL,
     Style,
 )
+from headrace_schema.sections.running import PlacementSection
+
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.run.context import RunContext
 
 

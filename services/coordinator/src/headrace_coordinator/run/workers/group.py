@@ -313,7 +313,7 @@ class WorkerGroup:
         """A helper is a trainer group of itself alone, on the devices that it holds then."""
         if not helper.joined:
             name = f"helper-{helper.incarnation}"  # Nobody is met there.
-            await helper.join(self._state.gang_generation, 1, name, self.fleet_timeout)
+            await helper.join(self._state.trainer_group_generation, 1, name, self.fleet_timeout)
             helper.joined = True
 
     def may_help(self, member: WorkerClient) -> bool:

@@ -38,7 +38,7 @@ class TrainerClient(WorkerClient):
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""
-        request = trainer.JoinGangRequest(
+        request = trainer.JoinTrainerGroupRequest(
             header=self.header(),
             generation=generation,
             rank=self.rank,
@@ -46,12 +46,12 @@ class TrainerClient(WorkerClient):
             rendezvous=rendezvous,
         )
         request.timeout.FromMilliseconds(int(timeout * 1000))
-        await self.port.call("JoinGang", request, timeout + 10)
+        await self.port.call("JoinTrainerGroup", request, timeout + 10)
 
     async def leave(self, generation: int) -> None:
         """As the leader, leaves the trainer group and keeps the run's state for the next one."""
-        request = trainer.LeaveGangRequest(header=self.header(), generation=generation, carry=True)
-        await self.port.call("LeaveGang", request, LOAD_S)
+        request = trainer.LeaveTrainerGroupRequest(header=self.header(), generation=generation, carry=True)
+        await self.port.call("LeaveTrainerGroup", request, LOAD_S)
 
     async def take_up(self, number: int) -> None:
         """Shards what `leave` kept, which is version `number`, over the group that it leads now."""

@@ -6,9 +6,11 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.group.group import Gang
+from headrace_trainer.group.group import TrainerGroup
 
 
-def build(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+def build(
+    options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup
+) -> Backend:
     """The backend of one rank, without weights yet."""
-    return FsdpBackend(config, algorithm, gang, options)
+    return FsdpBackend(config, algorithm, trainer_group, options)

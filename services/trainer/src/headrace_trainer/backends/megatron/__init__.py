@@ -7,11 +7,13 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.plugins import MegatronOptions
-from headrace_trainer.group.group import Gang
+from headrace_trainer.group.group import TrainerGroup
 
 
-def build(options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+def build(
+    options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup
+) -> Backend:
     """The backend of one rank, without weights yet. Raises Refusal INVALID for ranks that do not divide."""
     from headrace_trainer.backends.megatron.backend import MegatronBackend
 
-    return MegatronBackend(config, algorithm, gang, options)
+    return MegatronBackend(config, algorithm, trainer_group, options)

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from headrace_trainer.backends.megatron.layout import Layout
 from headrace_trainer.backends.megatron.shim import run_without_gpu
-from headrace_trainer.group.group import COLLECTIVE_LIMIT, Gang
+from headrace_trainer.group.group import COLLECTIVE_LIMIT, TrainerGroup
 
-_made_for: tuple[Gang, Layout] | None = None
+_made_for: tuple[TrainerGroup, Layout] | None = None
 """Megatron keeps its groups in globals, one set a process."""
 
 
@@ -63,11 +63,11 @@ class Groups:
             dist.broadcast(tensor, source, group=self.pipeline)
 
 
-def join_groups(gang: Gang, layout: Layout, seed: int) -> Groups:
+def join_groups(trainer_group: TrainerGroup, layout: Layout, seed: int) -> Groups:
     """The groups of this generation, made at its first call; all ranks call it."""
     global _made_for
     run_without_gpu()
-    if _made_for != (gang, layout):
+    if _made_for != (trainer_group, layout):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -76,7 +76,7 @@ def join_groups(gang: Gang, layout: Layout, seed: int) -> Groups:
             distributed_timeout_minutes=int(COLLECTIVE_LIMIT.total_seconds() // 60),
             create_gloo_process_groups=False,
         )
-        _made_for = gang, layout
+        _made_for = trainer_group, layout
     before = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.set_rng_state(before)  # Without a GPU Megatron draws from the generator of everybody else.

@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
+from headrace_planner import PlanError
+from headrace_planner.documents import PlanRequest
+from headrace_planner.explaining import explain
 from headrace_schema.problems import problem
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import known_parameters, read_model
-from headrace_coordinator.planner import PlanError
-from headrace_coordinator.planner.documents import PlanRequest
-from headrace_coordinator.planner.explaining import explain
 
 PLAN_BODY: dict[str, Any] = {
     "requestBody": {

@@ -10,10 +10,11 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from headrace_planner.elastic.outlook import Terms
+from headrace_planner.elastic.policy import ElasticState, Move, Role, Rollout, plan_elastic
+
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
-from headrace_coordinator.planner.elastic.outlook import Terms
-from headrace_coordinator.planner.elastic.policy import ElasticState, Move, Role, Rollout, plan_elastic
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.step_timer import StepTimer

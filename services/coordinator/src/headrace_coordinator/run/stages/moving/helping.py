@@ -13,13 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
-
-from headrace_coordinator.domain.devices.leases import is_gpu
-from headrace_coordinator.domain.ledger.slot_index import SETTLED
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
-from headrace_coordinator.planner.elastic.outlook import Terms
-from headrace_coordinator.planner.elastic.policy import (
+from headrace_planner.elastic.outlook import Terms
+from headrace_planner.elastic.policy import (
     ElasticState,
     Move,
     Role,
@@ -28,6 +23,11 @@ from headrace_coordinator.planner.elastic.policy import (
     helpers_until,
     plan_elastic,
 )
+
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.ledger.slot_index import SETTLED
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning, members_of

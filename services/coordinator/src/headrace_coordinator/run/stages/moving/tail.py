@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
-from headrace_coordinator.planner.profiling.lengths import Lengths
-from headrace_coordinator.planner.profiling.measured import group_correlation
-from headrace_coordinator.planner.profiling.profiles import Profile
+from headrace_planner.elastic.outlook import MoveCosts, Terms
+from headrace_planner.profiling.lengths import Lengths
+from headrace_planner.profiling.measured import group_correlation
+from headrace_planner.profiling.profiles import Profile
 
 FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
 """Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""

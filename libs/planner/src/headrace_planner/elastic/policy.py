@@ -1,0 +1,165 @@
+"""When devices move inside a step: the elastic policy, a pure function of what a run knows of itself.
+
+A run loop and the simulated cluster call the same code. Knows no lease, no wire, no simulator, and no length of an
+unfinished output: only the distribution of lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace_planner.elastic.outlook import Outlook, Terms
+from headrace_planner.elastic.schedules import forecasts, with_owners
+
+
+class Role(StrEnum):
+    """What a device becomes."""
+
+    DECODE = "decode"
+    HELP = "help"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A rollout replica that decodes. `owner`: on devices of a trainer group that has devices of its own."""
+
+    name: str
+    devices: int
+    unfinished: int
+    owner: bool = False
+
+
+@dataclass(frozen=True)
+class ElasticState:
+    """A step in progress.
+
+    `decoded`: mean lengths that the unfinished outputs have so far. `finished`: items (of mean length) of whole groups
+    that nobody has begun to learn; `partial`: finished ones whose group has unfinished ones too; `begun`: those that
+    the trainer group was given and has not learned yet. `helpers`: devices that help. `owners_learn`: whether the
+    trainer group is loaded and learns. `idle_owners`: trainer replicas that could decode. `moved_at`: when devices
+    moved last.
+    """
+
+    terms: Terms
+    rollouts: tuple[Rollout, ...]
+    decoded: float
+    finished: float
+    helpers: int = 0
+    owners_learn: bool = False
+    idle_owners: tuple[Rollout, ...] = ()
+    moved_at: float = -math.inf
+    begun: float = 0.0
+    partial: float = 0.0
+
+
+@dataclass(frozen=True)
+class Move:
+    """The devices of a rollout replica change their role; its unfinished outputs go to those that decode on."""
+
+    rollout: str
+    role: Role
+
+
+def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
+    """Moves to begin at `now` (seconds); none is the usual answer.
+
+    At a step's begin, owners that would wait for data decode. Later the policy compares: to give devices back now,
+    later, or never. It moves now when this is predicted to end the step first, by the damping's margin. When nothing
+    decodes any more, rollouts on devices of their own help owners that have more groups left than they.
+
+    >>> from headrace_planner import Lengths, Profile
+    >>> lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 1: 260})
+    >>> terms = Terms(Profile("generate", fixed_s=50, item_s=0.1, lengths=lengths), Profile("learn", item_s=2.0),
+    ...               group_size=4, owners=4, shared=True)
+    >>> state = ElasticState(terms, tuple(Rollout(f"r{n}", 1, n % 2) for n in range(4)), decoded=2.0, finished=128)
+    >>> [(move.rollout, move.role.value) for move in plan_elastic(state, now=100.0)]
+    [('r0', 'help'), ('r1', 'help'), ('r2', 'help')]
+    """
+    outlook = outlook_of(state)
+    if not outlook.unfinished:
+        return _help_out(state, outlook)
+    if now - state.moved_at < state.terms.costs.min_hold_s:
+        return ()
+    if state.idle_owners:
+        return _borrow(state, outlook)
+    if len(state.rollouts) < 2:
+        return ()  # One decodes what is left.
+    stay, *others = forecasts(outlook)
+    later = min(each.end for each in (stay, *others) if each.survivors == outlook.replicas)
+    moving = [each for each in others if each.survivors < outlook.replicas]
+    best = min(moving, key=lambda each: each.end, default=stay)
+    if best is stay or best.end > stay.end * (1 - state.terms.costs.min_gain) or best.end > later:
+        return ()
+    return _give_back(state, best.survivors)
+
+
+def helpers_until(state: ElasticState) -> float:
+    """Seconds from now by which a helper must have learned a group that it takes; else the owners learn it.
+
+    Owners of shared devices begin when decoding ends. Owners with devices of their own work beside the helpers, whose
+    last group must not end after decoding has, nor after the owners would have learned all that waits by themselves.
+    """
+    terms, outlook = state.terms, outlook_of(state)
+    decode = outlook.decode_s(outlook.replicas) * terms.beside if outlook.unfinished else 0.0
+    if terms.shared:
+        return decode + terms.generate.offload_s
+    return max(decode, terms.learn.seconds(max(1.0, state.finished + state.begun), terms.owners))
+
+
+def decode_after(state: ElasticState, moves: int) -> float:
+    """Seconds from now until all is decoded, by the profile alone, once so many rollouts have handed theirs over."""
+    outlook, survivors = outlook_of(state), max(1, len(state.rollouts) - moves)
+    moved = outlook.moved(moves, outlook.decoded, outlook.replicas)
+    resume_s = state.terms.resume_s(moved, moved * outlook.decoded) / survivors
+    return outlook.decode_s(survivors) + resume_s
+
+
+def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
+    """Whether owners that are ready should learn a helper's unfinished group of `items` (of mean length) themselves."""
+    return remaining_s > terms.learn.seconds(items, terms.owners)
+
+
+def _borrow(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
+    terms, borrowed = state.terms, len(state.idle_owners)
+    switch = terms.learn.offload_s + terms.generate.load_s
+    borrowing = switch + min(each.end for each in forecasts(with_owners(outlook, borrowed)))
+    without = min(each.end for each in forecasts(outlook))
+    if borrowing > without * (1 - terms.costs.min_gain):
+        return ()
+    return tuple(Move(rollout.name, Role.DECODE) for rollout in state.idle_owners)
+
+
+def _help_out(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
+    """Nothing decodes any more: rollouts beside owners that learn help them with what is left."""
+    terms = state.terms
+    if terms.shared or not state.owners_learn:
+        return ()
+    count, seconds = terms.helping_out(outlook.unlearned, state.helpers, len(state.rollouts))
+    without = terms.learn.seconds(outlook.unlearned, terms.owners + state.helpers)
+    if seconds > without * (1 - terms.costs.min_gain):
+        return ()
+    return tuple(Move(rollout.name, Role.HELP) for rollout in state.rollouts[:count])
+
+
+def _give_back(state: ElasticState, survivors: int) -> tuple[Move, ...]:
+    """Owners leave first; then those with the fewest unfinished outputs."""
+    order = sorted(state.rollouts, key=lambda rollout: (not rollout.owner, rollout.unfinished))
+    leaving = sorted(order[: len(order) - survivors], key=lambda rollout: rollout.name)
+    return tuple(Move(item.name, Role.OWN if item.owner else Role.HELP) for item in leaving)
+
+
+def outlook_of(state: ElasticState) -> Outlook:
+    """What is left of a step, in expected values."""
+    return Outlook(
+        state.terms,
+        tuple(sorted(rollout.unfinished for rollout in state.rollouts)),
+        decoded=state.decoded,
+        finished=state.finished,
+        partial=state.partial,
+        helpers=state.helpers,
+        borrowed=sum(rollout.owner for rollout in state.rollouts),
+        owners_learn=state.owners_learn,
+    )

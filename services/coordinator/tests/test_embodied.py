@@ -1,0 +1,290 @@
+"""Runs of robot policies: what the spaces say of a policy, who simulates what, and lost simulators."""
+
+import asyncio
+import json
+import random
+
+import numpy as np
+import pytest
+from headrace.common.v1 import common_pb2 as common
+from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.run.simulators.pools import BLOB_BYTES
+from headrace_coordinator.run.simulators.spaces import divide, fit
+from headrace_coordinator.run.simulators.written import read_written
+from headrace_coordinator.run.stages.rewards.scoring import sampled
+from headrace_schema.problems import Impossible
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.spec import RunSpec
+from headrace_servicekit.rpc.tensors import encode_tensor
+from headrace_simulation.virtual_time import run_virtual
+from headrace_simulation.world import World
+
+FLOAT, PIXEL = common.DATA_TYPE_FLOAT32, common.DATA_TYPE_UINT8
+
+
+def pool(**more: object) -> simulator.OpenPoolResponse:
+    spaces = [
+        simulator.Space(name="tool", data_type=FLOAT, shape=[3]),
+        simulator.Space(name="arm", data_type=FLOAT, shape=[2, 2]),
+        simulator.Space(name="front", data_type=PIXEL, shape=[48, 64, 3]),
+    ]
+    action = simulator.Space(
+        data_type=FLOAT,
+        shape=[2],
+        low=encode_tensor(np.array([-2, -np.inf], np.float32)),
+        high=encode_tensor(np.array([2, 1], np.float32)),
+    )
+    return simulator.OpenPoolResponse(observation_spaces=spaces, **{"action_space": action, **more})
+
+
+def section(**more: object) -> EnvironmentSection:
+    return EnvironmentSection.model_validate({"tasks": ["a"], **more})
+
+
+def test_a_new_policy_takes_its_sizes_from_the_environment():
+    found = fit({"kind": "mlp", "hidden": [8]}, section(), {"a": pool()})
+    bounds = {"low": [-2.0, None], "high": [2.0, None]}
+    assert found.policy == {"kind": "mlp", "hidden": [8], "state_size": 7, "bounds": bounds}
+    assert (found.state, found.cameras) == (["arm", "tool"], {})
+
+
+def test_a_cnn_takes_pictures_too_and_a_user_chooses_what_is_read():
+    found = fit({"kind": "cnn"}, section(state=["tool"]), {"a": pool()})
+    assert found.policy is not None
+    assert {key: found.policy[key] for key in ("state_size", "cameras", "height", "width")} == {
+        "state_size": 3,
+        "cameras": ["front"],
+        "height": 48,
+        "width": 64,
+    }
+    assert (found.state, found.cameras) == (["tool"], {"front": "front"})
+
+
+def test_a_policy_of_a_directory_is_left_as_it_is():
+    found = fit(None, section(cameras={"primary": "front"}), {"a": pool()})
+    assert (found.policy, found.state, found.cameras) == (None, None, {"primary": "front"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "environment", "pools", "key"),
+    [
+        ({"kind": "mlp", "state_size": 5}, {}, {"a": pool()}, "model.policy.state_size"),
+        (
+            {"kind": "mlp", "bounds": {"low": [-1], "high": [1]}},
+            {},
+            {"a": pool()},
+            "model.policy.bounds",
+        ),
+        ({"kind": "mlp"}, {"state": ["gripper"]}, {"a": pool()}, "environment.state"),
+        ({"kind": "cnn"}, {"cameras": {"x": "tool"}}, {"a": pool()}, "environment.cameras"),
+        ({"kind": "cnn"}, {"cameras": {}}, {"a": pool()}, "environment.cameras"),
+        (
+            {"kind": "mlp"},
+            {},
+            {"a": pool(action_space=simulator.Space(discrete_count=3))},
+            "environment.tasks",
+        ),
+        (
+            {"kind": "mlp"},
+            {},
+            {"a": pool(), "b": pool(action_space=simulator.Space(shape=[7]))},
+            "environment.tasks",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_environment_is_named(policy, environment, pools, key):
+    with pytest.raises(Impossible) as caught:
+        fit(policy, section(**environment), pools)
+    assert [each.key for each in caught.value.problems] == [key]
+
+
+WRITTEN = {"kind": "openvla_oft", "bounds": {"low": [-1, -1], "high": [1, 1]}, "cameras": ["primary"]}
+SEEN = {"state": ["tool"], "cameras": {"primary": "front"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "environment", "keys"),
+    [
+        ({}, SEEN, []),
+        ({"proprio": {"low": [0, 0, 0], "high": [1, 1, 1]}}, SEEN, []),
+        ({"proprio": {"low": [0, 0], "high": [1, 1]}}, SEEN, ["environment.state"]),
+        ({"kind": "mlp", "state_size": 9, "cameras": []}, {}, ["environment.state"]),
+        ({"kind": "pi0", "state": {"low": [0] * 7, "high": [1] * 7}}, {**SEEN, "state": None}, []),
+        ({"bounds": {"low": [-1] * 7, "high": [1] * 7}}, SEEN, ["model.path"]),
+        ({"cameras": ["primary", "wrist"]}, SEEN, ["environment.cameras"]),
+        ({}, {"state": []}, ["environment.cameras"]),
+        ({"kind": "cnn", "height": 48, "width": 64}, SEEN, []),
+        ({"kind": "cnn", "height": 64, "width": 64}, SEEN, ["environment.options"]),
+    ],
+)
+def test_what_a_directory_says_of_its_policy_has_to_fit(written, environment, keys, tmp_path):
+    (tmp_path / "policy.json").write_text(json.dumps({**WRITTEN, **written}))
+    problems = []
+    try:
+        fit(None, section(**environment), {"a": pool()}, read_written(str(tmp_path)))
+    except Impossible as impossible:
+        problems = [each.key for each in impossible.problems]
+    assert problems == keys
+
+
+def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
+    pools = divide(16, ["r0", "r1"], ["a", "b"], ["s0", "s1", "s2"])
+    assert sum(pools.values()) == 16
+    assert {sum(n for (_, who, _), n in pools.items() if who == r) for r in ("r0", "r1")} == {8}
+    assert {(who, task) for _, who, task in pools} == {(r, t) for r in ("r0", "r1") for t in ("a", "b")}
+    loads = [sum(n for (where, _, _), n in pools.items() if where == s) for s in ("s0", "s1", "s2")]
+    assert max(loads) - min(loads) <= 1
+    assert sum(divide(1, ["r0"], ["a", "b"], ["s0"]).values()) == 2
+
+
+def test_executed_actions_count_as_tokens():
+    body = common.Trajectory()
+    body.segments.add().tokens.token_ids.extend([1, 2, 3])
+    body.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
+        encode_tensor(np.array([[True, True], [True, False]]))
+    )
+    assert sampled(body) == (3, [(4, 3)])
+
+
+def embodied(seed: int, rollouts: int = 2, steps: int = 6) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "name": "robots",
+            "workflow": "embodied",
+            "seed": seed,
+            "steps": steps,
+            "model": {"policy": {"kind": "mlp"}},
+            "environment": {"tasks": ["reach", "push"], "count": 8},
+            "data": {"heldout": 4, "options": {"starts": 40}},
+            "algorithm": {"name": "ppo", "group_size": 1, "prompts_per_step": 8},
+            "rollout": {"instances": rollouts},
+            "evaluation": {"every": 2},
+        }
+    )
+
+
+class Robots(World):
+    """A fleet with two simulators; what happens to them is up to the test."""
+
+    def __init__(self, seed: int, strikes: int = 0, rollouts: int = 2) -> None:
+        super().__init__(seed, faults=False)
+        self.spec = embodied(seed, rollouts)
+        self.strikes = strikes
+        self.calls: list[str] = []
+        self.requests: list[object] = []
+
+    def heard(self, method: str, request: object) -> None:
+        super().heard(method, request)
+        self.calls.append(method)
+        self.requests.append(request)
+
+    async def trouble(self) -> None:
+        """Kills a simulator as often as asked, each time while a stream of episodes is open."""
+        rng = random.Random(f"{self.seed}/robots")
+        for _ in range(self.strikes):
+            await asyncio.sleep(rng.uniform(1.0, 4.0))
+            while not any(i.running for i in self.living("rollout")):  # type: ignore[attr-defined]  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await self.kill(rng.choice(self.living("simulator")).incarnation)
+
+    def events(self, kind: type) -> list:
+        return [event for event in self.store.log if isinstance(event, kind)]
+
+
+def test_an_embodied_run_trains_on_episodes_and_leaves_nothing_open():
+    world = Robots(1)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    assert outcome.trained + outcome.dropped == 6 * 8
+    assert outcome.trained > outcome.dropped
+    assert "Generate" not in world.calls
+    (fitted,) = world.events(ev.PolicyFitted)
+    assert fitted.policy["state_size"] == 3
+    assert not any(i.pools for i in world.living("simulator"))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_pictures_go_through_shared_memory_where_simulator_and_rollout_share_a_host(hosts):
+    world = Robots(1)
+    world.hosts = [f"host{index}" for index in range(hosts)]
+    run_virtual(world.live())
+    asked = {r.blob_bytes for r in world.requests if isinstance(r, simulator.OpenPoolRequest)}
+    assert asked == ({BLOB_BYTES} if hosts == 1 else {BLOB_BYTES, 0})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lost_simulator_costs_no_step_and_no_recovery(seed):
+    world = Robots(seed, strikes=3)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    assert outcome.trained + outcome.dropped == 6 * 8
+    assert outcome.trained > outcome.dropped
+    assert len(world.events(ev.PolicyFitted)) == 1
+    assert sum(i.KIND == "simulator" for i in world.instances.values()) > 2
+
+
+class Scaled(Robots):
+    """In the middle of the run a third simulator comes, and then the first two are told to stop."""
+
+    async def trouble(self) -> None:
+        old = self.living("simulator")
+        while not any(i.running for i in self.living("rollout")):  # type: ignore[attr-defined]  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await self.bear("simulator", "simulator-9", self.hosts[0])
+        new = self.newcomer
+        while not new.pools:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(self.terminate(each, 10.0) for each in old))
+
+    @property
+    def newcomer(self):
+        return next(i for i in self.instances.values() if i.name == "simulator-9")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_simulators_come_and_go_in_the_middle_of_a_run(seed):
+    world = Scaled(seed)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    assert outcome.trained + outcome.dropped == 6 * 8
+    assert outcome.trained > outcome.dropped
+    assert [i.name for i in world.living("simulator")] == ["simulator-9"]
+    environments = [request.count for request in world.requests if hasattr(request, "max_episode_steps")]
+    assert sum(environments) > 8, "environments moved"
+
+
+def test_instances_are_told_the_whole_policy():
+    world = Robots(2)
+    run_virtual(world.live())
+    told = [request.config_json for request in world.requests if hasattr(request, "config_json")]
+    of_policy = [text for text in told if '"policy"' in text]
+    assert len(of_policy) == 2 + world.spec.trainer.ranks
+    assert all('"state_size":3' in text for text in of_policy)
+
+
+class Submitted(Robots):
+    """While the run is at work, others are submitted that state sizes."""
+
+    found: list[list[str]]
+
+    async def trouble(self) -> None:
+        while not self.events(ev.StepCommitted):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        self.found = []
+        for size in (5, 3):
+            fields = self.spec.model_dump(mode="json", exclude_unset=True)
+            fields["model"]["policy"]["state_size"] = size
+            self.found.append([each.key for each in await self.coordinator.check(RunSpec(**fields))])
+
+
+def test_sizes_that_are_not_the_environments_are_refused_at_submission():
+    world = Submitted(1)
+    outcome = run_virtual(world.live())
+    assert world.found == [["model.policy.state_size"], []]
+    assert outcome.state == "SUCCEEDED"
+    tried = [
+        r for r in world.requests if isinstance(r, simulator.OpenPoolRequest) and "trial" in r.header.run
+    ]
+    assert [request.count for request in tried] == [1, 1]
+    assert not any(i.pools for i in world.living("simulator"))

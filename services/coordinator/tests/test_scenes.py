@@ -1,0 +1,113 @@
+"""Single runs in a calm world: why they fail, what is settled when they come."""
+
+import asyncio
+
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.fleet.fleet import RESTART_S
+from headrace_simulation.fleet.reward import Reward
+from scene import Scene, ends
+
+
+def test_a_run_that_trained_nothing_has_failed_and_says_why(monkeypatch):
+    async def broken(self, requests):
+        async for request in requests:
+            for item in request.items:
+                yield reward.ScoreResponse(
+                    results=[
+                        reward.ScoreResult(
+                            sample=item.sample,
+                            attempt=item.attempt,
+                            status=reward.SCORE_STATUS_SCORER_BROKEN,
+                            detail="ZeroDivisionError: division by zero",
+                            evaluation=item.evaluation,
+                        )
+                    ]
+                )
+
+    async def watch(scene):
+        await scene.until(
+            lambda: scene.log(ev.RunStateChanged) and not scene.coordinator.event_log.state.runs
+        )
+
+    monkeypatch.setattr(Reward, "Score", broken)
+    scene = Scene(watch, steps=3, limits={"max_drop_rate": 1.0})
+    ends(scene)
+    last = scene.log(ev.RunStateChanged)[-1]
+    assert last.state == "FAILED"
+    assert "nothing was trained: all" in last.reason and "slots of 3 steps were dropped" in last.reason
+    assert last.reason.endswith("GROUP_INCOMPLETE: a scorer is broken: ZeroDivisionError: division by zero")
+
+
+def test_a_scorer_that_loads_for_long_holds_up_no_other_check(monkeypatch):
+    began = asyncio.Event
+
+    async def slow(self, request):
+        if "slow.py" in request.config_json:
+            self.slow.set()
+            await asyncio.sleep(300)
+        return await opens(self, request)
+
+    async def check(scene):
+        def spec(scorer):
+            section = {"scorers": [{"name": scorer}], "load_timeout_s": 60.0}
+            return type(scene.specs[0]).model_validate(
+                scene.specs[0].model_dump(mode="json") | {"reward": section}
+            )
+
+        await scene.first()
+        Reward.slow = began()
+        coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
+        loading = asyncio.create_task(coordinator.check(spec("slow.py:score")))
+        await Reward.slow.wait()
+        start = clock()
+        assert await coordinator.check(spec("quick.py:score")) == []
+        assert clock() - start < 5 and not loading.done()
+        (problem,) = await loading
+        assert clock() - start < 120 and problem.key == "reward.load_timeout_s", problem
+
+    opens = Reward.OpenRun
+    monkeypatch.setattr(Reward, "OpenRun", slow)
+    assert list(ends(Scene(check)).values()) == ["SUCCEEDED"]
+
+
+def test_the_engine_that_auto_stands_for_is_settled_at_submission_and_noted():
+    async def play(scene):
+        spec = scene.specs[0].model_dump(mode="json") | {"rollout": {"engine": "auto"}}
+        await scene.users.submit(type(scene.specs[0]).model_validate(spec), "auto", copies=2)
+
+    scene = Scene(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    first, second = scene.log(ev.RunSubmitted)
+    (run,) = (event for event in (first, second) if event.run == used_by(scene, "auto"))
+    assert run.spec["rollout"]["engine"] == "transformers"
+    notes = [event.text for event in scene.log(ev.Noted) if "rollout.engine: auto takes" in event.text]
+    assert notes == [
+        "rollout.engine: auto takes transformers: no rollout instance has vllm or sglang installed"
+    ]
+
+
+def used_by(scene, key):
+    return next(used.resource for used in scene.log(ev.KeyUsed) if used.key == key)
+
+
+def test_what_no_instance_mends_is_refused_at_once_although_a_process_has_just_ended():
+    found = []
+
+    async def play(scene):
+        await scene.first()
+        coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
+        spec = scene.specs[0]
+        for model in (spec.model, spec.model.model_copy(update={"path": "/no/such/model"})):
+            wanted = spec.model_copy(
+                update={"model": model, "rollout": spec.rollout.model_copy(update={"instances": 9})}
+            )
+            coordinator.fleet._last_exit = coordinator.event_log.monotonic()
+            began = clock()
+            keys = {each.key for each in await coordinator.check(wanted)}
+            found.append((clock() - began, keys))
+
+    ends(Scene(play, steps=30))
+    (waited, keys), (at_once, more) = found
+    assert waited >= RESTART_S and "rollout.instances" in keys and "model.path" not in keys
+    assert at_once == 0.0 and more == {*keys, "model.path"}

@@ -1,0 +1,72 @@
+"""`python -m headrace_simulation`: many seeds, one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections import Counter
+
+from headrace_simulation.judging.replay import NEVER, REACHABLE, Pair
+from headrace_simulation.world import run_world
+
+COVERED_FROM = 200
+"""So many seeds with faults must visit every reachable pair of state and intent."""
+
+
+def main() -> None:
+    """Runs the seeds; a violation ends with its seed, a pair that no seed visited with its name."""
+    parser = argparse.ArgumentParser(prog="headrace_simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--calm", action="store_true", help="without faults")
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
+    started, faults, requests, recoveries = time.monotonic(), Counter[str](), Counter[str](), 0
+    refilled = helped = borrowed = 0
+    pairs, ends = Counter[Pair](), Counter[str]()
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        try:
+            outcome = run_world(seed, faults=not arguments.calm)
+        except BaseException:  # any end, Ctrl-C too, is told with the seed that repeats it
+            print(f"seed {seed} failed", flush=True)
+            raise
+        faults += outcome.faults
+        requests += outcome.requests
+        recoveries += outcome.recoveries
+        refilled += outcome.refilled
+        helped += outcome.helped
+        borrowed += outcome.borrowed
+        pairs += outcome.pairs
+        ends.update(outcome.states.values())
+    missed = sorted("/".join(pair) for pair in REACHABLE - pairs.keys())
+    impossible = sorted("/".join(pair) for pair in NEVER & pairs.keys())
+    report = {
+        "seeds": arguments.seeds,
+        "runs": dict(ends),
+        "faults": dict(faults),
+        "requests": dict(requests),
+        "recoveries": recoveries,
+        "refilled": refilled,
+        "helped": helped,
+        "borrowed": borrowed,
+        "pairs": {"visited": len(pairs), "missed": missed, "impossible": impossible},
+        "wall_s": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(report))
+    if not refilled and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no step took a group in place of a dropped one")
+    if not helped and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no helper contributed a gradient")
+    if not borrowed and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no trainer's device decoded")
+    if not arguments.calm and not requests["evaluation of a checkpoint"] and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("nobody evaluated a checkpoint")
+    if impossible or (missed and arguments.seeds >= COVERED_FROM and not arguments.calm):
+        raise SystemExit(f"pairs of state and intent: missed {missed}, impossible {impossible}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The processes of a world: born, registered, commanded, killed, told to stop, and watched by supervisors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor, open_reports
+
+from headrace_simulation.fleet.disk import Disk
+from headrace_simulation.fleet.instances import Instance
+from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.reward import Reward
+from headrace_simulation.fleet.rollout import Rollout
+from headrace_simulation.fleet.simulator import Simulator
+from headrace_simulation.fleet.trainer import Trainer
+from headrace_simulation.fleet.trainer_group import TrainerGroups
+from headrace_simulation.judging.judge import Violation
+from headrace_simulation.specs import DEVICES_A_HOST
+
+T = TypeVar("T")
+SETTINGS = FleetSettings()
+CLASSES: dict[str, type[Instance]] = {
+    "rollout": Rollout,
+    "trainer": Trainer,
+    "reward": Reward,
+    "simulator": Simulator,
+}
+
+
+class Processes(ABC):
+    """All instances of a world. Subclasses say which fleet they belong to."""
+
+    def __init__(self, seed: int, faulty: bool, hosts: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.faulty = faulty
+        self.hosts = [f"host{index}" for index in range(hosts)]
+        self.disk = Disk()
+        self.instances: dict[str, Instance] = {}
+        self.ports: list[SimulatedPort] = []
+        self.killed_as_silent = 0
+        self._trainer_groups: TrainerGroups = {}
+        self._helpers: dict[str, Trainer] = {}
+        self._born = 0
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @abstractmethod
+    def _fleet(self) -> Fleet | None:
+        """The fleet of the coordinator that serves now."""
+
+    @abstractmethod
+    def heard(self, method: str, request: Any) -> None:
+        """A coordinator calls an instance."""
+
+    # --- life
+
+    async def bear(self, kind: str, name: str, host: str) -> None:
+        """Starts a process; it registers and keeps its session for as long as it lives."""
+        self._born += 1
+        incarnation = f"{name}#{self._born:03}"
+        devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST)) if kind != "reward" else ()
+        instance = CLASSES[kind](
+            name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
+        )
+        instance.slow = self.faulty
+        if isinstance(instance, Trainer | Rollout):
+            instance.disk = self.disk
+        if isinstance(instance, Rollout):
+            instance.peers = self.instances
+        if isinstance(instance, Trainer):
+            instance.trainer_groups, instance.helpers = self._trainer_groups, self._helpers
+        self.instances[incarnation] = instance
+        self.spawn(self._lifeline(instance))
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task of the world, whose error is the world's."""
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        return task
+
+    def living(self, kind: str = "") -> list[Instance]:
+        """Processes that run and were not told to stop."""
+        return [i for i in self.instances.values() if i.alive and not i.draining and kind in ("", i.KIND)]
+
+    async def _lifeline(self, instance: Instance) -> None:
+        """Register, then heartbeats; again after every interruption."""
+        await asyncio.sleep(self.rng.uniform(0.1, 1.0))
+        while instance.alive:
+            fleet = self._fleet()
+            if fleet is None or instance.cut_off:
+                await asyncio.sleep(0.5)
+                continue
+            state = InstanceState(
+                instance.name,
+                instance.incarnation,
+                instance.KIND,
+                instance.host,
+                instance.incarnation,
+                list(instance.devices),
+                {},
+            )
+            stale = await self._answer(
+                fleet,
+                fleet.register(state, list(instance.held), instance.coordinator_epoch, instance.store_id),
+            )
+            if stale is None:
+                continue
+            instance.coordinator_epoch = max(instance.coordinator_epoch, fleet.event_log.state.epoch)
+            instance.store_id = fleet.event_log.state.store_id
+            for epoch in stale:
+                instance.held.pop(epoch, None)
+            self._report(instance, fleet)
+            if fleet is self._fleet():
+                await self._session(instance, fleet)
+
+    async def _answer(self, fleet: Fleet, call: Coroutine[Any, Any, T]) -> T | None:
+        """What a call to the coordinator answers; None once that is gone, as its connections are then."""
+        asked = asyncio.ensure_future(call)
+        while not asked.done() and fleet is self._fleet():
+            await asyncio.wait({asked}, timeout=0.5)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        return None
+
+    async def _session(self, instance: Instance, fleet: Fleet) -> None:
+        commands: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+        def send(command: str, body: Any) -> None:
+            commands.put_nowait((command, body))
+
+        async def obey() -> None:
+            while True:  # One after the other: a session is a stream.
+                await self._command(instance, fleet, *await commands.get())
+
+        obeying = self.spawn(obey())
+        fleet.attach(instance.incarnation, send)
+        silence = 0.0
+        while instance.alive and fleet is self._fleet() and silence < 15.0:
+            sent = asyncio.get_running_loop().time()
+            if not instance.cut_off:
+                silence = 0.0
+                if instance.incarnation not in fleet.event_log.state.instances:
+                    break
+                self._report(instance, fleet)
+                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
+                for epoch in renewed:
+                    instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
+                for epoch in stale:
+                    instance.held.pop(epoch, None)
+            await asyncio.sleep(SETTINGS.heartbeat)
+            silence += SETTINGS.heartbeat if instance.cut_off else 0.0
+        obeying.cancel()
+        fleet.detach(instance.incarnation, send)
+
+    def _report(self, instance: Instance, fleet: Fleet) -> None:
+        fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
+
+    # --- commands of the coordinator
+
+    async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
+        sent = asyncio.get_running_loop().time()
+        await asyncio.sleep(self.rng.uniform(0.001, 0.05))
+        if not instance.alive or instance.cut_off or fleet is not self._fleet():
+            return
+        if command == "grant":
+            instance.held[body.epoch] = tuple(body.devices)
+            instance.deadlines[body.epoch] = sent + SETTINGS.lease_ttl - 5.0
+            instance.granted()
+            self.exclusive()
+            fleet.lease_manager.held(instance.incarnation, body.epoch, "")
+        elif command == "revoke":
+            instance.revoke(body[0], keep=body[2])
+            await asyncio.sleep(self.rng.uniform(0.0, 0.05))
+            fleet.lease_manager.released(instance.incarnation, body[0])
+        elif command == "drain":
+            self.spawn(self._end_in_order(instance))
+
+    def exclusive(self) -> None:
+        """Raises `Violation` when two live holders use one device (G4)."""
+        used = Counter(device for instance in self.instances.values() for device in instance.using())
+        doubled = [device for device, count in used.items() if count > 1]
+        if doubled:
+            raise Violation(f"G4: {doubled} are used by two live holders")
+
+    # --- supervisors
+
+    def tell_tables(self, fleet: Fleet, first: bool = False) -> None:
+        """Each host's supervisor says what it runs; `first`: over a new connection."""
+        for host in self.hosts:
+            alive = frozenset(i.incarnation for i in self.instances.values() if i.alive and i.host == host)
+            table = Supervisor(host, self._supervisor_command, frozenset(), alive)
+            if first:
+                fleet.supervised(table)
+            fleet.supervisors[host] = table
+
+    def _supervisor_command(self, command: str, body: Any) -> None:
+        if command == "kill":
+            self.killed_as_silent += "unheard of" in body[2] or "not renewed" in body[2]
+            self.spawn(self.kill(body[1]))
+
+    async def kill(self, incarnation: str) -> None:
+        """SIGKILL of an instance; its supervisor notices, reports and restarts it unless it was told to stop."""
+        instance = self.instances[incarnation]
+        if not instance.alive:
+            return
+        await self._gone(instance, "killed")
+        if instance.draining:
+            return
+        await asyncio.sleep(self.rng.uniform(0.2, 3.0))
+        await self.bear(instance.KIND, instance.name, instance.host)
+        if fleet := self._fleet():
+            self.tell_tables(fleet)
+
+    async def _gone(self, instance: Instance, reason: str) -> None:
+        instance.die()
+        await asyncio.sleep(self.rng.uniform(0.01, 0.3))
+        if fleet := self._fleet():
+            self.tell_tables(fleet)
+            fleet.exited(instance.incarnation, reason)
+
+    # --- orderly ends
+
+    async def terminate(self, instance: Instance, grace_s: float) -> None:
+        """SIGTERM: it opens no run any more, and goes at the coordinator's Drain, or after its grace."""
+        instance.draining = True
+        fleet = self._fleet()
+        connected = fleet is not None and instance.incarnation in fleet.sessions and not instance.cut_off
+        if connected and instance.open_runs.names():
+            assert fleet is not None
+            fleet.draining(instance.incarnation, grace_s)
+            await asyncio.sleep(grace_s)
+        await self._end_in_order(instance)
+
+    async def _end_in_order(self, instance: Instance) -> None:
+        if not instance.alive or not instance.draining:
+            return
+        instance.drained()
+        await asyncio.sleep(self.rng.uniform(0.05, 0.5))
+        fleet = self._fleet()
+        for epoch in list(instance.held):
+            instance.held.pop(epoch)
+            if fleet is not None and not instance.cut_off:
+                fleet.lease_manager.released(instance.incarnation, epoch)
+        await asyncio.sleep(self.rng.uniform(0.05, 0.5))
+        if instance.alive:
+            await self._gone(instance, "it ended in order")
+
+    def connect(self, kind: str, address: str, incarnation: str) -> SimulatedPort:
+        """See `ports.Connect`."""
+        if incarnation not in self.instances:
+            raise InstanceDown(incarnation, "there is no such process")
+        seed = f"{self.seed}/port/{incarnation}"
+        port = SimulatedPort(self.instances[incarnation], random.Random(seed), self.faulty, self.heard)
+        self.ports.append(port)
+        return port

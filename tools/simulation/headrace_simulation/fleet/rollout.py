@@ -1,0 +1,322 @@
+"""An imaginary rollout: the contract without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_coordinator.fleet.ports import CallRefused
+from headrace_servicekit.rpc.digests import trajectory_digest
+
+from headrace_simulation.fleet.disk import Disk
+from headrace_simulation.fleet.instances import Instance
+from headrace_simulation.fleet.simulator import Simulator
+
+PREFILL_MS = 20
+COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
+"""Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""
+
+
+@dataclass
+class Rollout(Instance):
+    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps retention, obeys strict installs."""
+
+    KIND: ClassVar[str] = "rollout"
+    MAX_OPEN_RUNS: ClassVar[int] = 1
+    disk: Disk = field(default_factory=Disk)
+    peers: dict[str, Instance] = field(default_factory=dict)
+    """Everybody by address, for the simulators and the repliers among them."""
+    version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
+    retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
+    paused: bool = False
+    running: int = 0
+    stops: int = 0
+    memory: str = COLD
+
+    async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
+        await self.open_run(request.header, request.config_json, self.take_time, self._end)
+        return rollout.OpenRunResponse(max_concurrency=8, max_context_tokens=512)
+
+    async def CloseRun(self, request: rollout.CloseRunRequest) -> rollout.CloseRunResponse:
+        await self.close_run(request.header)
+        return rollout.CloseRunResponse()
+
+    async def _end(self) -> None:
+        self.revoked()
+        self.retention.clear()
+
+    def revoked(self) -> None:
+        """The engine is as before its first install."""
+        self.stop()
+        self.version, self.paused, self.memory = common.PolicyVersion(), False, COLD
+
+    def rested(self) -> None:
+        """Its samples end; weights and cache stay."""
+        self.stop()
+
+    def drained(self) -> None:
+        """Partial outputs go out, so that others go on."""
+        self.paused = True
+        self.stop()
+
+    async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
+        self.fence(request.header, lease=True)
+        if not self._installed(request.version):
+            await asyncio.sleep(0.05 * self.pace)
+            if not self._installed(request.version):
+                if request.HasField("files"):
+                    request.version.digest = self._read(request.files.checkpoint)
+                self.version = request.version
+                self.memory = AWAKE if self.memory == COLD else self.memory
+        return rollout.InstallPolicyResponse(version=self.version)
+
+    def _read(self, checkpoint: str) -> str:
+        """The digest of a checkpoint's weights, or of the model's own."""
+        if not checkpoint:
+            return "of the model"
+        directory, _, name = checkpoint.partition("/checkpoints/")
+        stored = self.disk.find(directory, name)
+        if stored is None or stored.damage:
+            raise CallRefused(self.incarnation, "MODEL_NOT_READABLE", f"checkpoint: {name} cannot be read")
+        return stored.version.digest
+
+    def _installed(self, version: common.PolicyVersion) -> bool:
+        if self.memory == SUSPENDED:
+            raise CallRefused(self.incarnation, "SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if self.version.number == version.number:
+            return True
+        if version.number < self.version.number:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "a later version is installed")
+        if self.running:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
+        return False
+
+    def Generate(
+        self, requests: AsyncIterator[rollout.GenerateRequest]
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        return self._produce(requests, rollout.GenerateResponse)
+
+    def RunEpisodes(
+        self, requests: AsyncIterator[rollout.RunEpisodesRequest]
+    ) -> AsyncIterator[rollout.RunEpisodesResponse]:
+        return self._produce(requests, rollout.RunEpisodesResponse)
+
+    async def _produce(self, requests: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
+        opening = (await anext(aiter(requests))).open
+        self.fence(opening.header, lease=True)
+        if opening.policy_number != self.version.number:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
+        if self.paused:
+            raise CallRefused(self.incarnation, "PAUSED", "the engine is paused; call Resume first")
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample] = asyncio.Queue()
+        work: set[asyncio.Future[None]] = set()
+        reading = asyncio.ensure_future(
+            self._take(self.while_open(opening.header.run, requests), opening, done, work)
+        )
+        revoked = self.revocations[opening.header.lease_epoch]
+        revoking = asyncio.ensure_future(revoked.wait())
+        try:
+            while not ((reading.done() or revoked.is_set()) and not work and done.empty()):
+                waiting = asyncio.ensure_future(done.get())
+                pending: set[asyncio.Future[Any]] = {waiting}
+                pending.update(work)
+                pending.update(task for task in (reading, revoking) if not task.done())
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                work -= {task for task in work if task.done()}
+                if waiting.done():
+                    body = waiting.result()
+                    if isinstance(body, rollout.PartialSample):
+                        yield response(partials=[body], **self._lost(opening))
+                        continue
+                    chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
+                    yield response(chunks=[chunk], **_prefill(response))
+                else:
+                    waiting.cancel()
+            if revoked.is_set():
+                yield response(revoked=True)
+        finally:
+            revoking.cancel()
+            for task in (reading, *work):
+                task.cancel()
+
+    async def _take(
+        self,
+        requests: AsyncIterator[Any],
+        opening: Any,
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
+        work: set[asyncio.Future[None]],
+    ) -> None:
+        async for request in requests:
+            for group in request.assign.groups:
+                for sample in group.samples:
+                    made = self._make(opening, group, sample, done)
+                    work.add(asyncio.ensure_future(made))
+
+    async def _make(
+        self,
+        opening: Any,
+        group: rollout.GroupAssignment,
+        sample: rollout.SampleAssignment,
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
+    ) -> None:
+        prompt, episode = group.prompt_ordinal, isinstance(opening, rollout.RunEpisodesOpen)
+        pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task] if episode else []
+        others: Any = pools if episode else opening.repliers
+        mine = others[(prompt + sample.sample_index) % len(others)] if others else None
+        length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
+        key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
+        stops = self.stops
+        self.running += 1
+        try:
+            for position in range(len(sample.resume.token_ids), length):
+                if self.paused:
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
+                    return
+                await asyncio.sleep(self.rng.uniform(0.05, 0.2))
+                if self.stops != stops or (mine and not self._stands(mine)):
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
+                    return
+        finally:
+            self.running -= 1
+        failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
+        body = common.Trajectory(
+            sample=key,
+            attempt=sample.attempt,
+            finish_reason=common.FINISH_REASON_ERROR
+            if failed
+            else common.FINISH_REASON_TERMINATED
+            if episode
+            else common.FINISH_REASON_EOS,
+            producer=self.incarnation,
+        )
+        segment = body.segments.add(policy_number=self.version.number)
+        if episode:
+            segment.actions.valid_mask.data = b"\x01" * length
+        else:
+            segment.tokens.token_ids.extend(range(length))
+            segment.tokens.log_probs.extend([-1.0] * length)
+            segment.tokens.distribution.temperature = (
+                0.0 if sample.greedy else opening.distribution.temperature
+            )
+        body.body_digest = trajectory_digest(body)
+        if not opening.evaluation and not failed and self.live_leases():
+            self.retention[prompt, sample.sample_index] = body
+        done.put_nowait(body)
+
+    def _stands(self, other: rollout.EnvironmentPool | rollout.Replier) -> bool:
+        """Whether who takes turns with this one answers."""
+        peer = self.peers.get(other.address)
+        if isinstance(other, rollout.Replier):
+            return isinstance(peer, Rollout) and peer.replies(other)
+        return isinstance(peer, Simulator) and peer.stands(other.pool, other.header)
+
+    def replies(self, asked: rollout.Replier) -> bool:
+        """Whether a stream that another rollout opens here would be served."""
+        if not self.alive or self.cut_off or self.paused or self.memory != AWAKE:
+            return False
+        try:
+            self.fence(asked.header, lease=True)
+        except CallRefused:
+            return False
+        return self.version.number == asked.policy_number
+
+    def _lost(self, opening: Any) -> dict[str, list[Any]]:
+        if isinstance(opening, rollout.RunEpisodesOpen):
+            return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
+        lost = [each.address for each in opening.repliers if not self._stands(each)]
+        return {"lost_repliers": [rollout.LostReplier(address=each, reason="silence") for each in lost]}
+
+    async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
+        self.fence(request.header, lease=False)
+        self.paused = True
+        self.stop()
+        while self.running:  # noqa: ASYNC110 - virtual time: a look costs nothing
+            await asyncio.sleep(0.02)
+        return rollout.PauseResponse()
+
+    async def Resume(self, request: rollout.ResumeRequest) -> rollout.ResumeResponse:
+        self.fence(request.header, lease=False)
+        if self.memory in (SUSPENDED, WEIGHTS):
+            raise CallRefused(self.incarnation, "SUSPENDED", "the engine's memory is released")
+        self.paused = False
+        return rollout.ResumeResponse()
+
+    async def Abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
+        self.fence(request.header, lease=False)
+        self.stop()
+        return rollout.AbortResponse()
+
+    async def Suspend(self, request: rollout.SuspendRequest) -> rollout.SuspendResponse:
+        self.fence(request.header, lease=False)
+        if not self.paused:
+            raise CallRefused(self.incarnation, "NOT_PAUSED", "pause first")
+        self.version, self.memory = common.PolicyVersion(), SUSPENDED
+        return rollout.SuspendResponse()
+
+    async def Wake(self, request: rollout.WakeRequest) -> rollout.WakeResponse:
+        self.fence(request.header, lease=True)
+        cache_only = request.scope == rollout.WAKE_SCOPE_KV_CACHE
+        if self.memory == SUSPENDED:
+            if cache_only:
+                raise CallRefused(self.incarnation, "SUSPENDED", "the weights have no room yet")
+            self.memory = WEIGHTS
+        if self.memory == WEIGHTS and request.scope != rollout.WAKE_SCOPE_WEIGHTS:
+            if cache_only and not self.version.number:
+                raise CallRefused(
+                    self.incarnation, "POLICY_MISMATCH", "install a policy before Wake KV_CACHE"
+                )
+            self.memory, self.paused = AWAKE, False
+        return rollout.WakeResponse()
+
+    async def ListInventory(self, request: rollout.ListInventoryRequest) -> rollout.ListInventoryResponse:
+        self.fence(request.header, lease=False)
+        return rollout.ListInventoryResponse(
+            items=[
+                rollout.InventoryItem(sample=b.sample, attempt=b.attempt, body_digest=b.body_digest)
+                for b in self.retention.values()
+            ]
+        )
+
+    async def FetchTrajectories(
+        self, requests: AsyncIterator[rollout.FetchTrajectoriesRequest]
+    ) -> AsyncIterator[rollout.FetchTrajectoriesResponse]:
+        request = await anext(aiter(requests))
+        self.fence(request.header, lease=False)
+        keys = [(key.prompt_ordinal, key.sample_index) for key in request.samples]
+        yield rollout.FetchTrajectoriesResponse(
+            trajectories=[self.retention[key] for key in keys if key in self.retention]
+        )
+
+    async def ReleaseTrajectories(
+        self, request: rollout.ReleaseTrajectoriesRequest
+    ) -> rollout.ReleaseTrajectoriesResponse:
+        self.fence(request.header, lease=False)
+        for key in request.samples:
+            self.retention.pop((key.prompt_ordinal, key.sample_index), None)
+        return rollout.ReleaseTrajectoriesResponse()
+
+    def stop(self) -> None:
+        """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""
+        self.stops += 1
+
+
+def _prefill(response: Any) -> dict[str, Any]:
+    """Each answer's prompt was computed just before it was sent, as far as anybody can tell."""
+    if response is not rollout.GenerateResponse:
+        return {}
+    span = rollout.Prefill()
+    span.began_ago.FromMilliseconds(PREFILL_MS)
+    span.lasted.FromMilliseconds(PREFILL_MS)
+    return {"prefills": [span]}
+
+
+def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:
+    state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
+    if length:
+        state.cache.MergeFrom(common.CachedContext(form="simulated", tokens=length - 1))
+    return rollout.PartialSample(sample=key, attempt=attempt, state=state)

@@ -1,0 +1,51 @@
+"""How devices move inside the steps of a world: as the real policy says, or as soon and as often as they can."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace_coordinator.run.stages.moving.borrowing import Borrowing
+from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.run.stages.moving.tail import Tail
+from headrace_planner.elastic.policy import ElasticState, Move, Role
+
+
+def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
+    """All rollouts but one give their devices back, and that one once it decodes no more, whatever that gains."""
+    if not any(rollout.unfinished for rollout in state.rollouts):
+        return tuple(Move(rollout.name, Role.HELP) for rollout in state.rollouts if state.owners_learn)
+    held_s = now - state.moved_at
+    leaving = state.rollouts[1:] if held_s >= state.terms.costs.min_hold_s else ()
+    return tuple(Move(rollout.name, Role.HELP) for rollout in leaving)
+
+
+def borrow_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
+    """The trainer group's devices decode at once, and go back as soon as they may."""
+    if state.idle_owners:
+        return tuple(Move(rollout.name, Role.DECODE) for rollout in state.idle_owners)
+    held = now - state.moved_at >= state.terms.costs.min_hold_s
+    return tuple(Move(rollout.name, Role.OWN) for rollout in state.rollouts if held and rollout.owner)
+
+
+def help_always(state: ElasticState) -> float:
+    """A helper takes any group: it may be late."""
+    return math.inf
+
+
+@contextmanager
+def moving(seed: int) -> Iterator[None]:
+    """Within the body, three of four seeds move eagerly: imaginary answers leave the real policy little to gain."""
+    policy, until, steps, borrow = Helping.policy, Helping.until, Tail.fewest_steps, Borrowing.policy
+    if random.Random(f"{seed}/moves").random() < 0.75:
+        Helping.policy, Helping.until = staticmethod(move_eagerly), staticmethod(help_always)
+        Borrowing.policy = staticmethod(borrow_eagerly)
+        Tail.fewest_steps = 1  # Imaginary runs are short, and are begun again all the time.
+    try:
+        yield
+    finally:
+        Helping.policy, Helping.until = staticmethod(policy), staticmethod(until)
+        Borrowing.policy = staticmethod(borrow)
+        Tail.fewest_steps = steps
