@@ -22,7 +22,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.grpc_port import GrpcPort
+from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
@@ -41,7 +41,7 @@ VERSION = common_pb2.PolicyVersion(number=1, digest="weights")
 
 
 class AtOnce:
-    """A `Port` to a reward service that takes no time."""
+    """A `InstanceClient` to a reward service that takes no time."""
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         """OpenRun."""
@@ -113,7 +113,7 @@ class Bench:
         self._producers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
     def _connect(self, kind: str, address: str, incarnation: str) -> Any:
-        return AtOnce() if kind == "reward" else GrpcPort(kind, address, incarnation, TOKEN)
+        return AtOnce() if kind == "reward" else GrpcInstanceClient(kind, address, incarnation, TOKEN)
 
     async def open(self) -> None:
         """Registers the services, as their sessions would."""

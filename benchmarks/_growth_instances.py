@@ -23,7 +23,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.rollout.v1 import rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace.trainer.v1 import trainer_pb2_grpc
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_simulation.fleet.instances import Instance

@@ -56,7 +56,7 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     from headrace.coordinator.v1 import fleet_pb2_grpc
     from headrace_coordinator.api.coordinator import Coordinator
     from headrace_coordinator.fleet.fleet import Fleet
-    from headrace_coordinator.fleet.grpc_port import GrpcPort
+    from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
     from headrace_coordinator.fleet.service import FleetServicer
     from headrace_coordinator.fleet.sessions import FleetSettings
     from headrace_coordinator.store.event_log import EventLog
@@ -66,7 +66,9 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     event_log = EventLog(MemoryStore(), time.time)
     await event_log.open("headrace debug")
     settings = FleetSettings(lease_ttl=FOR_EVER_S, heartbeat=1.0, notice=FOR_EVER_S)
-    fleet = Fleet(event_log, lambda kind, address, who: GrpcPort(kind, address, who, None), settings)
+    fleet = Fleet(
+        event_log, lambda kind, address, who: GrpcInstanceClient(kind, address, who, None), settings
+    )
     coordinator = Coordinator(event_log, fleet, directory)
     server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server

@@ -18,10 +18,10 @@ from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_servicekit.rpc.errors import message_of, reason_of
 from headrace_simulation.fleet.instances import Instance
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.fleet.trainer import Trainer
@@ -193,7 +193,7 @@ class SimulatedSubject(Subject):
         super().__init__(kind, model, directory)
         self._runner = runner
         self._instance = SIMULATED[kind](f"{kind}-0", f"{kind}-0#1", random.Random(1))
-        self._port = SimulatedPort(self._instance, random.Random(2), False)
+        self._port = SimulatedInstanceClient(self._instance, random.Random(2), False)
 
     def call(self, method: str, request: Any) -> Any:
         """See `Subject.call`."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.evaluation.answering import ATTEMPTS, Questions, answer
 
 

@@ -10,8 +10,8 @@ import pytest
 from headrace_coordinator.api.reading.presenters import plan_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State
-from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_coordinator.fleet.instance_client import InstanceDown
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 from pydantic import ValidationError
@@ -209,7 +209,7 @@ def test_a_run_that_only_proposes_changes_nothing():
 
 def test_a_lost_reply_in_a_change_of_plan_leaves_no_engine_paused(monkeypatch):
     """Seed 194: it was paused, was taken to be awake, and refused every step of fifty recoveries."""
-    call, lost = SimulatedPort.call, []
+    call, lost = SimulatedInstanceClient.call, []
 
     async def lossy(port, method, request, timeout):
         answer = await call(port, method, request, timeout)
@@ -218,7 +218,7 @@ def test_a_lost_reply_in_a_change_of_plan_leaves_no_engine_paused(monkeypatch):
             raise InstanceDown("rollout-0", "Pause: the reply was lost")
         return answer
 
-    monkeypatch.setattr(SimulatedPort, "call", lossy)
+    monkeypatch.setattr(SimulatedInstanceClient, "call", lossy)
     scene = Scene(learn=0.8)
     assert set(run_virtual(scene.live()).states.values()) == {"SUCCEEDED"}
     assert scene.log(ev.PlanAdopted)[1].rollout, "the devices are divided anew"

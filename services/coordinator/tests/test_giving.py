@@ -8,7 +8,7 @@ from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.room import least_room
 from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import Grant
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from test_admission import admit_all, fleet, submit
 from test_regroup import COORDINATOR, LEADER, Scene, played
 
@@ -183,7 +183,7 @@ def test_whoever_dies_while_a_trainer_is_given_both_runs_end(method, who):
 def test_trainers_that_refuse_the_smaller_group_leave_the_run_to_queue_for_the_one_that_it_had(monkeypatch):
     scene = pair(checkpoint={"enabled": True, "interval_steps": 1})
     scene.trouble = lambda: second_comes(scene)
-    call = SimulatedPort.call
+    call = SimulatedInstanceClient.call
     refused = []
 
     async def unfit(port, method, request, timeout):
@@ -196,7 +196,7 @@ def test_trainers_that_refuse_the_smaller_group_leave_the_run_to_queue_for_the_o
             raise port._instance._refuse("MEMORY_SHORT", "12 GB are needed")
         return await call(port, method, request, timeout)
 
-    monkeypatch.setattr(SimulatedPort, "call", unfit)
+    monkeypatch.setattr(SimulatedInstanceClient, "call", unfit)
     played(scene)
     assert refused
     queued = [e.reason for e in scene.log(ev.RunStateChanged) if e.state == run_states.QUEUED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain import events as ev
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.fleet.trainer import Trainer
 from scene import Scene, ends, trained_once
 
@@ -47,13 +47,13 @@ def whole_batch(monkeypatch):
 @pytest.fixture
 def called(monkeypatch):
     """Names of the unary calls that instances got."""
-    call, names = SimulatedPort.call, []
+    call, names = SimulatedInstanceClient.call, []
 
     async def spied(port, method, request, timeout):
         names.append(method)
         return await call(port, method, request, timeout)
 
-    monkeypatch.setattr(SimulatedPort, "call", spied)
+    monkeypatch.setattr(SimulatedInstanceClient, "call", spied)
     return names
 
 

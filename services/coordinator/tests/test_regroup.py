@@ -10,7 +10,7 @@ from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_schema.changing import RunChange
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 
@@ -172,14 +172,14 @@ def test_a_pause_in_the_middle_of_a_change_loses_nothing():
 
 def test_a_trainer_that_refuses_the_state_leaves_the_run_with_the_size_that_it_had(monkeypatch):
     scene = Scene(sizes=[2])
-    call = SimulatedPort.call
+    call = SimulatedInstanceClient.call
 
     async def unfit(port, method, request, timeout):
         if method == "Restore" and request.carried and scene.states()[0].ranks == 2:
             raise port._instance._refuse("INVALID", "trainer.backend: it runs on one rank")
         return await call(port, method, request, timeout)
 
-    monkeypatch.setattr(SimulatedPort, "call", unfit)
+    monkeypatch.setattr(SimulatedInstanceClient, "call", unfit)
     outcome = played(scene)
     changes = scene.log(ev.TrainersChanged)
     assert [change.ranks for change in changes] == [2, 1] and "one rank" in changes[1].reason

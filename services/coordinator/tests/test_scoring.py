@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
-from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.stages.rewards import lanes, scoring
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
 from headrace_coordinator.run.stages.rewards.scoring import SCORER_RETRIES, Scoring, score_all

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.workers.watched_port import SILENCE_S, WatchedPort
+from headrace_coordinator.run.workers.watched_client import SILENCE_S, WatchedInstanceClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_coordinator.waits import Waits, WaitTimeout
 
 
 class Silent:
@@ -38,7 +38,9 @@ def waits(clock):
 
 async def test_a_silent_call_becomes_a_named_wait(clock, waits):
     port = Silent()
-    call = asyncio.ensure_future(WatchedPort(port, waits, "run", "rollout-0").call("Wake", None, 120))
+    call = asyncio.ensure_future(
+        WatchedInstanceClient(port, waits, "run", "rollout-0").call("Wake", None, 120)
+    )
     await asyncio.sleep(0)
     assert waits.of("run") == [], "an answer may take a moment"
     clock[0] = SILENCE_S + 2
@@ -51,7 +53,7 @@ async def test_a_silent_call_becomes_a_named_wait(clock, waits):
 
 async def test_a_stream_is_silent_between_two_responses_only(clock, waits):
     port = Silent()
-    responses = WatchedPort(port, waits, "run", "rollout-0").stream("Generate", None, 120)
+    responses = WatchedInstanceClient(port, waits, "run", "rollout-0").stream("Generate", None, 120)
     assert await anext(responses) == "first"
     clock[0] = SILENCE_S + 2
     assert waits.of("run") == [], "nobody asks for the next response"

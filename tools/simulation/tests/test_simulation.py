@@ -12,7 +12,7 @@ from headrace_coordinator.projections.transcripts import Transcripts, answer_of
 from headrace_coordinator.run.checkpointing import wanted_by_others
 from headrace_coordinator.run.context import RunContext
 from headrace_simulation.fleet.disk import Disk
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.judging.judge import Violation
@@ -94,7 +94,9 @@ def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(
     monkeypatch.setattr(Rollout, "_make", spied)
     monkeypatch.setattr(World, "trouble", takes_back)
     monkeypatch.setattr(RunContext, "note", lambda self, text: (noted.append(text), note(self, text))[1])
-    monkeypatch.setattr(SimulatedPort, "_happens", lambda self, probability: False)  # no reply is lost
+    monkeypatch.setattr(
+        SimulatedInstanceClient, "_happens", lambda self, probability: False
+    )  # no reply is lost
     world = World(3, faults=False)
     monkeypatch.setattr(world, "faulty", True)
     outcome = run_virtual(world.live())
@@ -139,7 +141,7 @@ def test_a_step_keeps_to_its_budget_of_calls(mode, budget):
         world.spec = world.spec.model_copy(update=one_each)
         run_virtual(world.live())
         # Score carries whatever has finished meanwhile: as many calls as the answers' ends are apart.
-        totals.append(sum(sum(p.calls.values()) - p.calls["Score"] for p in world.ports))
+        totals.append(sum(sum(p.calls.values()) - p.calls["Score"] for p in world.clients))
     assert (totals[1] - totals[0]) / 10 <= budget
 
 

@@ -22,12 +22,12 @@ from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.scheduling import Plan, plan_admission
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.evaluation.suite_loop import SuiteLoop
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.trackers.processes import Trackers
+from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0

@@ -24,7 +24,7 @@ from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_addres
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.grpc_port import GrpcPort
+from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
@@ -82,7 +82,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     token = _secret(arguments.token_file)
     fleet = Fleet(
         event_log,
-        lambda kind, address, incarnation: GrpcPort(kind, address, incarnation, token),
+        lambda kind, address, incarnation: GrpcInstanceClient(kind, address, incarnation, token),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
     coordinator = Coordinator(event_log, fleet, arguments.data_dir.resolve())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_servicekit.lease.open_runs import Build, End, OpeningRefused, OpenRuns
 from headrace_servicekit.rpc.streams import until
 

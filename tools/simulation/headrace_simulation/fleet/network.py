@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 
 QUIESCED_RETRY_S = 0.2
 KEEPALIVE_S = 20.0
@@ -53,8 +53,8 @@ class Written:
             yield request
 
 
-class SimulatedPort:
-    """A `Port` to one imaginary instance."""
+class SimulatedInstanceClient:
+    """A `InstanceClient` to one imaginary instance."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SimulatedPort:
         return self._faulty and self._rng.random() < probability
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `Port.call`. Any call may be delivered twice, or executed and its reply lost."""
+        """See `InstanceClient.call`. Any call may be delivered twice, or executed and its reply lost."""
         self.calls[method] += 1
         self._heard(method, request)
         await self._travel(timeout)
@@ -118,11 +118,11 @@ class SimulatedPort:
             raise
 
     def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `Port.stream`."""
+        """See `InstanceClient.stream`."""
         return self._responses(method, requests, timeout)
 
     def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `Port.listen`."""
+        """See `InstanceClient.listen`."""
 
         async def one() -> AsyncIterator[Any]:
             yield request
@@ -171,4 +171,4 @@ class SimulatedPort:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
-        """See `Port.close`."""
+        """See `InstanceClient.close`."""

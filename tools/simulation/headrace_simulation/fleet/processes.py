@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor, open_reports
 
 from headrace_simulation.fleet.disk import Disk
 from headrace_simulation.fleet.instances import Instance
-from headrace_simulation.fleet.network import SimulatedPort
+from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.fleet.simulator import Simulator
@@ -45,7 +45,7 @@ class Processes(ABC):
         self.hosts = [f"host{index}" for index in range(hosts)]
         self.disk = Disk()
         self.instances: dict[str, Instance] = {}
-        self.ports: list[SimulatedPort] = []
+        self.clients: list[SimulatedInstanceClient] = []
         self.killed_as_silent = 0
         self._trainer_groups: TrainerGroups = {}
         self._helpers: dict[str, Trainer] = {}
@@ -254,11 +254,13 @@ class Processes(ABC):
         if instance.alive:
             await self._gone(instance, "it ended in order")
 
-    def connect(self, kind: str, address: str, incarnation: str) -> SimulatedPort:
+    def connect(self, kind: str, address: str, incarnation: str) -> SimulatedInstanceClient:
         """See `ports.Connect`."""
         if incarnation not in self.instances:
             raise InstanceDown(incarnation, "there is no such process")
         seed = f"{self.seed}/port/{incarnation}"
-        port = SimulatedPort(self.instances[incarnation], random.Random(seed), self.faulty, self.heard)
-        self.ports.append(port)
+        port = SimulatedInstanceClient(
+            self.instances[incarnation], random.Random(seed), self.faulty, self.heard
+        )
+        self.clients.append(port)
         return port

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_servicekit.rpc.digests import trajectory_digest
 
 from headrace_simulation.fleet.disk import Disk

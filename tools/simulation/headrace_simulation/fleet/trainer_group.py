@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_simulation.fleet.disk import Weights

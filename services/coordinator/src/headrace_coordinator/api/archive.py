@@ -15,8 +15,8 @@ from headrace_coordinator.api.reading import presenters as present
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.waits import WaitTimeout
 
 NAME = "summary.json"
 RETRY_S = 1.0

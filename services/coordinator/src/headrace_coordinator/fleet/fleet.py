@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown
 from headrace_coordinator.fleet.lease_manager import LeaseManager
-from headrace_coordinator.fleet.ports import Connect, InstanceDown, Port
 from headrace_coordinator.fleet.sessions import (
     FleetSettings,
     ForeignInstance,
@@ -23,8 +23,8 @@ from headrace_coordinator.fleet.sessions import (
     Session,
     Supervisor,
 )
-from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.waits import Waits, WaitTimeout
 
 DRAIN_S = 10.0
 """Grace of a process that is no longer wanted."""
@@ -57,7 +57,7 @@ class Fleet:
         self._openings = itertools.count(1)
         self.names = {i.incarnation: i.instance for i in event_log.state.instances.values()}
         self._connect = connect
-        self._ports: dict[str, Port] = {}
+        self._clients: dict[str, InstanceClient] = {}
         self._silent_since: dict[str, float] = {}
         self._last_exit = float("-inf")
         self._swept_at = event_log.monotonic()
@@ -195,7 +195,7 @@ class Fleet:
             self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
-        self._ports.pop(incarnation, None)
+        self._clients.pop(incarnation, None)
         self.opened.pop(incarnation, None)
         self.event_log.wake()
 
@@ -267,14 +267,14 @@ class Fleet:
             return True
         return False
 
-    def port(self, incarnation: str) -> Port:
+    def client(self, incarnation: str) -> InstanceClient:
         """The way to call an instance; raises `InstanceDown` when it is not registered."""
         state = self.event_log.state.instances.get(incarnation)
         if state is None:
             raise InstanceDown(incarnation, "not registered")
-        if incarnation not in self._ports:
-            self._ports[incarnation] = self._connect(state.kind, state.address, incarnation)
-        return self._ports[incarnation]
+        if incarnation not in self._clients:
+            self._clients[incarnation] = self._connect(state.kind, state.address, incarnation)
+        return self._clients[incarnation]
 
     def run_of(self, incarnation: str) -> str:
         """The run that an instance is granted to; empty when it is free."""

@@ -17,9 +17,9 @@ from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.devices.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
 from headrace_coordinator.domain.devices.sharing import Waiter, ahead_of, next_for
-from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.fleet.waits import Waits, WaitTimeout
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.waits import Waits, WaitTimeout
 
 ENDED_KEPT = 256
 """Ended leases of a run that are remembered until its timeline takes them."""

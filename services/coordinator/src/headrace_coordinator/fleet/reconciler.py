@@ -11,7 +11,7 @@ import logging
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.sessions import OpenReport
 from headrace_coordinator.run.workers.clients import WorkerClient
 
@@ -64,7 +64,7 @@ class Reconciler:
         member = WorkerClient(
             report.run,
             instance,
-            self._fleet.port(instance.incarnation),
+            self._fleet.client(instance.incarnation),
             self._fleet.event_log.state.epoch,
             open_id=report.open_id,
         )

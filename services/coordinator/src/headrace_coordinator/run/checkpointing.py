@@ -13,7 +13,7 @@ from typing import Any
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.store.event_log import EventLog
 

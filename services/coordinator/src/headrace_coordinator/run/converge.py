@@ -19,7 +19,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
 from headrace_coordinator.domain.ledger.versions import plan_lost_rewind
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext

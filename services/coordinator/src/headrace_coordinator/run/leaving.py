@@ -13,15 +13,15 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
 from headrace_coordinator.run.step import RunFailed
 from headrace_coordinator.run.workers.clients import WorkerClient
 from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 LEAVE_S = 180.0

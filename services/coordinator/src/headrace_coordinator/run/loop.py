@@ -14,8 +14,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.devices.scheduling import plan_admission
-from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
@@ -28,6 +27,7 @@ from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 DECISION_S = 900.0

@@ -10,7 +10,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUNNING
 from headrace_coordinator.domain.runs import plan_move
-from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
+from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group
 from headrace_coordinator.run.leaving import close

@@ -11,7 +11,7 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.compact import Drops, compact_drops
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, Slot
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages

@@ -17,11 +17,11 @@ from headrace_servicekit.lease.clock import boottime
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State, restore, snapshot
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.store.base import LEAP, Entry, Fenced, Store, StoreAway, Stored
 from headrace_coordinator.store.history import TAIL_LIMIT, History
 from headrace_coordinator.store.history.segments import Line
 from headrace_coordinator.store.marker import Marker, Marks
+from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 2000

@@ -11,7 +11,7 @@ from headrace_schema.spec import RunSpec
 from headrace_coordinator.api.submission.trial import on_trial
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.simulators.pools import in_users_keys, opening
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.simulators.written import read_written

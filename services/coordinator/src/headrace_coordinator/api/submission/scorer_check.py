@@ -8,7 +8,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.trial import on_trial
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.workers.clients import RewardClient
 
 

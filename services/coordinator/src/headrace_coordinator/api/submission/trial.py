@@ -20,7 +20,7 @@ def on_trial(kind: type[Client], chosen: InstanceState, fleet: Fleet, trials: se
     client = kind(
         f"trial-{uuid.uuid4().hex[:6]}",
         chosen,
-        fleet.port(chosen.incarnation),
+        fleet.client(chosen.incarnation),
         fleet.event_log.state.epoch,
         open_id=fleet.next_open_id(),
     )

@@ -20,7 +20,7 @@ from headrace_coordinator.domain.devices.leases import DECODE, HELD, HELP, REPLY
 from headrace_coordinator.domain.devices.places import device_order, devices_seen, hosts_of, named_devices
 from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.intervals import Interval
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.devices.seating import by_machine, default_devices, seat

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient

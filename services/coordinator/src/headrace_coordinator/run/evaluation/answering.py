@@ -10,7 +10,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.workers.clients import Published

@@ -17,7 +17,6 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import SuiteEvaluation
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
@@ -31,6 +30,7 @@ from headrace_coordinator.run.step import RunFailed
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import Opening
 from headrace_coordinator.suites import open_suite
+from headrace_coordinator.waits import WaitTimeout
 
 VERSION = 1
 """Number of the policy that answers: an evaluation has one."""

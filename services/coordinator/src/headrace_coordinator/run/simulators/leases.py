@@ -13,7 +13,7 @@ from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.devices.leases import REVOKING, SIMULATE, Lease, LeaseRequest
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.simulators.seats import Seats, seats, sides
 from headrace_coordinator.run.workers.clients import SimulatorClient
 from headrace_coordinator.run.workers.group import WorkerGroup

@@ -17,7 +17,7 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceClient, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.seats import Seats
 from headrace_coordinator.run.simulators.spaces import Place, divide
@@ -44,7 +44,11 @@ class Pools:
     """Simulators at work for a run, and what each has open for whom."""
 
     def __init__(
-        self, fleet: Fleet, run: str, environment: EnvironmentSection, port: Callable[[InstanceState], Port]
+        self,
+        fleet: Fleet,
+        run: str,
+        environment: EnvironmentSection,
+        client_of: Callable[[InstanceState], InstanceClient],
     ) -> None:
         self.clients: list[SimulatorClient] = []
         self.described: dict[str, simulator.OpenPoolResponse] = {}
@@ -54,7 +58,7 @@ class Pools:
         self._fleet = fleet
         self._run = run
         self._environment = environment
-        self._port = port
+        self._client_of = client_of
         self._open: dict[Place, rollout.EnvironmentPool] = {}
         self._moving = asyncio.Lock()
 
@@ -129,7 +133,7 @@ class Pools:
         for state in ready.values():
             if state.incarnation not in known:
                 client = SimulatorClient(
-                    self._run, state, self._port(state), self._fleet.event_log.state.epoch
+                    self._run, state, self._client_of(state), self._fleet.event_log.state.epoch
                 )
                 # A fresh id closes what a coordinator that stopped had open there.
                 client.open_id, client.opened = self._fleet.next_open_id(), True

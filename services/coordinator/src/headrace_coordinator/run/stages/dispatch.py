@@ -19,10 +19,10 @@ from headrace_coordinator.domain.ledger.dispatch import (
     plan_return,
 )
 from headrace_coordinator.domain.ledger.slot_index import Slot
-from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.workers.clients import Published, SlotKey
 from headrace_coordinator.run.workers.rollout_client import Opening, RolloutClient
+from headrace_coordinator.waits import Notifier
 
 
 class Dispatch:

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
@@ -24,6 +23,7 @@ from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import Produced, RolloutClient
+from headrace_coordinator.waits import Notifier
 
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"

@@ -17,14 +17,14 @@ from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import DROPPED, Slot
-from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay, SizedBody
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.waits import Notifier
 
 T = TypeVar("T")
 GROUPS_A_MESSAGE = 64

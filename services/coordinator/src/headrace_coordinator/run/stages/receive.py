@@ -16,7 +16,6 @@ from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
-from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
@@ -30,6 +29,7 @@ from headrace_coordinator.run.stages.rewards.scoring import (
 from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
 from headrace_coordinator.run.workers.clients import Published, SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.waits import Notifier
 
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20

@@ -18,7 +18,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.scoring import RewardSection
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.ports import Port
+from headrace_coordinator.fleet.instance_client import InstanceClient
 
 QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 90.0
 """Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
@@ -55,7 +55,7 @@ class WorkerClient:
 
     run: str
     instance: InstanceState
-    port: Port
+    instance_client: InstanceClient
     coordinator_epoch: int
     devices: tuple[str, ...] = ()
     lease_epoch: int = 0
@@ -92,7 +92,7 @@ class WorkerClient:
     async def close_run(self) -> None:
         """Ends everything that the instance does for the run and frees what it keeps of it."""
         method, request = _CLOSE[self.instance.kind]
-        await self.port.call(method, request(header=self.header()), CLOSE_S)
+        await self.instance_client.call(method, request(header=self.header()), CLOSE_S)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class RewardClient(WorkerClient):
     async def open_run(self, section: RewardSection) -> None:
         """Loads and tries the scorers, within their own limits."""
         request = reward.OpenRunRequest(header=self.header(), config_json=section.model_dump_json())
-        await self.port.call("OpenRun", request, section.opening_s + QUICK_S)
+        await self.instance_client.call("OpenRun", request, section.opening_s + QUICK_S)
 
     def score(
         self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float
@@ -113,7 +113,7 @@ class RewardClient(WorkerClient):
             async for items in batches:
                 yield reward.ScoreRequest(header=self.header(), items=items)
 
-        return self.port.stream("Score", requests(), timeout)
+        return self.instance_client.stream("Score", requests(), timeout)
 
 
 @dataclass
@@ -125,10 +125,10 @@ class SimulatorClient(WorkerClient):
     ) -> simulator.OpenPoolResponse:
         """Makes environments; fills in the authority."""
         request.header.CopyFrom(self.header())
-        response: simulator.OpenPoolResponse = await self.port.call("OpenPool", request, limit_s)
+        response: simulator.OpenPoolResponse = await self.instance_client.call("OpenPool", request, limit_s)
         return response
 
     async def close_pool(self, pool: str) -> None:
         """Ends the environments of a pool."""
         request = simulator.ClosePoolRequest(header=self.header(), pool=pool)
-        await self.port.call("ClosePool", request, CLOSE_S)
+        await self.instance_client.call("ClosePool", request, CLOSE_S)

@@ -16,8 +16,7 @@ from headrace_coordinator.domain.devices.leases import REVOKING
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
@@ -26,7 +25,8 @@ from headrace_coordinator.run.stages.rewards.lanes import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
-from headrace_coordinator.run.workers.watched_port import WatchedPort
+from headrace_coordinator.run.workers.watched_client import WatchedInstanceClient
+from headrace_coordinator.waits import WaitTimeout
 
 LEASE_ENDED = ("EPOCH_STALE", "SUSPENDED")
 """Refusals of a command whose lease was revoked: after the revoke, and while it is obeyed."""
@@ -60,7 +60,7 @@ class WorkerGroup:
         self.repliers: list[RolloutClient] = []
         """Rollout instances that make no answers, but reply to them."""
         self.rewards: list[RewardClient] = []
-        self.pools = Pools(fleet, run, spec.environment, self._port) if spec.environment else None
+        self.pools = Pools(fleet, run, spec.environment, self._client_of) if spec.environment else None
         self.lanes = Lanes()
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
@@ -186,7 +186,7 @@ class WorkerGroup:
         known = {member.incarnation for member in members}
         for state in self._alive(granted):
             if state.incarnation not in known:
-                member = RolloutClient(self.run, state, self._port(state), self._epoch)
+                member = RolloutClient(self.run, state, self._client_of(state), self._epoch)
                 text = config()
                 await self._open(member, lambda member=member, text=text: member.open_run(text))  # type: ignore[misc]
                 members.append(member)
@@ -255,7 +255,7 @@ class WorkerGroup:
         known = {member.incarnation for member in self.rewards}
         for state in self._reward_states():
             if state.incarnation not in known:
-                member = RewardClient(self.run, state, self._port(state), self._epoch)
+                member = RewardClient(self.run, state, self._client_of(state), self._epoch)
                 with self.fleet.waits.named(self.run, f"{state.instance} to load the scorers"):
                     await self._open(member, lambda member=member: member.open_run(self.spec.reward))  # type: ignore[misc]
                 self.rewards.append(member)
@@ -270,7 +270,7 @@ class WorkerGroup:
         if opened == self.grant.trainers:
             return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
-            TrainerClient(self.run, state, self._port(state), self._epoch, rank=rank)
+            TrainerClient(self.run, state, self._client_of(state), self._epoch, rank=rank)
             for rank, state in enumerate(self._alive(self.grant.trainers))
         ]
         config = self._trainer_config()
@@ -301,7 +301,7 @@ class WorkerGroup:
         for state in self._alive(self.grant.helpers):
             if state.kind != kind or state.incarnation in opened:
                 continue
-            helper = client(self.run, state, self._port(state), self._epoch)
+            helper = client(self.run, state, self._client_of(state), self._epoch)
             try:
                 await self._open(helper, lambda helper=helper: call(helper))  # type: ignore[misc]
             except (InstanceDown, CallRefused):
@@ -376,8 +376,10 @@ class WorkerGroup:
     def _epoch(self) -> int:
         return self.fleet.event_log.state.epoch
 
-    def _port(self, state: InstanceState) -> WatchedPort:
-        return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
+    def _client_of(self, state: InstanceState) -> WatchedInstanceClient:
+        return WatchedInstanceClient(
+            self.fleet.client(state.incarnation), self.fleet.waits, self.run, state.instance
+        )
 
     @property
     def _rollout_config(self) -> str:

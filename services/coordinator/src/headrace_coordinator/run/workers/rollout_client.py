@@ -50,7 +50,7 @@ class RolloutClient(WorkerClient):
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
         request = rollout.OpenRunRequest(header=self.header(), config_json=config_json)
-        response: rollout.OpenRunResponse = await self.port.call("OpenRun", request, LOAD_S)
+        response: rollout.OpenRunResponse = await self.instance_client.call("OpenRun", request, LOAD_S)
         self.max_concurrency = max(1, response.max_concurrency)
         self.max_context_tokens = response.max_context_tokens
 
@@ -63,7 +63,9 @@ class RolloutClient(WorkerClient):
             request.manifest.CopyFrom(published.manifest)
             request.sources.append(published.source)
         # The first one waits for the engine's start, which may take minutes.
-        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, LOAD_S)
+        response: rollout.InstallPolicyResponse = await self.instance_client.call(
+            "InstallPolicy", request, LOAD_S
+        )
         self.installed, self.digest = published.version.number, response.version.digest
         return response
 
@@ -80,7 +82,7 @@ class RolloutClient(WorkerClient):
             async for assignment in assignments:
                 yield request(assign=assignment)
 
-        return self.port.stream("RunEpisodes" if episodes else "Generate", requests(), timeout)
+        return self.instance_client.stream("RunEpisodes" if episodes else "Generate", requests(), timeout)
 
     async def suspend(self) -> None:
         """Pause, then give the memory back."""
@@ -89,32 +91,34 @@ class RolloutClient(WorkerClient):
             False,
             False,
         )  # Also where a reply is lost: what it did then is not known.
-        await self.port.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
-        await self.port.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
+        await self.instance_client.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
+        await self.instance_client.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
 
     async def make_room(self) -> None:
         """Before an install: the weights' room, where they have none."""
         if not self.awake:
             weights = rollout.WakeRequest(header=self.header(), scope=rollout.WAKE_SCOPE_WEIGHTS)
-            await self.port.call("Wake", weights, LOAD_S)
+            await self.instance_client.call("Wake", weights, LOAD_S)
 
     async def go_on(self) -> None:
         """After an install: the cache's room, where it has none (PROTOCOL, Versions)."""
         if self.awake:
             return
         cache = rollout.WakeRequest(header=self.header(), scope=rollout.WAKE_SCOPE_KV_CACHE)
-        await self.port.call("Wake", cache, SLOW_S)
-        await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
+        await self.instance_client.call("Wake", cache, SLOW_S)
+        await self.instance_client.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
         self.awake = True
 
     async def abort(self) -> None:
         """Ends everything that runs."""
-        await self.port.call("Abort", rollout.AbortRequest(header=self.header()), QUICK_S)
+        await self.instance_client.call("Abort", rollout.AbortRequest(header=self.header()), QUICK_S)
 
     async def inventory(self) -> Sequence[rollout.InventoryItem]:
         """Trajectories in what it retains."""
         request = rollout.ListInventoryRequest(header=self.header())
-        response: rollout.ListInventoryResponse = await self.port.call("ListInventory", request, QUICK_S)
+        response: rollout.ListInventoryResponse = await self.instance_client.call(
+            "ListInventory", request, QUICK_S
+        )
         return response.items
 
     async def fetch(self, slots: Iterable[SlotKey]) -> list[common.Trajectory]:
@@ -122,7 +126,7 @@ class RolloutClient(WorkerClient):
         found: list[common.Trajectory] = []
         for part in _parts(slots):
             request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
-            async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
+            async for response in self.instance_client.listen("FetchTrajectories", request, SLOW_S):
                 found += response.trajectories
         return found
 
@@ -132,4 +136,4 @@ class RolloutClient(WorkerClient):
             request = rollout.ReleaseTrajectoriesRequest(header=self.header())
             for prompt, sample in part:
                 request.samples.add(prompt_ordinal=prompt, sample_index=sample)
-            await self.port.call("ReleaseTrajectories", request, QUICK_S)
+            await self.instance_client.call("ReleaseTrajectories", request, QUICK_S)

@@ -31,7 +31,7 @@ class TrainerClient(WorkerClient):
         request = trainer.OpenRunRequest(
             header=self.header(), config_json=config_json, run_directory=directory
         )
-        response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
+        response: trainer.OpenRunResponse = await self.instance_client.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
         self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
         self.greedy_first = response.greedy_first
@@ -46,22 +46,24 @@ class TrainerClient(WorkerClient):
             rendezvous=rendezvous,
         )
         request.timeout.FromMilliseconds(int(timeout * 1000))
-        await self.port.call("JoinTrainerGroup", request, timeout + 10)
+        await self.instance_client.call("JoinTrainerGroup", request, timeout + 10)
 
     async def leave(self, generation: int) -> None:
         """As the leader, leaves the trainer group and keeps the run's state for the next one."""
         request = trainer.LeaveTrainerGroupRequest(header=self.header(), generation=generation, carry=True)
-        await self.port.call("LeaveTrainerGroup", request, LOAD_S)
+        await self.instance_client.call("LeaveTrainerGroup", request, LOAD_S)
 
     async def take_up(self, number: int) -> None:
         """Shards what `leave` kept, which is version `number`, over the group that it leads now."""
         request = trainer.RestoreRequest(header=self.header(), number=number, carried=True)
-        await self.port.call("Restore", request, LOAD_S)
+        await self.instance_client.call("Restore", request, LOAD_S)
 
     async def state(self) -> trainer.GetStepStateResponse:
         """Where it stands."""
         request = trainer.GetStepStateRequest(header=self.header())
-        response: trainer.GetStepStateResponse = await self.port.call("GetStepState", request, QUICK_S)
+        response: trainer.GetStepStateResponse = await self.instance_client.call(
+            "GetStepState", request, QUICK_S
+        )
         return response
 
     async def list_checkpoints(self, source_directory: str = "") -> trainer.ListCheckpointsResponse:
@@ -69,7 +71,9 @@ class TrainerClient(WorkerClient):
         request = trainer.ListCheckpointsRequest(
             header=self.header(), page_size=50, source_run_directory=source_directory
         )
-        response: trainer.ListCheckpointsResponse = await self.port.call("ListCheckpoints", request, QUICK_S)
+        response: trainer.ListCheckpointsResponse = await self.instance_client.call(
+            "ListCheckpoints", request, QUICK_S
+        )
         return response
 
     async def fetch_ledger(self, checkpoint: str, source_directory: str = "") -> bytes:
@@ -77,7 +81,9 @@ class TrainerClient(WorkerClient):
         request = trainer.FetchLedgerRequest(
             header=self.header(), checkpoint=checkpoint, source_run_directory=source_directory
         )
-        return b"".join([piece.data async for piece in self.port.listen("FetchLedger", request, SLOW_S)])
+        return b"".join(
+            [piece.data async for piece in self.instance_client.listen("FetchLedger", request, SLOW_S)]
+        )
 
     async def restore(
         self, checkpoint: str, number: int, store_id: str, source_directory: str = ""
@@ -90,7 +96,7 @@ class TrainerClient(WorkerClient):
             store_id=store_id,
             source_run_directory=source_directory,
         )
-        response: trainer.RestoreResponse = await self.port.call("Restore", request, LOAD_S)
+        response: trainer.RestoreResponse = await self.instance_client.call("Restore", request, LOAD_S)
         return response
 
     async def begin(self, step: int, attempt: int, base: int, number: int) -> None:
@@ -98,7 +104,7 @@ class TrainerClient(WorkerClient):
         request = trainer.BeginStepRequest(
             header=self.header(), step=step, attempt=attempt, base_number=base, next_number=number
         )
-        await self.port.call("BeginStep", request, SLOW_S)
+        await self.instance_client.call("BeginStep", request, SLOW_S)
 
     def learn(
         self, step: int, attempt: int, messages: AsyncIterator[trainer.LearnRequest], timeout: float
@@ -111,7 +117,7 @@ class TrainerClient(WorkerClient):
                 message.step, message.attempt = step, attempt
                 yield message
 
-        return self.port.stream("Learn", requests(), timeout)
+        return self.instance_client.stream("Learn", requests(), timeout)
 
     async def commit(
         self,
@@ -133,7 +139,7 @@ class TrainerClient(WorkerClient):
             set_digest=set_digest,
             step_manifest=manifest,
         )
-        response: trainer.CommitStepResponse = await self.port.call(
+        response: trainer.CommitStepResponse = await self.instance_client.call(
             "CommitStep", request, max(LOAD_S, timeout)
         )
         return response
@@ -146,13 +152,15 @@ class TrainerClient(WorkerClient):
             manifest=published.manifest,
             sources=[published.source],
         )
-        response: trainer.HelpResponse = await self.port.call("Help", request, SLOW_S)
+        response: trainer.HelpResponse = await self.instance_client.call("Help", request, SLOW_S)
         return response
 
     async def take_contribution(self, step: int, attempt: int) -> trainer.Contribution:
         """Ends a helper's attempt; where its gradient is, and of which groups."""
         request = trainer.TakeContributionRequest(header=self.header(), step=step, attempt=attempt)
-        response: trainer.TakeContributionResponse = await self.port.call("TakeContribution", request, SLOW_S)
+        response: trainer.TakeContributionResponse = await self.instance_client.call(
+            "TakeContribution", request, SLOW_S
+        )
         return response.contribution
 
     async def add_contribution(
@@ -162,14 +170,14 @@ class TrainerClient(WorkerClient):
         request = trainer.AddContributionRequest(
             header=self.header(), step=step, attempt=attempt, contribution=contribution, helper=helper
         )
-        await self.port.call("AddContribution", request, SLOW_S)
+        await self.instance_client.call("AddContribution", request, SLOW_S)
 
     async def recorded(self, step: int, attempt: int, number: int) -> Published:
         """The ledger has the version, which is published too."""
         request = trainer.RecordStepRequest(
             header=self.header(), step=step, attempt=attempt, number=number, publish=True
         )
-        response: trainer.RecordStepResponse = await self.port.call("RecordStep", request, SLOW_S)
+        response: trainer.RecordStepResponse = await self.instance_client.call("RecordStep", request, SLOW_S)
         if not response.HasField("published"):
             return await self.publish(number)  # a trainer of an older release
         return _published(response.published)
@@ -177,12 +185,14 @@ class TrainerClient(WorkerClient):
     async def abort(self, step: int, attempt: int) -> None:
         """Drops the accumulators."""
         request = trainer.AbortStepRequest(header=self.header(), step=step, attempt=attempt)
-        await self.port.call("AbortStep", request, SLOW_S)
+        await self.instance_client.call("AbortStep", request, SLOW_S)
 
     async def publish(self, number: int) -> Published:
         """Puts the version into the host's weight store."""
         request = trainer.PublishPolicyRequest(header=self.header(), number=number)
-        response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
+        response: trainer.PublishPolicyResponse = await self.instance_client.call(
+            "PublishPolicy", request, SLOW_S
+        )
         return _published(response)
 
     async def save(
@@ -192,23 +202,27 @@ class TrainerClient(WorkerClient):
         request = trainer.SaveCheckpointRequest(
             header=self.header(), number=number, wait=wait, ledger=ledger, retained_checkpoints=retained
         )
-        response: trainer.SaveCheckpointResponse = await self.port.call("SaveCheckpoint", request, LOAD_S)
+        response: trainer.SaveCheckpointResponse = await self.instance_client.call(
+            "SaveCheckpoint", request, LOAD_S
+        )
         return response
 
     async def export(self, name: str) -> str:
         """Writes the weights as a Hugging Face directory; returns its path."""
         request = trainer.ExportModelRequest(header=self.header(), name=name)
-        response: trainer.ExportModelResponse = await self.port.call("ExportModel", request, LOAD_S)
+        response: trainer.ExportModelResponse = await self.instance_client.call(
+            "ExportModel", request, LOAD_S
+        )
         return response.path
 
     async def suspend(self) -> None:
         """Gives the device back."""
         self.awake, self.kept = False, False  # Also where the reply is lost: what it did then is not known.
-        await self.port.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
+        await self.instance_client.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
 
     async def wake(self) -> None:
         """Takes the device."""
-        await self.port.call("Wake", trainer.WakeRequest(header=self.header()), SLOW_S)
+        await self.instance_client.call("Wake", trainer.WakeRequest(header=self.header()), SLOW_S)
         self.awake = True
 
 

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.store.history.files import Item, RunFiles
 from headrace_coordinator.store.history.index import write_synced
 from headrace_coordinator.store.history.segments import Line
+from headrace_coordinator.waits import Notifier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from headrace_planner.elastic.outlook import Terms
 from headrace_planner.elastic.policy import ElasticState, Move, Role, Rollout, plan_elastic
 
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.waits import Notifier, WaitTimeout
 
 LOOK_S = 0.25
 """How often the policy is asked while nothing settles."""

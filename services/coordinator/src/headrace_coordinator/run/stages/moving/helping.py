@@ -26,8 +26,7 @@ from headrace_planner.elastic.policy import (
 
 from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.ledger.slot_index import SETTLED
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning, members_of
@@ -35,6 +34,7 @@ from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
+from headrace_coordinator.waits import Notifier, WaitTimeout
 
 LOOK_S = 0.25
 """How often the policy is asked: it takes some milliseconds, and a large step settles hundreds of groups a second."""

@@ -7,8 +7,8 @@ run that shares holds nothing anyway.
 from __future__ import annotations
 
 from headrace_coordinator.domain.devices.sharing import gives_way
-from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.waits import WaitTimeout
 
 LOOK_S = 1.0
 """A turn ends without an event: it is looked at again after so long."""

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from headrace.reward.v1 import reward_pb2 as reward
 
-from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.workers.clients import RewardClient
+from headrace_coordinator.waits import Notifier
 
 Question = tuple[int, int, str]
 """Prompt ordinal, sample index and reward stage."""

@@ -11,7 +11,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.stages.rewards.lanes import Lane, Question, now
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.group import WorkerGroup

@@ -30,7 +30,7 @@ class CallRefused(Exception):
         self.key = key
 
 
-class Port(Protocol):
+class InstanceClient(Protocol):
     """One instance, by RPC name. Messages are the contracts' own; methods raise `InstanceDown` and `CallRefused`."""
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
@@ -46,5 +46,5 @@ class Port(Protocol):
         """Lets the connection go."""
 
 
-Connect = Callable[[str, str, str], Port]
+Connect = Callable[[str, str, str], InstanceClient]
 """(kind, address, incarnation) → the instance's port."""

@@ -14,7 +14,7 @@ from headrace.trainer.v1 import trainer_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of, metadata_of, reason_of
 
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 
 _STUBS: dict[str, Any] = {
     "rollout": rollout_pb2_grpc.RolloutServiceStub,
@@ -26,8 +26,8 @@ QUIESCED_RETRY_S = 0.2
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
-class GrpcPort:
-    """A `Port` over one channel."""
+class GrpcInstanceClient:
+    """A `InstanceClient` over one channel."""
 
     def __init__(self, kind: str, address: str, incarnation: str, token: str | None) -> None:
         self._channel = dial(address, token=token)
@@ -35,7 +35,7 @@ class GrpcPort:
         self._incarnation = incarnation
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `Port.call`. A lease that was not renewed in time, because one of both stood still, is waited for."""
+        """Waits for a lease that was not renewed in time, because one of both processes stood still."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:
@@ -47,11 +47,11 @@ class GrpcPort:
             await asyncio.sleep(QUIESCED_RETRY_S)
 
     def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `Port.stream`."""
+        """See `InstanceClient.stream`."""
         return self._responses(method, requests, timeout)
 
     def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `Port.listen`."""
+        """See `InstanceClient.listen`."""
         return self._responses(method, request, timeout)
 
     async def _responses(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
@@ -65,7 +65,7 @@ class GrpcPort:
             call.cancel()
 
     async def close(self) -> None:
-        """See `Port.close`."""
+        """See `InstanceClient.close`."""
         await self._channel.close(None)
 
     def _fault(self, method: str, error: grpc.aio.AioRpcError) -> Exception:
