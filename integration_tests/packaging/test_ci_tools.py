@@ -147,7 +147,52 @@ def test_paths_of_one_machine_are_found(tmp_path):
     )
 
 
-@pytest.mark.parametrize("check", [("ci.private_paths",), ("ci.spec_docs", "--check", "docs/run-spec.md")])
+REPLACED = [
+    "a gang of ranks",
+    "class GangRounds:",
+    "join_gang(",
+    "rpc LeaveGang(",
+    "CUSTODY_FULL = 3;",
+    "its crew is complete",
+    "lease desk",
+    "await placement.let_go(trainer)",
+    "a rollout lets go of its lease",
+    "self._stand_down_rollouts()",
+    "it gave up after three",
+    "_give_up_at = 3",
+    "from x import mistakes",
+    'async def load(self): """See `Store.load`."""',
+    "# PROTOCOL, section 5",
+    "await together(*calls)",
+]
+HONEST = [
+    "a gangway to the ganglion",
+    "a kernel of a convolution, and Linux's kernel",
+    "the members of a group whose rewards are equal",
+    "port 8470 and the body of a request",
+    "what belongs together (three calls)",
+    "gives up to three answers",
+    "a user's mistake",
+    "ssl.PROTOCOL_TLS_CLIENT speaks the protocol",
+    '"""See `docs/engines.md`, which says why."""',
+    "parameters and meters per second",
+]
+
+
+def test_replaced_words_are_found_with_what_to_say_instead():
+    from ci.words import findings
+
+    for line in REPLACED:
+        (found,) = findings("some/file.py", f"first\n{line}")
+        assert found.startswith("some/file.py:2: ") and " → " in found
+    assert [*findings("some/file.py", "\n".join(HONEST))] == []
+    assert "trainer group" in next(findings("x.md", REPLACED[0]))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [("ci.private_paths",), ("ci.words",), ("ci.spec_docs", "--check", "docs/run-spec.md")],
+)
 def test_the_repository_passes(check, repository):
     done = subprocess.run(
         [sys.executable, "-m", *check], cwd=repository, capture_output=True, text=True, timeout=60
