@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import psutil
 import pytest
+import yaml
 from harness.processes import ROOT
 from harness.waiting import wait_for
 
@@ -214,6 +215,18 @@ def test_every_dist_is_set_up_checked_and_tested(repository):
     assert set(dists) == folders
     packages = {path.name for path in repository.glob("[!.]*/**/src/headrace_*") if path.is_dir()}
     assert packages <= set(PACKAGES)
+
+
+def test_the_hosted_ci_runs_parts_that_there_are(repository):
+    from ci.plan import NIGHTLY
+
+    workflows = {
+        file.stem: yaml.safe_load(file.read_text())
+        for file in (repository / ".github/workflows").glob("*.yml")
+    }
+    assert ".ci/run" in [step.get("run") for step in workflows["ci"]["jobs"]["run"]["steps"]]
+    named = workflows["nightly"]["jobs"]["part"]["strategy"]["matrix"]["parts"]
+    assert {name for names in named for name in names.split()} == {part.name for part in NIGHTLY}
 
 
 def test_torch_is_pinned_once(repository):
