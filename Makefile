@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(
 .PHONY: help setup run test lint nightly engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine; SIM=metaworld|maniskill|libero the"
 	@echo "  simulator; PYTHON=, TORCH_FIND_LINKS=DIR and TORCH_INDEX_URL=URL the set-up; CHROMIUM=PATH the browser."
 
