@@ -8,7 +8,6 @@ from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, pl
 from headrace_coordinator.domain.devices.places import machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
-from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
 from headrace_coordinator.run.devices.placement import Placement
@@ -18,13 +17,10 @@ from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
+from places_parts import instance, state_of
 
 GPU = "GPU-8f2a/gpu:0"
 CORES = ["b007/cpu:0", "b007/cpu:1"]
-
-
-def instance(name, host, devices, kind="rollout"):
-    return InstanceState(name, name, kind, host, "", list(devices), {})
 
 
 def submitted(name, **placement):
@@ -38,14 +34,6 @@ def submitted(name, **placement):
         }
     )
     return ev.RunSubmitted(at=0, run=name, spec=spec.model_dump(mode="json"), directory="d")
-
-
-def state_of(instances, *runs):
-    state = State()
-    state.instances = {i.incarnation: i for i in (*instances, instance("reward-0", "r", [], "reward"))}
-    for run in runs:
-        state.apply(run)
-    return state
 
 
 def containers(devices):

@@ -11,26 +11,9 @@ import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
 from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.views import EvaluationView
 from headrace_schema.sections.tracking import TrackingSection
-
-
-def step_view(step: int, version: int | None = None, **values) -> StepView:
-    given = {
-        "step": step,
-        "version": step + 1 if version is None else version,
-        "wall_s": 2.0,
-        "reward_mean": 0.25,
-        "tokens": 100,
-        "tokens_per_s": 50.0,
-        "stage_s": {"generate": 1.0, "learn": 0.5},
-        "devices": {"h/cpu:0": {"generate": 1.0}},
-        "trained": 32,
-        "dropped": 0,
-        "max_staleness": 0,
-        "figures": {"loss": 0.5},
-    }
-    return StepView(**{**given, **values})
+from projection_parts import step_view
 
 
 def evaluation_view(step: int) -> EvaluationView:
@@ -201,7 +184,7 @@ FULL_DISK = textwrap.dedent(
     import resource, signal, sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
-    from test_projection_files import step_view
+    from projection_parts import step_view
     from headrace_coordinator.projections import RunProjection
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from embodied_parts import Robots, Scaled, embodied
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import SIMULATE
 from headrace_coordinator.domain.devices.scheduling import plan_admission
@@ -12,8 +13,7 @@ from headrace_schema.rules.simulators import apart
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 from headrace_simulation.virtual_time import run_virtual
-from test_embodied import Robots, Scaled, embodied
-from test_places import instance, state_of
+from places_parts import instance, state_of
 
 CORES = [f"b/cpu:{core}" for core in range(4)]
 PLACEMENTS = {
