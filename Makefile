@@ -77,8 +77,9 @@ browser: ## Make .envs/browser with Playwright, and install Chromium where apt-g
 e2e-browser: setup browser ## The dashboard in a real browser: a run's life, every view, axe-core.
 	CI=true .venv/bin/python -m pytest integration_tests/browser
 
-screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
+screenshots: setup browser ## Pictures of the dashboard over real runs into .cache/screenshots, and the documentation's into docs/img.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
+	mv .cache/screenshots/dashboard-*.png docs/img/
 
 simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill or libero).
 	@TORCH_FROM="$(TORCH_FROM)" sh ci/simulators.sh "$(SIM)" "$(PYTHON)"

@@ -1,8 +1,8 @@
 """What the tiny model learns under each algorithm, over seeds: `python benchmarks/algorithms.py --seeds 0 1 2`.
 
-Runs `examples/algorithms/NAME.yaml` (two passes of two minibatches) by `headrace debug`, all services in one process,
-one run after the other, and reads rewards, clip fractions and held-out scores off its events. A run that made one
-optimizer step a version, or whose clip never had work, ends the script: at ratio 1 most algorithms are the same.
+Runs the examples of `examples/algorithms` (two passes of two minibatches) by `headrace debug`, all services in one
+process, one run after the other, and reads rewards, clip fractions and held-out scores off its events. A run that made
+one optimizer step a version, or whose clip never had work, ends the script: at ratio 1 most algorithms are the same.
 
 `--record FILE` adds each run to a JSON file as it ends and skips those that the file has, so that an interrupted
 measurement goes on; `--draw FILE` writes the curves of all recorded runs as an SVG, and the table of `docs/results.md`
@@ -24,7 +24,10 @@ from typing import Any
 from _curves import draw
 from _harness import emit, machine, say
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
+from harness.examples import algorithm_examples
+
+EXAMPLES = algorithm_examples()
 LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
@@ -39,8 +42,9 @@ Found = dict[str, Any]
 
 def run(name: str, seed: int, steps: int, model: Path, more: Sequence[str] = ()) -> Found:
     """One run; raises subprocess.CalledProcessError when it failed."""
-    command = [sys.executable, "-m", "headrace_cli", "debug", str(EXAMPLES / f"{name}.yaml"), "--json"]
-    for override in (*overrides(seed, steps, model), *more):
+    file, changes = EXAMPLES[name]
+    command = [sys.executable, "-m", "headrace_cli", "debug", str(file), "--json"]
+    for override in (*changes, *overrides(seed, steps, model), *more):
         command += ["--set", override]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -139,7 +143,7 @@ def table(runs: dict[str, dict[str, Found]]) -> Iterable[str]:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    known = sorted(EXAMPLES)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
