@@ -12,7 +12,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.projections.lines import read_lines
 from headrace_coordinator.projections.trajectories import NAME, Settled
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_simulation.fleet.reward import reward_of
