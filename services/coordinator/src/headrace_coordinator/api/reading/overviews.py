@@ -10,7 +10,7 @@ from headrace_schema.resources.views import EventView, RunView
 
 from headrace_coordinator.api.reading import presenters as present
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.projections.scalars import step_scalars
+from headrace_coordinator.projections.tensorboard import step_scalars
 from headrace_coordinator.store.run_files import RunFiles
 from headrace_coordinator.store.run_index import Index, Range
 
