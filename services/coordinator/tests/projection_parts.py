@@ -1,4 +1,4 @@
-"""What a projection is given of a step."""
+"""A view of a step, for tests of what is written of it."""
 
 from headrace_schema.resources.views import StepView
 

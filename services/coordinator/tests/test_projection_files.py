@@ -8,9 +8,9 @@ import sys
 import textwrap
 
 import pytest
-from headrace_coordinator.projections import RunProjection, read_trajectories
-from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
+from headrace_coordinator.projections.trajectories import SettledTrajectory, is_kept, whole_groups
 from headrace_schema.resources.views import EvaluationView
 from headrace_schema.sections.tracking import TrackingSection
 from projection_parts import step_view
@@ -22,7 +22,9 @@ def evaluation_view(step: int) -> EvaluationView:
     )
 
 
-def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, **values) -> Settled:
+def trajectory_view(
+    step: int, ordinal: int, sample: int = 0, version: int = 1, **values
+) -> SettledTrajectory:
     given = {
         "step": step,
         "version": version,
@@ -37,7 +39,7 @@ def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, 
         "finish_reason": "EOS",
         "tokens": 2,
     }
-    return Settled(**{**given, **values})
+    return SettledTrajectory(**{**given, **values})
 
 
 def lines(path) -> list[dict]:
@@ -185,7 +187,7 @@ FULL_DISK = textwrap.dedent(
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
     from projection_parts import step_view
-    from headrace_coordinator.projections import RunProjection
+    from headrace_coordinator.projections.projection import RunProjection
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     projection = RunProjection(Path(sys.argv[1]))
@@ -270,7 +272,7 @@ def read_events(path):
 
 def test_projections_load_neither_torch_nor_tensorboard():
     program = (
-        "import sys, headrace_coordinator.projections\n"
+        "import sys, headrace_coordinator.projections.projection\n"
         "print([name for name in ('torch', 'tensorboardX', 'numpy') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.run.devices.placement import Placement
 from headrace_coordinator.run.stages.moving.tail import Tail
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -47,8 +47,8 @@ class Projection(Protocol):
     def evaluation(self, view: EvaluationView) -> None:
         """One evaluation."""
 
-    def trajectories(self, views: list[Settled]) -> None:
-        """Settled trajectories of one step."""
+    def trajectories(self, views: list[SettledTrajectory]) -> None:
+        """SettledTrajectory trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
         """What was done since the last part, and who held what."""

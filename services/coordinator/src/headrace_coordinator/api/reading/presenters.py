@@ -41,7 +41,7 @@ from headrace_coordinator.domain.ledger.slot_index import (
 from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
 
 def run_view(

@@ -1,6 +1,6 @@
 """`placement.mode: auto`: measures the run's own steps, and says when the placement should change.
 
-Which layout is faster is decided in `planner/placements/choosing.py`, how devices change hands in `placement.py`.
+Which layout is faster is decided in `headrace_planner.placements.choosing`, how devices change hands in `placement.py`.
 """
 
 from __future__ import annotations

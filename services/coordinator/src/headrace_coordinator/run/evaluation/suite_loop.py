@@ -17,7 +17,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import SuiteEvaluation
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
 from headrace_coordinator.run.context import RunContext
@@ -197,13 +197,13 @@ class SuiteLoop(RunLoop):
             evaluation=True,
         )
 
-    def _line(self, body: common.Trajectory, score: reward.ScoreResult) -> Settled:
+    def _line(self, body: common.Trajectory, score: reward.ScoreResult) -> SettledTrajectory:
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
         tokens, versions = sampled(body)
         item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
-        return Settled(
+        return SettledTrajectory(
             step=0,
             version=VERSION,
             prompt_ordinal=body.sample.prompt_ordinal,

@@ -16,7 +16,7 @@ from headrace_coordinator.domain.ledger.compact import compact, compact_drops, c
 from headrace_coordinator.domain.ledger.reward_flow import stage_figures
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.projections.trajectories import Settled, whole_groups
+from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of
 from headrace_coordinator.run.stages.settle import Batch
@@ -131,7 +131,7 @@ def step_view(
 
 def settled_lines(
     context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
-) -> list[Settled]:
+) -> list[SettledTrajectory]:
     """The step's trained trajectories as text: as many as are kept of a step."""
     found = [
         (slot, scored.shown)
@@ -142,7 +142,7 @@ def settled_lines(
     ]
     kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda pair: pair[0].prompt)
     return [
-        Settled(
+        SettledTrajectory(
             step=certificate.ordinal,
             version=certificate.parent,
             prompt_ordinal=slot.prompt,

@@ -9,16 +9,14 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.totals import Shape, Tally, step_index
-from headrace_coordinator.store.history.index import COMMITTED, SKIPPED, Index, Range, Record, sync
-from headrace_coordinator.store.history.segments import Line, Place, Segments
+from headrace_coordinator.store.run_index import COMMITTED, SKIPPED, Index, Range, Record
+from headrace_coordinator.store.segments import Line, LinePlace, Segments, sync
 
 Item = tuple[int, ev.Event]
 KINDS = ("steps", "restores", "evaluations", "checkpoints")
-FORMAT = 2
-"""Of the indexes: those of another release are left where they are, and made again."""
 PAGE = 64
 CHECKPOINTS = 256
-"""The newest ones, among which a checkpoint is looked for by its step."""
+"""How many of the newest records are searched for the checkpoints of given steps."""
 Step = ev.StepCommitted | ev.StepSkipped
 
 
@@ -29,9 +27,9 @@ class RunFiles:
         self.directory = directory
         self.segments = Segments(directory)
         self.steps, self.restores, self.evaluations, self.checkpoints = (
-            Index(directory / f"{kind}.{FORMAT}.index") for kind in KINDS
+            Index(directory / f"{kind}.index") for kind in KINDS
         )
-        self._end: Place | None = None
+        self._end: LinePlace | None = None
         self._tally = Tally()
         self._shape = Shape(0, 0, 1)
         self._number = 0
@@ -39,9 +37,10 @@ class RunFiles:
     # --- writing
 
     def recover(self, synced: int, stored: int, lines: list[Line]) -> None:
-        """Makes the files say what is synced (up to that number) and then `lines`, the store's.
+        """Cuts the files back to event `synced`, then appends `lines`, the later events of the store.
 
-        What the files have beyond `stored`, the store's end, is put aside: an older copy of the store is in use.
+        Events of the files with numbers above `stored`, the store's last one, are kept in a file `aside-*.txt`: the
+        store is an older copy, or has lost its end.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._end, removed = self.segments.cut(synced)
@@ -50,11 +49,11 @@ class RunFiles:
             (self.directory / f"aside-{_number(beyond[0])}.txt").write_bytes(b"".join(beyond))
         if not self._indexed(synced):
             self._index_again()
-        self._take_up()
+        self._restore_totals()
         self.append([(number, ev.decode(data), data) for number, data in lines])
 
     def append(self, items: list[tuple[int, ev.Event, bytes]]) -> None:
-        """Adds events. OSError when the disk refuses: the same call may be made again."""
+        """Adds events. OSError when the disk refuses: the same call may be repeated."""
         if not items:
             return
         if self._end is None:
@@ -64,12 +63,12 @@ class RunFiles:
         self._end = places[-1]
 
     def sync(self) -> None:
-        """Returns when all of it survives a loss of power."""
+        """Returns when all that was written survives a loss of power."""
         for path in (*self.directory.glob("*.jsonl"), *self.directory.glob("*.index"), self.directory):
             sync(path)
 
     def _indexed(self, synced: int) -> bool:
-        """The indexes are there and end where the segments do; what they say of later lines is cut off."""
+        """Whether the indexes are complete and match the segments; records of later lines are cut off."""
         indexes = (self.steps, self.restores, self.evaluations, self.checkpoints)
         if not all(index.path.exists() for index in indexes):
             return False
@@ -86,8 +85,8 @@ class RunFiles:
         self._tally, self._number = Tally(), 0
         self._index((number, ev.decode(data), place) for (number, data), place in self.segments.after(-1))
 
-    def _take_up(self) -> None:
-        """The tally and the shape of a step as they were when the last line was written."""
+    def _restore_totals(self) -> None:
+        """Sets the tally and the shape of a step to what they were when the last line was written."""
         first = next(self.segments.after(-1), None)
         if first:
             self._see_shape(ev.decode(first[0][1]))
@@ -106,7 +105,7 @@ class RunFiles:
             size = algorithm["group_size"]
             self._shape = Shape(0, size * algorithm["prompts_per_step"], size)
 
-    def _index(self, entries: Iterable[tuple[int, ev.Event, Place]]) -> None:
+    def _index(self, entries: Iterable[tuple[int, ev.Event, LinePlace]]) -> None:
         found: dict[Index, list[Record]] = {}
         for number, event, place in entries:
             match event:
@@ -131,7 +130,7 @@ class RunFiles:
             index.append(records)
         found.clear()
 
-    def _step_record(self, sequence: int, event: Step, place: Place) -> Record:
+    def _step_record(self, sequence: int, event: Step, place: LinePlace) -> Record:
         self._tally.add(event, self._shape)
         kind, ordinal = SKIPPED, 0
         if isinstance(event, ev.StepCommitted):
@@ -139,7 +138,7 @@ class RunFiles:
         counts = self._tally.counts
         return Record(sequence, *place, kind, self._number, ordinal, step_index(event), counts)
 
-    def _restore_record(self, sequence: int, event: ev.VersionRestored, place: Place) -> Record:
+    def _restore_record(self, sequence: int, event: ev.VersionRestored, place: LinePlace) -> Record:
         step, first_slot = event.frontier_step, 0
         if event.source_run:
             prompt, size = event.frontier_prompt, self._shape.group_size
@@ -160,11 +159,11 @@ class RunFiles:
         return found
 
     def live_steps(self) -> list[Range]:
-        """Positions of steps in the live lineage."""
+        """Ranges of positions of the live lineage's steps."""
         return self.steps.live([(each.sequence, each.step) for each in self._restores()])
 
     def live_evaluations(self) -> list[Range]:
-        """Positions of evaluations in the live lineage."""
+        """Ranges of positions of the live lineage's evaluations."""
         return self.evaluations.live([(each.sequence, each.ordinal + 1) for each in self._restores()])
 
     def _restores(self) -> list[Record]:
@@ -209,7 +208,7 @@ class RunFiles:
         return None
 
     def version(self, number: int) -> ev.Certificate | ev.VersionRestored | None:
-        """What made a version."""
+        """The certificate or the restore that made a version."""
         for index in (self.steps, self.restores):
             position = index.first(lambda record: record.number >= number)
             found = index.read(position, position + 1)
@@ -236,8 +235,8 @@ class RunFiles:
         return _event(self.segments.read(_place(record)))
 
 
-def _place(record: Record) -> Place:
-    return Place(record.segment, record.offset, record.length)
+def _place(record: Record) -> LinePlace:
+    return LinePlace(record.segment, record.offset, record.length)
 
 
 def _event(line: bytes) -> ev.Event | None:

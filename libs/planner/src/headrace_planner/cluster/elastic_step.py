@@ -1,7 +1,7 @@
 """One step with the elastic policy on a simulated cluster: devices change roles while the tail decodes.
 
-The policy decides (`planner/elastic/policy.py`); this module only carries out its moves in simulated time. It knows
-the true lengths, which the policy is never told.
+The elastic policy (`elastic/policy.py`) decides; this module carries out its moves in simulated time. It knows the true
+lengths, which the policy is never told.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
-from headrace_planner.cluster.decoding import Finished, Replica, spread
-from headrace_planner.cluster.roles import Decoder, Group, Lane, Learner
+from headrace_planner.cluster.decoding import DecodingDevices, Finished, Replica, spread
 from headrace_planner.cluster.sampling import Draws
-from headrace_planner.cluster.spans import Label, Place, Timeline
+from headrace_planner.cluster.spans import DeviceTrack, Label, Place, Timeline
 from headrace_planner.elastic.outlook import Terms
 from headrace_planner.elastic.policy import (
     ElasticState,
@@ -28,6 +27,27 @@ from headrace_planner.elastic.policy import (
 )
 
 
+@dataclass(frozen=True)
+class WaitingGroup:
+    """A settled group that nobody has begun to learn: since when, its items, its work in items of mean length."""
+
+    since: float
+    items: list[int]
+    weight: float
+
+
+@dataclass(order=True)
+class LearningDevices:
+    """Devices that learn until `free`, as a helper or the trainer group (`owner`). `begun`: (since, groups)."""
+
+    free: float
+    number: int
+    tracks: list[DeviceTrack] = field(compare=False)
+    owner: bool = field(default=False, compare=False)
+    learned: int = field(default=0, compare=False)
+    begun: tuple[float, list[WaitingGroup]] | None = field(default=None, compare=False)
+
+
 class ElasticStep:
     """One step from `begin` on. `rollouts` and `owners`: devices of the plan's two stages, the same when shared."""
 
@@ -37,11 +57,11 @@ class ElasticStep:
         self.terms, self.timeline, self.begin, self.now = terms, timeline, begin, begin
         self.generate, self.learn = terms.generate.stage, terms.learn.stage
         self.rollouts, self.owners, self.piece = rollouts, owners, piece
-        self.decoders: list[Decoder] = []
-        self.owner: Learner | None = None
-        self.helpers: list[Learner] = []
-        self.spare: list[Lane] = []  # devices that wait until they are enough for a helper
-        self.settled: deque[Group] = deque()
+        self.decoders: list[DecodingDevices] = []
+        self.owner: LearningDevices | None = None
+        self.helpers: list[LearningDevices] = []
+        self.spare: list[DeviceTrack] = []  # devices that wait until they are enough for a helper
+        self.settled: deque[WaitingGroup] = deque()
         self.done: list[Finished] = []
         self.moved_at = begin - terms.costs.min_hold_s
 
@@ -66,21 +86,23 @@ class ElasticStep:
     def _start(self, count: int) -> None:
         terms, size = self.terms, self.terms.generate.replica_devices
         used = terms.generate.used(count, self.rollouts.count)
-        lanes = [
-            Lane(Place(self.rollouts.kind, self.rollouts.first + at, size), self.timeline, self.begin)
+        tracks = [
+            DeviceTrack(Place(self.rollouts.kind, self.rollouts.first + at, size), self.timeline, self.begin)
             for at in range(0, used, size)
         ]
         if terms.shared:
-            for lane in lanes:
-                lane.until(self.begin + terms.generate.load_s, self.generate, Label.SWITCH)
-        borrowed = self._borrow(lanes)
-        dealt = spread(range(count), len(lanes) + len(borrowed))
-        pace = terms.generate.pace((len(lanes) + len(borrowed)) * size, terms.memory_bytes)
-        for index, (lane, items) in enumerate(zip([*lanes, *borrowed], dealt, strict=True)):
-            replica = Replica(pace, lane.now, [(self.lengths[item], item) for item in items])
-            self.decoders.append(Decoder(f"rollout-{index:05}", lane, replica, index >= len(lanes), lane.now))
+            for track in tracks:
+                track.until(self.begin + terms.generate.load_s, self.generate, Label.SWITCH)
+        borrowed = self._borrow(tracks)
+        dealt = spread(range(count), len(tracks) + len(borrowed))
+        pace = terms.generate.pace((len(tracks) + len(borrowed)) * size, terms.memory_bytes)
+        for index, (track, items) in enumerate(zip([*tracks, *borrowed], dealt, strict=True)):
+            replica = Replica(pace, track.now, [(self.lengths[item], item) for item in items])
+            self.decoders.append(
+                DecodingDevices(f"rollout-{index:05}", track, replica, index >= len(tracks), track.now)
+            )
 
-    def _borrow(self, lanes: Sequence[Lane]) -> list[Lane]:
+    def _borrow(self, tracks: Sequence[DeviceTrack]) -> list[DeviceTrack]:
         """Owners' devices that decode at the step's begin; without any the trainer group is ready to learn."""
         if self.terms.shared:
             return []
@@ -90,21 +112,21 @@ class ElasticStep:
         ]
         count = len(self.draws.weights)
         state = ElasticState(
-            terms, tuple(Rollout(f"rollout-{n}", size, count // len(lanes)) for n in range(len(lanes))),
+            terms, tuple(Rollout(f"rollout-{n}", size, count // len(tracks)) for n in range(len(tracks))),
             0.0, self.finished, owners_learn=True, idle_owners=tuple(idle), moved_at=self.moved_at,
         )  # fmt: skip
         moves = plan_elastic(state, self.begin)
         if not moves:
-            whole = Lane(place, self.timeline, self.begin)
-            self.owner = Learner(self.begin, -1, [whole], owner=True)
+            whole = DeviceTrack(place, self.timeline, self.begin)
+            self.owner = LearningDevices(self.begin, -1, [whole], owner=True)
             return []
         self.moved_at = self.begin
         made = [
-            Lane(Place(place.kind, place.first + at, size), self.timeline, self.begin)
+            DeviceTrack(Place(place.kind, place.first + at, size), self.timeline, self.begin)
             for at in range(0, place.count // size * size, size)
         ]
-        for lane in made:
-            lane.until(
+        for track in made:
+            track.until(
                 self.begin + terms.learn.offload_s + terms.generate.load_s, self.generate, Label.SWITCH
             )
         return made
@@ -127,7 +149,7 @@ class ElasticStep:
             self.partial += self.draws.weights[item]
             if len(members) == min(group, total - item // group * group):
                 weight = self.draws.weight(members)
-                self.settled.append(Group(when, members, weight))
+                self.settled.append(WaitingGroup(when, members, weight))
                 self.partial, self.finished = self.partial - weight, self.finished + weight
 
     def _state(self) -> ElasticState:
@@ -164,8 +186,8 @@ class ElasticStep:
         self._resume([sequence for decoder in leaving for sequence in decoder.replica.take()])
         for decoder in leaving:
             if roles[decoder.name] is Role.HELP:
-                self._help(decoder.lane, self.now + self.terms.join_s - self.terms.costs.notice_s)
-        owners = [decoder.lane for decoder in leaving if roles[decoder.name] is Role.OWN]
+                self._help(decoder.track, self.now + self.terms.join_s - self.terms.costs.notice_s)
+        owners = [decoder.track for decoder in leaving if roles[decoder.name] is Role.OWN]
         if owners:
             self._own(owners)
 
@@ -182,40 +204,40 @@ class ElasticStep:
             decoded = sum(self.lengths[item] - remaining for remaining, item in own)
             self._label(decoder, self.now)
             stall = self.terms.resume_s(len(own), decoded)
-            decoder.lane.until(self.now + stall, self.generate, Label.PREFILL)
+            decoder.track.until(self.now + stall, self.generate, Label.PREFILL)
             decoder.replica.add(own)
             decoder.replica.stall(stall)
 
-    def _label(self, decoder: Decoder, when: float) -> None:
-        """Labels what a replica did until now: it decoded until its last output, if it has none left."""
+    def _label(self, decoder: DecodingDevices, when: float) -> None:
+        """Labels what a replica did until `when`: it decoded, and waited for the tail once it had no output left."""
         busy = when if decoder.replica.unfinished or decoder.last > when else decoder.last
-        decoder.lane.until(busy, self.generate, Label.DECODE, decoder.finished)
-        decoder.lane.until(when, self.generate, Label.WAIT_TAIL)
+        decoder.track.until(busy, self.generate, Label.DECODE, decoder.finished)
+        decoder.track.until(when, self.generate, Label.WAIT_TAIL)
         decoder.finished = 0
 
-    def _help(self, lane: Lane, ready: float) -> None:
+    def _help(self, track: DeviceTrack, ready: float) -> None:
         terms = self.terms
-        lane.until(ready, self.learn, Label.SWITCH)
-        for at in range(lane.place.count):
-            place = Place(lane.place.kind, lane.place.first + at, 1)
-            self.spare.append(Lane(place, self.timeline, ready))
+        track.until(ready, self.learn, Label.SWITCH)
+        for at in range(track.place.count):
+            place = Place(track.place.kind, track.place.first + at, 1)
+            self.spare.append(DeviceTrack(place, self.timeline, ready))
         while len(self.spare) >= terms.helper_devices:
             team, self.spare = self.spare[: terms.helper_devices], self.spare[terms.helper_devices :]
-            self.helpers.append(Learner(ready, len(self.helpers), team))
+            self.helpers.append(LearningDevices(ready, len(self.helpers), team))
 
-    def _devices(self, helpers: Sequence[Learner]) -> int:
+    def _devices(self, helpers: Sequence[LearningDevices]) -> int:
         return len(helpers) * self.terms.helper_devices
 
-    def _own(self, lanes: list[Lane]) -> Learner:
+    def _own(self, tracks: list[DeviceTrack]) -> LearningDevices:
         ready = self.now + self.terms.return_s - self.terms.costs.notice_s
-        rest = self.owners.count - sum(lane.place.count for lane in lanes)
-        for lane in lanes:
-            lane.until(ready, self.learn, Label.SWITCH)
+        rest = self.owners.count - sum(track.place.count for track in tracks)
+        for track in tracks:
+            track.until(ready, self.learn, Label.SWITCH)
         if rest:  # devices that make no whole replica never left the trainer group
             first = self.owners.first + self.owners.count - rest
-            lanes = [*lanes, Lane(Place(self.owners.kind, first, rest), self.timeline, self.begin)]
-            lanes[-1].until(ready, self.learn, Label.WAIT_DATA)
-        self.owner = Learner(ready, -1, lanes, owner=True)
+            tracks = [*tracks, DeviceTrack(Place(self.owners.kind, first, rest), self.timeline, self.begin)]
+            tracks[-1].until(ready, self.learn, Label.WAIT_DATA)
+        self.owner = LearningDevices(ready, -1, tracks, owner=True)
         return self.owner
 
     def _learn(self, until: float, decoding: bool) -> None:
@@ -233,7 +255,7 @@ class ElasticStep:
                 self._teach(learner, start, groups)
                 heappush(free, learner)
 
-    def _next(self, learner: Learner, decoding: bool) -> list[Group]:
+    def _next(self, learner: LearningDevices, decoding: bool) -> list[WaitingGroup]:
         """What a learner would learn next: a helper a group, the trainer group a piece of groups or what is left."""
         if not learner.owner:
             return [self.settled[0]]
@@ -245,7 +267,7 @@ class ElasticStep:
                 return found
         return [] if decoding else found
 
-    def _fits(self, state: ElasticState, start: float, groups: Sequence[Group]) -> bool:
+    def _fits(self, state: ElasticState, start: float, groups: Sequence[WaitingGroup]) -> bool:
         state = replace(state, finished=self.finished, begun=self._begun)
         return start + self._helper_s(groups[0].weight) <= self.now + helpers_until(state)
 
@@ -253,7 +275,7 @@ class ElasticStep:
         learners = self._devices(self.helpers) + (self.owners.count if self.owner else 0)
         return self.terms.helper_s(weight, learners)
 
-    def _teach(self, learner: Learner, start: float, groups: list[Group]) -> None:
+    def _teach(self, learner: LearningDevices, start: float, groups: list[WaitingGroup]) -> None:
         self._record(learner)
         weight = sum(group.weight for group in groups)
         owners = self.terms.learn.seconds(weight, self.owners.count) if learner.owner else 0.0
@@ -261,31 +283,31 @@ class ElasticStep:
         learner.begun = (start, groups)
         self.finished -= weight
 
-    def _record(self, learner: Learner) -> None:
+    def _record(self, learner: LearningDevices) -> None:
         """Labels what a learner has learned until it was free again."""
         if learner.begun is None:
             return
         start, groups = learner.begun
         items = [item for group in groups for item in group.items]
-        for index, lane in enumerate(learner.lanes):
-            lane.until(start, self.learn, Label.WAIT_DATA)
-            lane.until(learner.free, self.learn, Label.TRAIN, 0 if index else len(items))
+        for index, track in enumerate(learner.tracks):
+            track.until(start, self.learn, Label.WAIT_DATA)
+            track.until(learner.free, self.learn, Label.TRAIN, 0 if index else len(items))
         learner.learned, learner.begun = learner.learned + len(items), None
         self.done += [(learner.free, item) for item in items]
 
-    def _give_up(self, helper: Learner, when: float) -> bool:
-        """Takes a helper's unfinished group back at `when`, if the owners learn it sooner; its time is lost."""
+    def _take_back(self, helper: LearningDevices, when: float) -> bool:
+        """Queues a helper's unfinished group again at `when` if the owners learn it sooner; its time is lost."""
         if helper.begun is None or helper.free <= when:
             return False
         start, groups = helper.begun
         weight = sum(group.weight for group in groups)
         if not helper_gives_up(self.terms, helper.free - when, weight):
             return False
-        for lane in helper.lanes:
-            lane.until(start, self.learn, Label.WAIT_DATA)
-            lane.until(when, self.learn, Label.TRAIN)
+        for track in helper.tracks:
+            track.until(start, self.learn, Label.WAIT_DATA)
+            track.until(when, self.learn, Label.TRAIN)
         self.finished += weight
-        self.settled.extend(Group(when, group.items, group.weight) for group in groups)
+        self.settled.extend(WaitingGroup(when, group.items, group.weight) for group in groups)
         helper.free, helper.begun = when, None
         return True
 
@@ -294,7 +316,7 @@ class ElasticStep:
         decoded = max(decoder.last for decoder in self.decoders)
         for decoder in self.decoders:
             self._label(decoder, decoder.last)
-            decoder.lane.until(decoded, self.generate, Label.WAIT_TAIL)
+            decoder.track.until(decoded, self.generate, Label.WAIT_TAIL)
         self.now = decoded
         end = self._finish_shared(decoded) if self.terms.shared else self._finish_apart(decoded)
         self.done.sort()
@@ -304,31 +326,31 @@ class ElasticStep:
         terms = self.terms
         ready = decoded + terms.generate.offload_s
         for helper in self.helpers:
-            self._give_up(helper, max(ready, helper.begun[0] if helper.begun else ready))
+            self._take_back(helper, max(ready, helper.begun[0] if helper.begun else ready))
             self._record(helper)
         helped = max((helper.free for helper in self.helpers), default=decoded)
-        lanes = [decoder.lane for decoder in self.decoders]
-        for lane in lanes:
-            lane.until(decoded + terms.generate.offload_s, self.generate, Label.SWITCH)
-        lanes += [*self.spare, *(lane for helper in self.helpers for lane in helper.lanes)]
+        tracks = [decoder.track for decoder in self.decoders]
+        for track in tracks:
+            track.until(decoded + terms.generate.offload_s, self.generate, Label.SWITCH)
+        tracks += [*self.spare, *(track for helper in self.helpers for track in helper.tracks)]
         begin = max(helped, decoded + terms.generate.offload_s)
         contributors = self._devices([helper for helper in self.helpers if helper.learned])
-        for lane in lanes:
-            lane.until(begin, self.learn, Label.WAIT_DATA)
-            lane.until(begin + terms.learn.load_s, self.learn, Label.SWITCH)
+        for track in tracks:
+            track.until(begin, self.learn, Label.WAIT_DATA)
+            track.until(begin + terms.learn.load_s, self.learn, Label.SWITCH)
         begin += terms.learn.load_s
         added = begin + (terms.contribution_s(contributors) if contributors else 0.0)
-        for lane in lanes:
-            lane.until(added, self.learn, Label.SYNC)
-        self.owner = Learner(added, -1, lanes, owner=True)
+        for track in tracks:
+            track.until(added, self.learn, Label.SYNC)
+        self.owner = LearningDevices(added, -1, tracks, owner=True)
         while self.settled:
             self._teach(self.owner, self.owner.free, self._rest())
         self._record(self.owner)
-        for lane in lanes:
-            lane.until(self.owner.free + terms.learn.offload_s, self.learn, Label.SWITCH)
+        for track in tracks:
+            track.until(self.owner.free + terms.learn.offload_s, self.learn, Label.SWITCH)
         return self.owner.free + terms.learn.offload_s
 
-    def _rest(self) -> list[Group]:
+    def _rest(self) -> list[WaitingGroup]:
         found = list(self.settled)
         self.settled.clear()
         return found
@@ -338,17 +360,17 @@ class ElasticStep:
         borrowed = [decoder for decoder in self.decoders if decoder.owner]
         if borrowed:
             self.decoders = [decoder for decoder in self.decoders if not decoder.owner]
-            self._own([decoder.lane for decoder in borrowed])
+            self._own([decoder.track for decoder in borrowed])
         owner = self.owner or self._own([])
         moves = {move.rollout for move in plan_elastic(self._state(), self.now)}
         for decoder in self.decoders:
             if decoder.name in moves:
-                self._help(decoder.lane, self.now + terms.join_s)
+                self._help(decoder.track, self.now + terms.join_s)
         self.decoders = [decoder for decoder in self.decoders if decoder.name not in moves]
         while self.settled:
             self._learn(math.inf, decoding=False)
             for helper in self.helpers:
-                self._give_up(helper, max(decoded, owner.free))
+                self._take_back(helper, max(decoded, owner.free))
         for learner in [owner, *self.helpers]:
             self._record(learner)
         end = max(decoded, owner.free)
@@ -357,13 +379,13 @@ class ElasticStep:
             last = max(helper.free for helper in helped)
             end = max(end, last) + terms.contribution_s(self._devices(helped))
         for helper in self.helpers:
-            for lane in helper.lanes:
-                lane.until(max(helper.free, decoded), self.learn, Label.WAIT_DATA)
-                lane.until(end - terms.contribution_s(1) if helped else end, self.learn, Label.WAIT_DATA)
-                lane.until(end, self.learn, Label.SYNC)
-                lane.until(end + terms.generate.load_s, self.generate, Label.SWITCH)
+            for track in helper.tracks:
+                track.until(max(helper.free, decoded), self.learn, Label.WAIT_DATA)
+                track.until(end - terms.contribution_s(1) if helped else end, self.learn, Label.WAIT_DATA)
+                track.until(end, self.learn, Label.SYNC)
+                track.until(end + terms.generate.load_s, self.generate, Label.SWITCH)
         if self.helpers or self.spare:
             end += terms.generate.load_s
-        for lane in [*self.spare, *(decoder.lane for decoder in self.decoders), *owner.lanes]:
-            lane.until(end, self.learn, Label.WAIT_DATA)
+        for track in [*self.spare, *(decoder.track for decoder in self.decoders), *owner.tracks]:
+            track.until(end, self.learn, Label.WAIT_DATA)
         return end

@@ -11,14 +11,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace_coordinator.store.history.index import overwrite
-
 SEGMENT_BYTES = 64 << 20
 _BLOCK = 1 << 16
 Line = tuple[int, bytes]
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a line stands: the number that names its segment, offset and length in bytes."""
 
     segment: int
@@ -40,20 +38,20 @@ class Segments:
         """A segment's file."""
         return self.directory / f"{segment:020d}.jsonl"
 
-    def append(self, end: Place | None, lines: list[Line]) -> list[Place]:
-        """Writes lines behind `end`, over whatever a failed write left there; returns where they stand."""
+    def append(self, end: LinePlace | None, lines: list[Line]) -> list[LinePlace]:
+        """Writes lines behind `end`, over what a failed write left there; returns the place of each line."""
         if end is None or end.offset + end.length >= SEGMENT_BYTES:
-            end = Place(lines[0][0], 0, 0)
+            end = LinePlace(lines[0][0], 0, 0)
         places, offset, parts = [], end.offset + end.length, []
         for number, text in lines:
             part = b"%d %s\n" % (number, text)
-            places.append(Place(end.segment, offset, len(part)))
+            places.append(LinePlace(end.segment, offset, len(part)))
             parts.append(part)
             offset += len(part)
         overwrite(self.path(end.segment), end.offset + end.length, b"".join(parts))
         return places
 
-    def after(self, number: int) -> Iterator[tuple[Line, Place]]:
+    def after(self, number: int) -> Iterator[tuple[Line, LinePlace]]:
         """Whole lines with higher numbers, in order; ends at a damaged one."""
         names = self.names()
         started = max((index for index, name in enumerate(names) if name <= number), default=0)
@@ -82,9 +80,9 @@ class Segments:
                 return lines[: -most - 1 : -1]
             size *= 4
 
-    def cut(self, number: int) -> tuple[Place | None, bytes]:
-        """Removes the lines with higher numbers; returns the last place that is left, and what was removed."""
-        end: Place | None = None
+    def cut(self, number: int) -> tuple[LinePlace | None, bytes]:
+        """Removes the lines with higher numbers; returns the end of what is left, and the removed bytes."""
+        end: LinePlace | None = None
         removed = b""
         for name in reversed(self.names()):
             if name > number:
@@ -96,16 +94,16 @@ class Segments:
                 file.seek(offset)
                 removed = file.read() + removed
             overwrite(self.path(name), offset, b"")
-            end = Place(name, offset, 0)
+            end = LinePlace(name, offset, 0)
             break
         return end, removed
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: LinePlace) -> bytes:
         """The JSON of a line; empty when the file does not have it."""
         return next(self.read_all([place]))
 
-    def read_all(self, places: Iterable[Place]) -> Iterator[bytes]:
-        """`read` for each place, when it is asked for; a segment is opened once for all that follow each other."""
+    def read_all(self, places: Iterable[LinePlace]) -> Iterator[bytes]:
+        """The JSON of each place's line, lazily; consecutive places of one segment share an open file."""
         for segment, found in groupby(places, key=lambda place: place.segment):
             group = list(found)
             try:
@@ -115,14 +113,14 @@ class Segments:
             except FileNotFoundError:
                 yield from [b""] * len(group)
 
-    def _lines(self, segment: int, offset: int) -> Iterator[tuple[Line, Place]]:
+    def _lines(self, segment: int, offset: int) -> Iterator[tuple[Line, LinePlace]]:
         with self.path(segment).open("rb") as file:
             file.seek(offset)
             for text in file:
                 number, _, rest = text.partition(b" ")
                 if not text.endswith(b"\n") or not number.isdigit():
                     return
-                yield (int(number), rest[:-1]), Place(segment, offset, len(text))
+                yield (int(number), rest[:-1]), LinePlace(segment, offset, len(text))
                 offset += len(text)
 
     def _offset_after(self, segment: int, number: int) -> int:
@@ -159,3 +157,35 @@ def _number_at(descriptor: int, offset: int) -> int:
     """Number of the line that begins here; beyond every number for a damaged one."""
     head, space, _ = os.pread(descriptor, 24, offset).partition(b" ")
     return int(head) if space and head.isdigit() else 1 << 63
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """Writes `data` at `offset` and cuts the file off behind it. OSError when the disk refuses."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if os.fstat(descriptor).st_size != offset:
+            os.ftruncate(descriptor, offset)
+        while data:
+            written = os.pwrite(descriptor, data, offset)
+            data, offset = data[written:], offset + written
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Replaces a file by a rename; returns when the new content survives a loss of power."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    overwrite(aside, 0, data)
+    sync(aside)
+    aside.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file or a directory survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

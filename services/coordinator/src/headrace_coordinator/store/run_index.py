@@ -1,6 +1,6 @@
 """Where a run's steps, restores, evaluations and checkpoints stand in its history: files of fixed records.
 
-Derived from the segments, so a damaged one is made again. Knows no event and no rule but which records are live.
+Derived from the segments, so a damaged index is made again. Knows no event and no rule but which records are live.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace_coordinator.domain.totals import Counts
+from headrace_coordinator.store.segments import overwrite
 
 _RECORD = struct.Struct("<QQQII9q")
 SKIPPED, COMMITTED = 0, 1
@@ -109,35 +110,3 @@ def _record(values: tuple[int, ...]) -> Record:
     trained, dropped, duplicates, missing, staleness, filtered = counts
     found = (trained, dropped, duplicates, missing, staleness, filtered)
     return Record(sequence, segment, offset, length, kind, number, ordinal, step, found)
-
-
-def overwrite(path: Path, offset: int, data: bytes) -> None:
-    """Lets a file end with `data` at `offset`, whatever stood behind it. OSError when the disk refuses."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if os.fstat(descriptor).st_size != offset:
-            os.ftruncate(descriptor, offset)
-        while data:
-            written = os.pwrite(descriptor, data, offset)
-            data, offset = data[written:], offset + written
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Replaces a file at once, and returns when that survives a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    overwrite(aside, 0, data)
-    sync(aside)
-    aside.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file or a directory survives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

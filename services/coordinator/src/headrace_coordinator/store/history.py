@@ -1,4 +1,4 @@
-"""Histories of all runs: a tail in memory of what is durable in the store and not yet in files, and the files.
+"""The public events of all runs: in files, and in memory those that are durable in the store and not yet in files.
 
 The store keeps an event until a snapshot covers it, and a snapshot waits for `sync`: so an event is always in the
 store or in a synced segment. After a crash the files are cut back to what was synced, and the rest is written again
@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.store.history.files import Item, RunFiles
-from headrace_coordinator.store.history.index import write_synced
-from headrace_coordinator.store.history.segments import Line
+from headrace_coordinator.store.run_files import Item, RunFiles
+from headrace_coordinator.store.segments import Line, write_synced
 from headrace_coordinator.waits import Notifier
 
 log = logging.getLogger(__name__)
@@ -35,7 +32,7 @@ PAGE, PAGE_BYTES = 256, 1 << 20
 
 
 class History:
-    """Public events of runs, below `runs`/<run>/history. `thread` runs what touches the disk."""
+    """Public events of runs, below `runs`/<run>/history. `thread` runs a function that reads or writes the disk."""
 
     def __init__(self, runs: Path | None = None, thread: Thread = asyncio.to_thread) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="history-") if runs is None else None
@@ -59,25 +56,25 @@ class History:
     # --- from the event log
 
     async def recover(self, runs: dict[str, list[Line]], synced: int, stored: int) -> None:
-        """At a start: the store's log, which ends at `stored`, has these lines; a snapshot covers up to `synced`."""
+        """Makes the files match the store at a start: its log ends at `stored`, its snapshot covers up to `synced`."""
         for run, lines in runs.items():
             await self._thread(self._of(run).recover, synced, stored, lines)
             self._floors[run] = stored
             self._dirty.add(run)
 
     def posted(self, run: str, number: int) -> None:
-        """An event of the run has been posted; it follows in `extend` once it is durable."""
+        """Notes that an event of the run was posted; `extend` brings it once it is durable."""
         self._posted[run] = number
 
     def extend(self, events: Iterable[tuple[str, int, ev.Event, bytes]]) -> None:
-        """Takes durable events."""
+        """Adds durable events: (run, number, event, encoded event)."""
         for run, number, event, data in events:
             self._tails[run].append((number, event, data))
         self._due.set()
         self.news.beat()
 
     async def run(self) -> None:
-        """Writes tails to files for ever; a disk that refuses is asked again, and shown in `trouble`."""
+        """Writes tails to files for ever; repeats what the disk refuses, and says why in `trouble`."""
         while True:
             await self._due.wait()
             await asyncio.sleep(LINGER_S)
@@ -88,7 +85,7 @@ class History:
 
     async def write(self) -> None:
         """Returns when everything so far is in the files, synced or not. OSError when the disk refuses."""
-        # The thread writes on when its caller is cancelled: what it has written must leave the tail all the same.
+        # The thread goes on when its caller is cancelled: what it has written must be removed from the tail even then.
         await asyncio.shield(self._write())
 
     async def _write(self) -> None:
@@ -132,7 +129,7 @@ class History:
         await self._thread(write_synced, self.directory(run) / name, data)
 
     def forget(self, run: str) -> None:
-        """Nothing more will be written of this run."""
+        """Removes the run from memory: nothing more will be written of it."""
         self._tails.pop(run, None)
         self._floors.pop(run, None)
         self._posted.pop(run, None)
@@ -156,18 +153,18 @@ class History:
         return [(number, event) for number, event, _ in self._tails.get(run, ()) if number > after]
 
     def complete(self, run: str, sent: int) -> bool:
-        """Nothing that was posted comes after number `sent`."""
+        """Whether no event with a number above `sent` was posted."""
         return self._posted.get(run, 0) <= sent
 
     async def read(self, run: str, look: Callable[[RunFiles], T]) -> T:
-        """What `look` finds in the run's files, which have everything that is durable now, if the disk takes it."""
+        """The result of `look` on the run's files, after the tail was written to them (unless the disk refuses)."""
         if self._tails.get(run):
             await self._try(self.write)
         found: T = await self._thread(look, RunFiles(self.directory(run)))
         return found
 
     async def kept(self, run: str, frontier_step: int) -> ev.Kept:
-        """What a rewind to a step leaves of a run's figures."""
+        """The totals of a run's live steps below `frontier_step`: what a rewind to that step keeps."""
 
         def look(files: RunFiles) -> ev.Kept:
             tally, record = files.kept(frontier_step)
@@ -177,20 +174,8 @@ class History:
 
         return await self.read(run, look)
 
-    async def recount(self, run: RunState) -> None:
-        """Gives a run the totals that its history has."""
-        kept = await self.kept(run.id, run.ledger.step)
-        run.totals.tally = Tally(run.ledger.step, *kept.counts)
-        run.totals.last_step = kept.last_step
-
-        def look(files: RunFiles) -> list[ev.Event]:
-            return [event for _, event in files.pages(files.evaluations, files.live_evaluations(), -1)]
-
-        for event in await self.read(run.id, look):
-            run.totals.apply(event, run.ledger.shape)
-
     def _of(self, run: str) -> RunFiles:
-        """The run's files with the place to write at."""
+        """The run's files, which know where to write next."""
         if run not in self._files:
             self._files[run] = RunFiles(self.directory(run))
         return self._files[run]
