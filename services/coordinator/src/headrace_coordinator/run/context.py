@@ -14,8 +14,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.data.curriculum import Curriculum
-from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.dataset import Curriculum, Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from headrace_schema.rules.simulators import apart
+from headrace_schema.rules.acting import apart
 from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.devices.places import device_order, hosts_of, machines, named_devices
