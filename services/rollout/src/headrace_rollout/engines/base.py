@@ -371,9 +371,7 @@ class Engine(PolicyHolder, Protocol):
     capabilities: Capabilities
     max_context_tokens: int
     vocabulary_size: int
-
-    @property
-    def figures(self) -> Figures: ...
+    figures: Figures
 
     @property
     def prefills(self) -> Sequence[Prefills]:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from headrace_rollout.busy_time import BusyTime
 from headrace_rollout.engines.base import (
     Authority,
     Distribution,
     Engine,
-    Figures,
     Finish,
     Freed,
     Group,
@@ -46,11 +47,13 @@ ReadWeights = Callable[[], tuple[str, Weights]]
 class Replies(Protocol):
     """What makes the replies to a stream's answers: an engine here, or instances elsewhere."""
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine."""
+        pass
 
+    @override
     async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
+        pass
 
 
 @dataclass(eq=False)
@@ -106,8 +109,8 @@ class _Talks:
         return len(gone)
 
 
-class ConversingEngine:
-    """Implements `engines.base.Engine` over two engines; without a second one the policy replies to itself."""
+class ConversingEngine(Engine):
+    """Two engines as one; without a second one the policy replies to itself."""
 
     def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
         self._speaker, self._replier, self._read = speaker, replier, read
@@ -126,15 +129,12 @@ class ConversingEngine:
         )
         self.max_context_tokens = rules.context_limit
         self.vocabulary_size = speaker.vocabulary_size
+        self.figures = speaker.figures  # Its samples are answers, several of an exchange.
 
     @property
-    def figures(self) -> Figures:
-        """Of the policy that learns: its samples are answers, several of an exchange."""
-        return self._speaker.figures
-
-    @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: of both policies, where both can tell."""
+        """Of both policies, where both can tell."""
         found = [prefills_of(engine) for engine in self._engines]
         return [each for one in found for each in one] if all(found) else []
 
@@ -144,8 +144,8 @@ class ConversingEngine:
         return self._speaker.policy
 
     @property
+    @override
     def paused(self) -> bool:
-        """See PolicyHolder."""
         return self._speaker.paused
 
     @property
@@ -159,8 +159,9 @@ class ConversingEngine:
 
     # --- exchanges
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. What a sample had elsewhere is not gone on with: it begins at token 0."""
+        """What a sample had elsewhere is not gone on with: it begins at token 0."""
         talks = self._talks.setdefault(stream, _Talks(stream, self._partners.get(stream, self._here)))
         fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
         for group in fresh:
@@ -260,8 +261,8 @@ class ConversingEngine:
                 talks.outer.failed(str(refused))
             talks.stop(exchange.key for exchange in live)
 
+    @override
     async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
         chosen = [talks for talks in self._talks.values() if stream is None or talks.outer is stream]
         count = sum(talks.stop(list(talks.live) if keys is None else keys) for talks in chosen)
         for talks in chosen:
@@ -273,30 +274,31 @@ class ConversingEngine:
                 self._talks.pop(talks.outer, None)
         return count
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine."""
         return await self._speaker.score(sequences, distribution, authority)
 
     # --- the policies and their memory
 
+    @override
     async def pause(self) -> int:
-        """See PolicyHolder."""
         for engine in self._engines:
             await engine.pause()
         return await self.abort(None)
 
+    @override
     async def resume(self) -> None:
-        """See PolicyHolder."""
         for engine in self._engines:
             await engine.resume()
 
+    @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See PolicyHolder. The second policy is installed, if it is not."""
+        """The second policy is installed, if it is not."""
         if in_flight:
             raise Refused("INVALID", "in_flight: an exchange is made with one version; pause first")
         living = sum(len(talks.live) for talks in self._talks.values())
@@ -305,10 +307,10 @@ class ConversingEngine:
         await self._install_reply()
         return await self._speaker.check_install(policy)
 
+    @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """See PolicyHolder."""
         if await self.check_install(policy, in_flight=in_flight):
             return 0.0
         return await self._speaker.install(policy, weights, authority)
@@ -323,17 +325,17 @@ class ConversingEngine:
                 digest, weights = self._frozen
                 await self._replier.install(Policy(REPLY_NUMBER, digest), weights)
 
+    @override
     async def suspend(self) -> Freed:
-        """See PolicyHolder."""
         return _together([await engine.suspend() for engine in self._engines])
 
+    @override
     async def release(self) -> Freed:
-        """See PolicyHolder."""
         await self.abort(None)
         return _together([await engine.release() for engine in self._engines])
 
+    @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See PolicyHolder."""
         await self._speaker.wake(scope, authority)
         if self._replier is not None:
             if scope is not Scope.KV_CACHE:
@@ -342,13 +344,14 @@ class ConversingEngine:
                 await self._install_reply()
                 await self._replier.wake(Scope.KV_CACHE, authority)
 
+    @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See PolicyHolder. Both policies are on the same devices."""
+        """Both policies are on the same devices."""
         for engine in self._engines:
             await engine.place(devices, threads)
 
+    @override
     async def close(self) -> None:
-        """See PolicyHolder."""
         await self.abort(None)
         for engine in self._engines:
             await engine.close()

@@ -16,6 +16,7 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.blobs import BlobReader
+from typing_extensions import override
 
 from headrace_rollout.busy_time import BusyTime
 from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
@@ -94,22 +95,23 @@ class RobotEngine(ThreadedHolder):
             raise Refused("POLICY_MISMATCH", f"version {policy_number} is wanted and {have} is installed")
         runner.submit(samples, accept=not self._paused)
 
+    @override
     async def pause(self) -> int:
-        """See PolicyHolder."""
         await super().pause()
         return await self.abort(None)
 
+    @override
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
-        """See PolicyHolder."""
         return sum(runner.stop(keys) for runner in self._runners)
 
+    @override
     async def release(self) -> Freed:
-        """See PolicyHolder."""
         await self.abort(None)
         return await super().release()
 
+    @override
     async def close(self) -> None:
-        """See PolicyHolder. Pools stay open at their simulators."""
+        """Pools stay open at their simulators."""
         for pool in self._pools.values():
             await pool.close()
         await super().close()

@@ -222,7 +222,7 @@ class Pool:
                     tensor.data = await self._blobs.read(tensor.blob)
 
     async def video(self, environment: int) -> bytes:
-        """See `Environment.video`."""
+        """The MP4 file of an environment's episode. Raises as `Environment.video`."""
         request = simulator_pb2.RenderRequest(pool=self.name, environments=[environment], video=True)
         try:
             response = await self._stub.Render(request, timeout=RESET_S if deadlines_enabled() else None)

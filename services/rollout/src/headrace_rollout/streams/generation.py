@@ -10,6 +10,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
 
 from headrace_rollout.config import WAITING_SAMPLES
 from headrace_rollout.engines.base import Output, prefills_of
@@ -81,8 +82,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         with refusals():
             await self._engine.submit(self._stream, groups)
 
+    @override
     async def revoke(self) -> None:
-        """See `LiveStream`."""
         self._stream.moving.set()
         await super().revoke()
 

@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_modelkit.loading import context_limit, load_architecture
+from typing_extensions import override
 
 from headrace_rollout.engines.base import (
     Authority,
     Distribution,
+    Engine,
     EngineConfig,
     Figures,
     Freed,
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class HostedEngine:
-    """Implements `engines.base.Engine`; built without weights and without a process."""
+class HostedEngine(Engine):
+    """Built without weights and without a process."""
 
     def __init__(self, backend: Backend, config: EngineConfig, deadlines: Deadlines | None = None) -> None:
         architecture = load_architecture(config.model)
@@ -89,8 +91,9 @@ class HostedEngine:
         return self._paused
 
     @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: vLLM and SGLang compute prompts and tokens in the same passes."""
+        """VLLM and SGLang compute prompts and tokens in the same passes."""
         return []
 
     @property
@@ -98,8 +101,9 @@ class HostedEngine:
         """Samples that have no request yet."""
         return self._requests.waiting
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. While paused, groups come back at once as partial outputs."""
+        """While paused, groups come back at once as partial outputs."""
         if stream.deterministic and not self.capabilities.deterministic:
             raise Refused(
                 "INVALID",
@@ -117,14 +121,15 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine. Beside other commands: it must not wait for a start."""
+        """Beside other commands: it must not wait for a start."""
         if self._thread.closed:
             return 0
         return await self._thread.call(lambda: self._requests.stop(keys, stream))
 
+    @override
     async def pause(self) -> int:
-        """See Engine."""
 
         async def act() -> int:
             self._paused = True
@@ -132,8 +137,8 @@ class HostedEngine:
 
         return await self._thread.call(act)
 
+    @override
     async def resume(self) -> None:
-        """See Engine."""
 
         async def act() -> None:
             if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
@@ -142,18 +147,18 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See Engine."""
 
         async def act() -> bool:
             return self._check_install(policy, in_flight=in_flight)
 
         return await self._command(act)
 
+    @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """See Engine."""
 
         async def act() -> float:
             authority()
@@ -174,13 +179,13 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine."""
         check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
         if not self.capabilities.score_processed and distribution != Distribution():
             raise Refused(
@@ -198,8 +203,9 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def suspend(self) -> Freed:
-        """See Engine. What the engine frees is measured in its processes."""
+        """What the engine frees is measured in its processes."""
 
         async def act() -> Freed:
             if not self._paused:
@@ -212,13 +218,15 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def release(self) -> Freed:
-        """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
+        """The engine's processes sleep until the next lease, where that gives the devices back."""
         await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
         return await self._command(lambda: self._let_go(self._process.release))
 
+    @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See Engine. Once all is awake, decoding may go on without Resume."""
+        """Once all is awake, decoding may go on without Resume."""
 
         async def act() -> None:
             authority()
@@ -232,8 +240,9 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See Engine. The engine's process starts in the background, unless one sleeps that was made for these."""
+        """The engine's process starts in the background, unless one sleeps that was made for these."""
 
         async def act() -> None:
             if not devices:
@@ -243,8 +252,8 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def close(self) -> None:
-        """See Engine."""
         if self._thread.closed:
             return
         await self._thread.call(self._process.abandon)

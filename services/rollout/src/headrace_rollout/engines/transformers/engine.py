@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from typing_extensions import override
+
 from headrace_rollout.engines.base import (
     Authority,
     Capabilities,
     Distribution,
+    Engine,
     EngineConfig,
     Figures,
     Group,
@@ -39,8 +42,8 @@ CAPABILITIES = Capabilities(
 _log = logging.getLogger(__name__)
 
 
-class TransformersEngine(ThreadedHolder):
-    """Implements `engines.base.Engine`; built without weights."""
+class TransformersEngine(ThreadedHolder, Engine):
+    """Built without weights."""
 
     capabilities = CAPABILITIES
     installs_in_flight = CAPABILITIES.inflight_update
@@ -58,8 +61,9 @@ class TransformersEngine(ThreadedHolder):
         self._scheduled = False
 
     @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: exact, as one thread does both."""
+        """Exact, as one thread does both."""
         return [self._decoder.prefills]
 
     @property
@@ -77,8 +81,9 @@ class TransformersEngine(ThreadedHolder):
         """What one token of them takes; 0 before the first samples."""
         return self._decoder.model.cache.token_bytes
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. While paused, groups come back at once as partial outputs."""
+        """While paused, groups come back at once as partial outputs."""
 
         def act() -> None:
             self._streams.add(stream)
@@ -87,8 +92,8 @@ class TransformersEngine(ThreadedHolder):
 
         await self._call(act)
 
+    @override
     async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
 
         def act() -> int:
             if keys is None and stream is not None:
@@ -97,13 +102,14 @@ class TransformersEngine(ThreadedHolder):
 
         return 0 if self._closed else await self._call(act)
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine. Passes are bounded, so that decoding goes on between them."""
+        """Passes are bounded, so that decoding goes on between them."""
         check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
         policy = self.policy
         if policy is None:

@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import SlotCache
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 
-class PolicyModel:
+class PolicyModel(HeldModel):
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
     def __init__(self, config: ModelSection, device: torch.device) -> None:
