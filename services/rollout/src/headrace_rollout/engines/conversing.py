@@ -14,26 +14,20 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from headrace_rollout.busy_time import BusyTime
 from headrace_rollout.engines.base import (
     Authority,
-    Distribution,
     Engine,
-    Finish,
     Freed,
-    Group,
-    Output,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
     Scope,
-    Stream,
     Weights,
     allowed,
     prefills_of,
 )
 from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
+from headrace_rollout.engines.figures import BusyTime, Prefills
+from headrace_rollout.engines.samples import Distribution, Finish, Group, SlotKey, Stream, TrajectoryUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +46,7 @@ class Replies(Protocol):
         pass
 
     @override
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         pass
 
 
@@ -76,7 +70,7 @@ class _Talks:
 
     outer: Stream
     partner: _Partner
-    live: dict[SampleKey, Exchange] = field(default_factory=dict)
+    live: dict[SlotKey, Exchange] = field(default_factory=dict)
     turns: dict[Turn, Stream] = field(default_factory=dict)
     submitting: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -85,13 +79,13 @@ class _Talks:
         self.live[exchange.key] = exchange
         self.partner.at(exchange.turn).begin()
 
-    def drop(self, key: SampleKey) -> Exchange | None:
+    def drop(self, key: SlotKey) -> Exchange | None:
         """Takes out an exchange in the middle of a turn."""
         if (exchange := self.live.pop(key, None)) is not None:
             self.partner.at(exchange.turn).end()
         return exchange
 
-    def emit(self, outputs: list[Output]) -> None:
+    def emit(self, outputs: list[TrajectoryUpdate]) -> None:
         """Sends what has ended."""
         if outputs:
             self.outer.sink(outputs)
@@ -102,7 +96,7 @@ class _Talks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.outer.failed(f"{type(error).__name__}: {error}")
 
-    def stop(self, keys: Iterable[SampleKey]) -> int:
+    def stop(self, keys: Iterable[SlotKey]) -> int:
         """Ends exchanges: they begin anew elsewhere."""
         gone = [exchange for key in keys if (exchange := self.drop(key)) is not None]
         self.emit([exchange.output(self.outer.policy_number) for exchange in gone])
@@ -166,14 +160,14 @@ class ConversingEngine(Engine):
         fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
         for group in fresh:
             for sample in group.samples:
-                key = SampleKey(group.prompt_ordinal, sample.sample_index)
+                key = SlotKey(group.prompt_ordinal, sample.sample_index)
                 talks.begin(Exchange(talks.partner.rules, group.prompt_ids, key, sample))
         try:
             await self._speaker.submit(self._stream(talks, FIRST), fresh)
         except Refused:
             for group in fresh:
                 for sample in group.samples:
-                    talks.drop(SampleKey(group.prompt_ordinal, sample.sample_index))
+                    talks.drop(SlotKey(group.prompt_ordinal, sample.sample_index))
             raise
 
     def replied_to_by(self, stream: Stream, replies: Replies, context_limit: int) -> None:
@@ -200,7 +194,7 @@ class ConversingEngine(Engine):
             return found
         loop, outer = asyncio.get_running_loop(), talks.outer
 
-        def sink(outputs: list[Output]) -> None:
+        def sink(outputs: list[TrajectoryUpdate]) -> None:
             loop.call_soon_threadsafe(self._arrived, talks, turn, outputs)
 
         made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
@@ -215,9 +209,9 @@ class ConversingEngine(Engine):
             )
         return talks.turns.setdefault(turn, made)
 
-    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[Output]) -> None:
+    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[TrajectoryUpdate]) -> None:
         """Turns have ended: exchanges go on with the other policy, or end."""
-        done: list[Output] = []
+        done: list[TrajectoryUpdate] = []
         following: dict[Turn, list[Exchange]] = defaultdict(list)
         for output in outputs:
             exchange = talks.live.get(output.key)
@@ -237,7 +231,7 @@ class ConversingEngine(Engine):
             talks.submitting.add(task)
             task.add_done_callback(talks.submitted)
 
-    def _taken(self, exchange: Exchange, output: Output) -> Output | None:
+    def _taken(self, exchange: Exchange, output: TrajectoryUpdate) -> TrajectoryUpdate | None:
         """The exchange's own end, if the turn's is that."""
         number = output.policy_number if not exchange.turn.reply else 0
         if output.stopped:
@@ -262,7 +256,7 @@ class ConversingEngine(Engine):
             talks.stop(exchange.key for exchange in live)
 
     @override
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         chosen = [talks for talks in self._talks.values() if stream is None or talks.outer is stream]
         count = sum(talks.stop(list(talks.live) if keys is None else keys) for talks in chosen)
         for talks in chosen:

@@ -29,7 +29,7 @@ from headrace_rollout.engines.base import (
     WeightView,
     allowed,
 )
-from headrace_rollout.engines.memory_state import MemoryState
+from headrace_rollout.engines.policy_state import MemoryState, is_installed
 from headrace_rollout.engines.weight_memory import HOST, available_bytes, return_to_system, used_bytes
 
 _Result = TypeVar("_Result")
@@ -111,8 +111,7 @@ class ThreadedHolder(PolicyHolder, ABC):
     async def resume(self) -> None:
 
         def act() -> None:
-            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
-                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._memory.check_resume()
             self._paused = False
 
         await self._call(act)
@@ -228,22 +227,10 @@ class ThreadedHolder(PolicyHolder, ABC):
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         if in_flight and not self.installs_in_flight:
             raise Refused("INVALID", "in_flight: this policy installs between samples only; pause first")
-        installed = self.policy
-        if self._memory is MemoryState.SUSPENDED:
-            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
-        if installed == policy:
-            return True
-        if installed is not None and policy.number <= installed.number:
-            raise Refused(
-                "POLICY_MISMATCH",
-                f"version {policy.number} does not follow version {installed.number}, which is installed",
-            )
-        if (living := self._living()) and not in_flight:
-            raise Refused("POLICY_MISMATCH", f"{living} samples of the installed version live; pause first")
-        if installed is not None and installed.digest == policy.digest:
+        found = is_installed(policy, self.policy, self._memory, self._living(), in_flight=in_flight)
+        if found and policy != self.policy:
             # A rewind gives old weights a new number.
             self._held.policy = policy
             if not in_flight:
                 self._begin_with(policy)
-            return True
-        return False
+        return found

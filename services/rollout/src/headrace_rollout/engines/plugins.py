@@ -21,7 +21,7 @@ class TransformersOptions(Options):
 
 _DISTRIBUTIONS = ("top_p_after_others", "penalty_counts_prompt")
 TRANSFORMERS = Plugin(
-    "headrace_rollout.engines.transformers:build",
+    "headrace_rollout.engines.transformers.engine:build",
     TransformersOptions,
     description="continuous batching over transformers' models",
     features=(

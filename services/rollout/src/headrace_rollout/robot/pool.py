@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
-from headrace_rollout.busy_time import BusyTime
+from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.robot.model import Decision
 
 MAX_OBSERVATION_BYTES = 1 << 28

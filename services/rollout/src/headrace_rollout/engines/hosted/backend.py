@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace_rollout.engines.base import Capabilities, Distribution, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
+from headrace_rollout.engines.samples import Distribution
 
 if TYPE_CHECKING:
     import torch

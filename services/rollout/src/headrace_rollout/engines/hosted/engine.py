@@ -16,21 +16,16 @@ from typing_extensions import override
 
 from headrace_rollout.engines.base import (
     Authority,
-    Distribution,
     Engine,
     EngineConfig,
-    Figures,
     Freed,
-    Group,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
     Scope,
-    Stream,
     Weights,
     allowed,
 )
+from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
 from headrace_rollout.engines.hosted.calls import Hung, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
@@ -38,9 +33,9 @@ from headrace_rollout.engines.hosted.memory import Watermark
 from headrace_rollout.engines.hosted.process import EngineProcess
 from headrace_rollout.engines.hosted.requests import Requests
 from headrace_rollout.engines.hosted.thread import LoopThread
-from headrace_rollout.engines.memory_state import MemoryState
-from headrace_rollout.engines.sequence import Bounds
-from headrace_rollout.engines.transformers.scoring import check_scored
+from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
+from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
+from headrace_rollout.engines.trajectory import Bounds, check_scored
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +117,7 @@ class HostedEngine(Engine):
         await self._command(act)
 
     @override
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         """Beside other commands: it must not wait for a start."""
         if self._thread.closed:
             return 0
@@ -141,8 +136,7 @@ class HostedEngine(Engine):
     async def resume(self) -> None:
 
         async def act() -> None:
-            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
-                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._memory.check_resume()
             self._paused = False
 
         await self._command(act)
@@ -305,11 +299,7 @@ class HostedEngine(Engine):
         policy = self._policy
         if policy is None and self._broken:
             raise Refused("BROKEN", f"{self._broken}; install again")
-        if policy is None or not (number is None or self._oldest <= number <= policy.number):
-            wanted = "a policy" if number is None else f"version {number}"
-            have = "none" if policy is None else str(policy.number)
-            raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
-        return policy
+        return require_installed(policy, number, self._oldest)
 
     def _check_distribution(self, wanted: Distribution) -> None:
         """Raises Refused INVALID for a distribution that the engine would sample otherwise."""
@@ -327,28 +317,17 @@ class HostedEngine(Engine):
             )
 
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
-        if self._memory is MemoryState.SUSPENDED:
-            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
         if in_flight and not self.capabilities.inflight_update:
             raise Refused(
                 "INVALID",
-                f"in_flight: rollout.engine: {self._backend.name} installs between sequences only; pause first",
+                f"in_flight: rollout.engine: {self._backend.name} installs between samples only; pause first",
             )
-        installed = self._policy
-        if installed == policy:
-            return True
-        if installed is not None and policy.number <= installed.number:
-            raise Refused(
-                "POLICY_MISMATCH",
-                f"version {policy.number} does not follow version {installed.number}, which is installed",
-            )
-        if (living := self._requests.living) and not in_flight:
-            raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
-        if installed is not None and installed.digest == policy.digest:
+        living = self._requests.living
+        found = is_installed(policy, self._policy, self._memory, living, in_flight=in_flight)
+        if found and policy != self._policy:
             self._policy = policy  # a rewind gives old weights a new number
             self._oldest = self._oldest if in_flight else policy.number
-            return True
-        return False
+        return found
 
     def _nothing_installed(self) -> None:
         self._policy, self._broken = None, ""

@@ -10,20 +10,20 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
 from headrace_modelkit.tokenizer import TextCodec
 
-from headrace_rollout.engines.base import Figures, Group, Output, Policy, SampleKey, Stream
+from headrace_rollout.engines.base import Policy
+from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request
 from headrace_rollout.engines.hosted.calls import within
 from headrace_rollout.engines.hosted.process import EngineProcess
-from headrace_rollout.engines.hosted.sample import RunningSample, seed_of
-from headrace_rollout.engines.sequence import Bounds, Sequence
-from headrace_rollout.engines.stopping import StopMatchers
+from headrace_rollout.engines.hosted.sample import RequestedTrajectory, seed_of
+from headrace_rollout.engines.samples import Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Requests:
         self._figures = figures
         self._policy = policy
         self._command_s = command_s
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[str, RunningSample] = {}
+        self._waiting: deque[RunningTrajectory] = deque()
+        self._running: dict[str, RequestedTrajectory] = {}
         self._matchers = StopMatchers(codec)
         self._numbers = itertools.count(1)
         self._busy_since = 0.0
@@ -64,48 +64,48 @@ class Requests:
         """Samples without a request."""
         return len(self._waiting)
 
-    def add(self, stream: Stream, groups: Items[Group], policy: Policy, *, accept: bool) -> None:
+    def add(self, stream: Stream, groups: Sequence[Group], policy: Policy, *, accept: bool) -> None:
         """Queues groups; with `accept` false they come back at once as they are."""
-        outputs: list[Output] = []
+        outputs: list[TrajectoryUpdate] = []
         for group in groups:
             for sample in group.samples:
-                sequence = self._bounds.sequence(stream, group, sample, self._matchers.of(stream.stop))
-                if (finish := self._bounds.ended(sequence)) is not None:
-                    outputs.append(sequence.untouched(policy, finish=finish))
+                trajectory = self._bounds.begin(stream, group, sample, self._matchers.of(stream.stop))
+                if (finish := self._bounds.ended(trajectory)) is not None:
+                    outputs.append(trajectory.untouched(policy, finish=finish))
                 elif accept:
-                    self._waiting.append(sequence)
+                    self._waiting.append(trajectory)
                 else:
-                    outputs.append(sequence.untouched(policy))
+                    outputs.append(trajectory.untouched(policy))
         if outputs:
             stream.sink(outputs)
         self._fill()
 
-    async def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
+    async def stop(self, keys: Sequence[SlotKey] | None, stream: Stream | None) -> int:
         """Ends samples (None: all), of one stream or of any; returns when the engine has released them."""
         wanted = None if keys is None else set(keys)
         policy = self._policy()
         if policy is None:
             return 0
 
-        def meant(sequence: Sequence) -> bool:
-            return (wanted is None or sequence.key in wanted) and (
-                stream is None or sequence.stream is stream
+        def meant(trajectory: RunningTrajectory) -> bool:
+            return (wanted is None or trajectory.key in wanted) and (
+                stream is None or trajectory.stream is stream
             )
 
-        gone = [sequence for sequence in self._waiting if meant(sequence)]
-        self._waiting = deque(sequence for sequence in self._waiting if not meant(sequence))
-        for sequence in gone:
-            sequence.stream.sink([sequence.untouched(policy)])
-        stopped = [s for s in self._running.values() if meant(s.sequence) and not s.ended]
+        gone = [trajectory for trajectory in self._waiting if meant(trajectory)]
+        self._waiting = deque(trajectory for trajectory in self._waiting if not meant(trajectory))
+        for trajectory in gone:
+            trajectory.stream.sink([trajectory.untouched(policy)])
+        stopped = [s for s in self._running.values() if meant(s.trajectory) and not s.ended]
         for sample in stopped:
-            sample.sequence.stream.sink([sample.stop(policy)])
+            sample.trajectory.stream.sink([sample.stop(policy)])
         await self._end(stopped)
         return len(gone) + len(stopped)
 
     def fail(self, reason: str) -> None:
         """The engine is gone: every stream with a living sample fails."""
-        streams = {sequence.stream for sequence in self._waiting}
-        streams |= {s.sequence.stream for s in self._running.values() if not s.ended}
+        streams = {trajectory.stream for trajectory in self._waiting}
+        streams |= {s.trajectory.stream for s in self._running.values() if not s.ended}
         for sample in list(self._running.values()):
             sample.ended = True
             if sample.task is not None:
@@ -114,7 +114,7 @@ class Requests:
         for stream in streams:
             stream.failed(reason)
 
-    async def _end(self, samples: Items[RunningSample]) -> None:
+    async def _end(self, samples: Sequence[RequestedTrajectory]) -> None:
         tasks = [sample.task for sample in samples if sample.task is not None]
         if not tasks:
             return
@@ -130,11 +130,11 @@ class Requests:
     def _fill(self) -> None:
         policy = self._policy()
         while policy is not None and self._waiting and len(self._running) < self._rows:
-            sequence = self._waiting.popleft()
-            if not sequence.stream.holds():
-                sequence.stream.sink([sequence.untouched(policy)])
+            trajectory = self._waiting.popleft()
+            if not trajectory.stream.holds():
+                trajectory.stream.sink([trajectory.untouched(policy)])
                 continue
-            sample = RunningSample(sequence, self._request(sequence, policy))
+            sample = RequestedTrajectory(trajectory, self._request(trajectory, policy))
             if not self._running:
                 self._busy_since = time.perf_counter()
             self._running[sample.request.request_id] = sample
@@ -143,18 +143,18 @@ class Requests:
             sample.task.add_done_callback(partial(self._left, sample))
             self._figures.prefill_tokens += len(sample.request.token_ids)
 
-    def _request(self, sequence: Sequence, policy: Policy) -> Request:
+    def _request(self, trajectory: RunningTrajectory, policy: Policy) -> Request:
         return Request(
             request_id=f"sample-{next(self._numbers)}",
-            token_ids=sequence.context_ids(),
-            max_new_tokens=sequence.limit - len(sequence.prefix.token_ids),
-            distribution=sequence.distribution,
-            seed=seed_of(sequence),
+            token_ids=trajectory.context_ids(),
+            max_new_tokens=trajectory.limit - len(trajectory.prefix.token_ids),
+            distribution=trajectory.distribution,
+            seed=seed_of(trajectory),
             eos_ids=sorted(self._bounds.eos_ids),
             cache_salt=policy.digest,
         )
 
-    async def _run(self, sample: RunningSample) -> None:
+    async def _run(self, sample: RequestedTrajectory) -> None:
         self._process.heard(len(self._running))
         try:
             await self._follow(sample)
@@ -163,12 +163,12 @@ class Requests:
                 self._process.died(str(error))
             elif not sample.ended and (policy := self._policy()) is not None:
                 # The engine is of use to the others: this one's group is made again, or dropped with its reason.
-                about = {"engine": self._backend.name, "prompt": sample.sequence.key.prompt_ordinal}
+                about = {"engine": self._backend.name, "prompt": sample.trajectory.key.prompt_ordinal}
                 _log.warning("the engine refused a request: %s", error, extra=about)
-                sample.sequence.stream.sink([sample.fail(policy)])
+                sample.trajectory.stream.sink([sample.fail(policy)])
 
-    async def _follow(self, sample: RunningSample) -> None:
-        stream = sample.sequence.stream
+    async def _follow(self, sample: RequestedTrajectory) -> None:
+        stream = sample.trajectory.stream
         async with aclosing(self._backend.generate(sample.request)) as tokens:
             async for new in tokens:
                 self._process.heard(len(self._running))
@@ -190,7 +190,7 @@ class Requests:
             # Its lease is not held any more, or the engine let it go: another one goes on from here.
             stream.sink([sample.stop(policy)])
 
-    def _left(self, sample: RunningSample, _ended: asyncio.Task[None]) -> None:
+    def _left(self, sample: RequestedTrajectory, _ended: asyncio.Task[None]) -> None:
         del self._running[sample.request.request_id]
         self._process.heard(len(self._running))
         if not self._running:

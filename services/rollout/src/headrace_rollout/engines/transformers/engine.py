@@ -12,22 +12,19 @@ from typing_extensions import override
 from headrace_rollout.engines.base import (
     Authority,
     Capabilities,
-    Distribution,
     Engine,
     EngineConfig,
-    Figures,
-    Group,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
-    Stream,
     allowed,
 )
+from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.plugins import TransformersOptions
+from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
+from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.decoder import Decoder
-from headrace_rollout.engines.transformers.policy_model import PolicyModel
-from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
+from headrace_rollout.engines.transformers.policy_model import PolicyModel, passes
 from headrace_rollout.engines.weight_memory import HOST
 
 CAPABILITIES = Capabilities(
@@ -93,7 +90,7 @@ class TransformersEngine(ThreadedHolder, Engine):
         await self._call(act)
 
     @override
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
 
         def act() -> int:
             if keys is None and stream is not None:
@@ -165,4 +162,9 @@ class TransformersEngine(ThreadedHolder, Engine):
             raise Refused(
                 "POLICY_MISMATCH", f"version {policy.number} was replaced while it scored; ask again"
             )
-        return score(self._model, part, distribution)
+        return self._model.score(part, distribution)
+
+
+def build(options: TransformersOptions, config: EngineConfig) -> Engine:
+    """An engine for the config's model, without weights. Raises ModelNotReadable."""
+    return TransformersEngine(config, options.kv_cache_bytes)

@@ -18,9 +18,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
 from headrace_rollout.engines.vllm.words import overheard, sentence, start_failed
