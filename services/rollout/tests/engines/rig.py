@@ -16,7 +16,7 @@ from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
-from headrace_rollout.engines.hosted import HostedEngine
+from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_schema.sections.generating import ModelSection

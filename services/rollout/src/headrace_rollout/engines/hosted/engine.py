@@ -26,13 +26,11 @@ from headrace_rollout.engines.base import (
     allowed,
 )
 from headrace_rollout.engines.figures import Figures, Prefills
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
-from headrace_rollout.engines.hosted.calls import Hung, within
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Hung, Start, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
-from headrace_rollout.engines.hosted.memory import Watermark
-from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosted.process import EngineProcess, LoopThread
+from headrace_rollout.engines.hosted.processes import Watermark
 from headrace_rollout.engines.hosted.requests import Requests
-from headrace_rollout.engines.hosted.thread import LoopThread
 from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import Bounds, check_scored
@@ -215,8 +213,8 @@ class HostedEngine(Engine):
     @override
     async def release(self) -> Freed:
         """The engine's processes sleep until the next lease, where that gives the devices back."""
-        await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
-        return await self._command(lambda: self._let_go(self._process.release))
+        await self._thread.call(self._process.cancel_start)  # an install that waits for a start has the turn
+        return await self._command(lambda: self._end(self._process.release))
 
     @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
@@ -250,8 +248,8 @@ class HostedEngine(Engine):
     async def close(self) -> None:
         if self._thread.closed:
             return
-        await self._thread.call(self._process.abandon)
-        await self._command(lambda: self._let_go(self._process.stop))
+        await self._thread.call(self._process.cancel_start)
+        await self._command(lambda: self._end(self._process.stop))
         await self._thread.close()
 
     async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -261,7 +259,7 @@ class HostedEngine(Engine):
 
         return await self._thread.call(in_turn)
 
-    async def _let_go(self, end: Callable[[], Awaitable[None]]) -> Freed:
+    async def _end(self, end: Callable[[], Awaitable[None]]) -> Freed:
         await self._requests.stop(None, None)
         mark = self._watermark()
         await end()

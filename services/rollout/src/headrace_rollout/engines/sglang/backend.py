@@ -14,7 +14,7 @@ from headrace_servicekit.process.worker import Worker, WorkerGone, exit_descript
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted import Backend, BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.sglang.arguments import engine_args

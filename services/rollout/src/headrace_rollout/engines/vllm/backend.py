@@ -19,12 +19,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted import Backend, BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
-from headrace_rollout.engines.vllm.words import overheard, sentence, start_failed
+from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -68,11 +68,11 @@ class VllmBackend(Backend):
     @override
     async def start(self, start: Start) -> None:
         self._others, self._cores = _engine_cores(), None
-        with overheard() as words:
+        with logged_errors() as logged:
             try:
-                self._llm = await asyncio.to_thread(self._make, start, words.variables)
+                self._llm = await asyncio.to_thread(self._make, start, logged.variables)
             except (ValueError, RuntimeError, OSError) as error:
-                raise BackendFailed(start_failed(error, words.reason())) from error
+                raise BackendFailed(start_failed(error, logged.reason())) from error
         self._cores = _engine_cores() - self._others
         await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
@@ -98,7 +98,7 @@ class VllmBackend(Backend):
                         ids = list(made.token_ids)
                         yield Tokens(ids, _log_probs(ids, made.logprobs))
         except _REFUSALS as error:
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
 
     @override
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class VllmBackend(Backend):
             async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
                 last = output
         except _REFUSALS as error:
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
         given = last.prompt_logprobs or []
         found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]
         return [*found, last.outputs[0].logprobs[0][token_ids[-1]].logprob]
@@ -197,7 +197,7 @@ class VllmBackend(Backend):
         except asyncio.CancelledError:
             raise
         except Exception as error:  # vLLM raises no narrower one for what its engine process refuses
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
 
 
 def _sampling(distribution: Distribution, count: int) -> SamplingParams:
