@@ -1,4 +1,7 @@
-"""What the settings of all hosted engines share: names of further arguments, devices, time limits. Knows no engine."""
+"""What the settings of all hosted engines share: options, names of further arguments, devices, time limits.
+
+Knows no engine: instances without it validate them all the same.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,25 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from headrace_servicekit.problems import KeyProblem, nearest
-from headrace_servicekit.registry import PluginError
+from headrace_servicekit.registry import Options, PluginError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from headrace_rollout.engines.hosted.backend import Deadlines, Start
-from headrace_rollout.engines.hosted_options import HostedOptions
+
+
+class HostedOptions(Options):
+    """What a run may say about an engine in processes of its own."""
+
+    tensor_parallel_size: PositiveInt | None = Field(
+        default=None, description="devices that one model spans; default: all of the lease's GPUs"
+    )
+    enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
+    install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
+    silence_timeout_s: PositiveFloat = Field(
+        default=120.0, description="seconds without a token, after which the engine counts as hung"
+    )
+
 
 KEY = "rollout.engine_options"
 

@@ -26,7 +26,7 @@ _REFUSED_VALUE = re.compile(r"Value error, (.+?)(?: \[type=|\n|$)")
 
 
 @dataclass(frozen=True)
-class Words:
+class StartErrors:
     """The errors that processes started with `variables` log; none where the operator configures vLLM's log."""
 
     variables: dict[str, str]
@@ -40,12 +40,12 @@ class Words:
 
 
 @contextmanager
-def overheard() -> Iterator[Words]:
+def logged_errors() -> Iterator[StartErrors]:
     """For the time of a start: what is logged later goes on into a file that has no name."""
     with tempfile.TemporaryDirectory(prefix="headrace-vllm-") as directory:
         file = Path(directory) / "errors"
         if any(name in os.environ for name in OPERATORS):
-            yield Words({}, file)
+            yield StartErrors({}, file)
             return
         config = deepcopy(DEFAULT_LOGGING_CONFIG)
         config["formatters"]["record"] = {"format": f"{_RECORD}%(message)s"}
@@ -54,10 +54,10 @@ def overheard() -> Iterator[Words]:
         config["loggers"]["vllm"]["handlers"].append("errors")
         settings = Path(directory) / "logging.json"
         settings.write_text(json.dumps(config))
-        yield Words({CONFIG_PATH: str(settings)}, file)
+        yield StartErrors({CONFIG_PATH: str(settings)}, file)
 
 
-def sentence(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error of vLLM in one line; pydantic's say what was refused behind a heading."""
     cause = error.__cause__
     words = str(error) or (str(cause) if cause is not None else "")
@@ -68,7 +68,7 @@ def sentence(error: BaseException) -> str:
 
 def start_failed(error: BaseException, reason: str) -> str:
     """Why a start failed, and which settings of the run to change where that is known."""
-    words = reason.partition(": ")[2] or sentence(error)
+    words = reason.partition(": ")[2] or one_line(error)
     if "KV cache" in words or "cache blocks" in words:
         fix = (
             "raise rollout.engine_options.kv_cache_gib or gpu_memory_utilization, or lower model.max_context"
