@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
@@ -21,8 +21,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.leasing import WorkerLeases
-from headrace_coordinator.run.simulators.spaces import Place, divide, fit
-from headrace_coordinator.run.simulators.written import read_written
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.workers.clients import SimulatorClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.opening import client_of, wait_for_instances
@@ -36,6 +35,8 @@ REWARDS = {
 BLOB_BYTES = 96 * 1024
 """Pictures of at least this size go through shared memory where simulator and rollout share a host; smaller ones are
 faster in the message (`benchmarks/pictures.py`)."""
+Place = tuple[str, str, str]
+"""Incarnation of a simulator, incarnation of a rollout, task."""
 KEYS = {
     "environment.name": "environment.tasks",
     "options_json": "environment.options",
@@ -115,8 +116,8 @@ class Pools:
     async def _fit(self) -> None:
         model, now = self._workers.spec.model, self._fleet.event_log.now()
         try:
-            written = None if model.policy is not None else read_written(model.path)
-            found = fit(model.policy, self._environment, self.described, written)
+            file = None if model.policy is not None else read_policy_file(model.path)
+            found = fit(model.policy, self._environment, self.described, file)
         except Impossible as impossible:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         await self._fleet.event_log.commit(
@@ -227,6 +228,26 @@ class Pools:
 
     def _client(self, incarnation: str) -> SimulatorClient:
         return next(client for client in self._workers.simulators if client.incarnation == incarnation)
+
+
+def divide(
+    count: int, rollouts: Sequence[str], tasks: Sequence[str], simulators: Sequence[str]
+) -> dict[Place, int]:
+    """Environments of each pool: evenly over rollouts, tasks and simulators; each rollout has one of each task."""
+    pools: dict[Place, int] = {}
+    turn = 0
+    for who, share in zip(rollouts, _shares(count, len(rollouts)), strict=True):
+        for task, part in zip(tasks, _shares(max(share, len(tasks)), len(tasks)), strict=True):
+            for _ in range(part):
+                place = (simulators[turn % len(simulators)], who, task)
+                pools[place] = pools.get(place, 0) + 1
+                turn += 1
+    return pools
+
+
+def _shares(count: int, parts: int) -> list[int]:
+    share, extra = divmod(count, parts) if parts else (0, 0)
+    return [share + (index < extra) for index in range(parts)]
 
 
 def opening(section: EnvironmentSection, task: str, count: int) -> simulator.OpenPoolRequest:
