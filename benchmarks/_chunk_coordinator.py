@@ -142,11 +142,11 @@ class Bench:
         context = RunContext(
             self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
         )
-        await context.workers.staff()
+        await context.staffing.staff()
         for member in context.workers.rollouts:
             member.awake = True  # It has no device to take first.
         found = [await self._step(context, pattern) for _ in range(steps)]
-        await context.workers.lanes.end()
+        await context.staffing.lanes.end()
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 

@@ -9,9 +9,8 @@ from embodied_parts import Robots, Scaled
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.run.simulators.pools import BLOB_BYTES
-from headrace_coordinator.run.simulators.spaces import divide, fit
-from headrace_coordinator.run.simulators.written import read_written
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
+from headrace_coordinator.run.simulators.pools import BLOB_BYTES, divide
 from headrace_coordinator.run.stages.rewards.scoring import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
@@ -121,7 +120,7 @@ def test_what_a_directory_says_of_its_policy_has_to_fit(written, environment, ke
     (tmp_path / "policy.json").write_text(json.dumps({**WRITTEN, **written}))
     problems = []
     try:
-        fit(None, section(**environment), {"a": pool()}, read_written(str(tmp_path)))
+        fit(None, section(**environment), {"a": pool()}, read_policy_file(str(tmp_path)))
     except Impossible as impossible:
         problems = [each.key for each in impossible.problems]
     assert problems == keys

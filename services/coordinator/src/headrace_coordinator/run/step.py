@@ -124,7 +124,7 @@ class Step:
         waits = context.spec.deterministic or context.spec.graph.whole_batch
         streamed = context.placement.streams and not waits
         batched = waits or context.waits_for_batch
-        joins = streamed and context.placement.joins
+        joins = streamed and context.placement.hybrid
 
         def settled(prompt: int) -> None:
             learning.put(prompt)

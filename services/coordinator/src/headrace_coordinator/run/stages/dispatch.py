@@ -20,6 +20,7 @@ from headrace_coordinator.domain.ledger.dispatch import (
 )
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.workers.clients import Published, SlotKey
 from headrace_coordinator.run.workers.rollout_client import Opening, RolloutClient
 from headrace_coordinator.waits import Notifier
@@ -48,22 +49,16 @@ class Dispatch:
     def opening(self, member: RolloutClient) -> Opening:
         """The first message of a member's stream; its header is left to the client."""
         spec = self._context.spec
-        if pools := self._context.workers.pools:
-            return rollout.RunEpisodesOpen(
-                policy_number=self._published.version.number,
-                seed=spec.seed,
-                pools=pools.of(member.incarnation),
-            )
-        return rollout.GenerateOpen(
+        sampling = Sampling(
             policy_number=self._published.version.number,
+            seed=spec.seed,
             distribution=self._context.distribution(spec.sampling.temperature),
             max_new_tokens=spec.sampling.max_new_tokens,
             stop=spec.sampling.stop,
-            seed=spec.seed,
             chunk_tokens=spec.rollout.chunk_tokens,
             deterministic=spec.deterministic,
-            repliers=self._context.placement.repliers.openings(),
         )
+        return self._context.modality.opening(member, sampling)
 
     async def assignments(
         self, member: RolloutClient, over: Callable[[], bool]

@@ -67,9 +67,11 @@ class Generation:
         """The workflow's reward stages, and where finished answers enter them."""
         spec, settle = self._context.spec, self._settle
         if not spec.reward.stages:
-            scoring = Scoring(self._workers, timer, settle.take_scores, spec.main_stage)
+            scoring = Scoring(self._context.staffing, timer, settle.take_scores, spec.main_stage)
             return scoring, scoring.put
-        scoring = Scoring(self._workers, timer, lambda results: stages.take(results), spec.main_stage)
+        scoring = Scoring(
+            self._context.staffing, timer, lambda results: stages.take(results), spec.main_stage
+        )
         stages = ScoreStages(self._context, self.batch, scoring.put, settle.take_scores)
         return scoring, stages.put
 
@@ -120,8 +122,7 @@ class Generation:
         """One stream, from its opening to its end, however it ends."""
         started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
-        await self._context.placement.simulators.staff(member)
-        await self._context.placement.repliers.staff(self._published)
+        await self._context.modality.prepare(member, self._published)
         assignments = self._work(member, self._dispatch.assignments(member, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s
@@ -132,7 +133,7 @@ class Generation:
                 revoked = response.revoked
             if revoked:
                 member.lost_lease()
-            elif over.is_set() and not (await self._workers.lost_pools(member) or await self._lost(member)):
+            elif over.is_set() and not await self._context.modality.recover(member):
                 await self._context.lost(member, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -142,7 +143,7 @@ class Generation:
                 member.lost_lease()
             elif refused.reason == "LEASE_QUIESCED":
                 why = "its lease was not renewed in time"
-                await self._workers.renewal(member)
+                await self._workers.wait_for_renewal(member)
             else:
                 raise
         finally:
@@ -155,13 +156,6 @@ class Generation:
             self._end_rest(member)
             self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
-
-    async def _lost(self, member: RolloutClient) -> bool:
-        """Whether a stream ended because repliers were lost; the next one begins with others."""
-        words = await self._context.placement.repliers.lost(member)
-        for said in words:
-            self._context.note(said)
-        return bool(words)
 
     def _time_stages(self, member: RolloutClient, response: Produced) -> None:
         """Policy and environments, or two policies, take turns within generate.
@@ -176,7 +170,7 @@ class Generation:
                 stage = OWN_TURN
             elif stage == "reply":
                 stage = self._context.spec.graph.reply_stage
-                devices = tuple(self._context.placement.repliers.devices)
+                devices = tuple(self._context.repliers.devices)
             elif stage == "simulate":
                 devices = ()
             self._timer.add(stage, (now - seconds, now), devices)
@@ -206,19 +200,14 @@ class Generation:
         self._time_stages(member, response)
         if isinstance(response, rollout.GenerateResponse):
             self._time_prefills(member, response)
-            member.lost_repliers += response.lost_repliers
-            if response.lost_repliers:
-                over.set()
+        if self._context.modality.takes_losses(member, response):
+            over.set()
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
             if self._relay.full:
                 with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
                     await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
-        if isinstance(response, rollout.RunEpisodesResponse):
-            member.lost_pools += response.lost_pools
-            if response.lost_pools:
-                over.set()
         if response.partials or response.revoked:
             over.set()
             self._receive.take_partials(member, response.partials)

@@ -129,7 +129,7 @@ class Learning:
                 if away.revoked:
                     await _next_lease(self._context)
                 else:
-                    await self._context.workers.renewal(self._context.workers.leader)
+                    await self._context.workers.wait_for_renewal(self._context.workers.leader)
 
     async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s

@@ -48,7 +48,7 @@ class Borrowing:
         self._published = published
         self._learning = learning
         self._streams = streams
-        self.wanted = bool(context.spec.rollout.helpers) and not context.placement.in_turns
+        self.wanted = bool(context.spec.rollout.helpers) and not context.workers.in_turns
         self._clock = context.event_log.monotonic
         self._news = Notifier()
         self._over = False
@@ -70,17 +70,17 @@ class Borrowing:
     async def run(self, look: Callable[[], None]) -> None:
         """Until the trainer group has its devices. `look` is told when there are more rollouts to give work to."""
         if self.wanted:
-            await self._workers.staff_decoders()
+            await self._context.staffing.staff_decoders()
             if seats := self._seats():
                 await self._decode(seats, look)
-        if self._context.placement.lent:
+        if self._context.lending.trainers_lack_devices:
             await self._return()
 
     async def _decode(self, seats: Seats, look: Callable[[], None]) -> None:
         self.joining = [member for member, _ in seats]
         self.moved, began = True, self._clock()
         try:
-            await self._context.placement.borrow(seats, self._published)
+            await self._context.lending.lend_to_decoders(seats, self._published)
             self._moved_at = self._clock()
             self._context.tail.borrowed(self._moved_at - began)
             self._timer.add("switch", (began, self._moved_at), [d for _, devices in seats for d in devices])
@@ -107,7 +107,7 @@ class Borrowing:
     def _seats(self) -> Seats:
         """Who decodes where from the step's begin on."""
         able = [member for member in self._workers.decoders if self._workers.may_help(member)]
-        seats = self._context.placement.seats_for(able)
+        seats = self._context.lending.decoder_seats(able)
         if self._over or not self._index.waiting or not self._context.tail.begun:
             return []
         terms = self._terms()

@@ -70,7 +70,7 @@ class Helping:
         self._timer = timer
         self._published = published
         self._learning = learning
-        self.wanted = wanted and bool(context.spec.trainer.helpers) and not context.placement.joins
+        self.wanted = wanted and bool(context.spec.trainer.helpers) and not context.placement.hybrid
         self._beside = context.placement.streams
         """Whether the trainer group learns meanwhile."""
         learning.shares = self.wanted and self._beside
@@ -109,7 +109,7 @@ class Helping:
         if not self.wanted:
             return
         try:
-            await self._workers.staff_helpers()
+            await self._context.staffing.staff_helpers()
             while not self._over:
                 self._consider()
                 with suppress(TimeoutError):
@@ -140,7 +140,7 @@ class Helping:
         """Asks the policy, and begins the moves that it wants and that a dormant helper can take."""
         terms = self._terms()
         rollouts = [member for member in self._workers.rollouts if self._workers.usable(member)]
-        busy = self._ledger.index.waiting or self._context.placement.lent
+        busy = self._ledger.index.waiting or self._context.lending.trainers_lack_devices
         if terms is None or busy or not rollouts:
             return  # What nobody has begun, every device is needed for.
         state = self._state(terms, rollouts)
@@ -195,8 +195,8 @@ class Helping:
         began, own = self._clock(), Help(helper)
         name, ledger, lineage = helper.instance.instance, self._ledger, self._context.state.lineage
         try:
-            await self._context.placement.lend(member, helper)
-            await self._workers.join_helper(helper)
+            await self._context.lending.lend_to_helper(member, helper)
+            await self._context.staffing.join_helper(helper)
             await helper.help(self._published)
             await helper.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
             self._context.tail.joined(self._clock() - began)
@@ -211,7 +211,7 @@ class Helping:
             self._context.note(f"helper {name} gives nothing to step {ledger.step + 1}: {fault}")
             self._learning.give_back(own.prompts)
         finally:
-            await self._context.placement.take_back(helper)
+            await self._context.lending.release_helper(helper)
 
     async def _teach(self, own: Help) -> None:
         ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=1)

@@ -29,7 +29,7 @@ class Sharing:
         self._wanted = spec.placement.share
         # Episodes and exchanges begin anew elsewhere, and a fixed order of decoding is not broken: they keep what they
         # work on.
-        self._in_parts = not spec.deterministic and spec.environment is None and spec.reply is None
+        self._in_parts = not spec.deterministic and context.modality.resumable
 
     def close(self) -> None:
         """Generation is over."""
@@ -46,7 +46,7 @@ class Sharing:
             except WaitTimeout:
                 continue
             if not self._over:
-                await self._context.placement.give_way()
+                await self._context.lending.release_to_other_run()
 
     def _due(self) -> bool:
         held = [member for member in self._context.workers.rollouts if member.lease_epoch]

@@ -1,34 +1,38 @@
-"""What an environment's spaces say of a robot policy, and how environments are divided. Pure.
+"""Whether a robot policy and an environment's spaces fit, and what the environment adds to the policy.
 
-What the spec leaves out of a new policy (sizes, bounds, cameras) is the environment's; what it gives must agree.
+What the spec leaves out of a new policy (sizes, bounds, cameras) is the environment's; what it gives must agree. Of a
+policy that a directory holds, `policy.json` is compared, where this host has it; whoever builds the policy checks the
+rest.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
-from headrace_schema.problems import Impossible, problem
+from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.tensors import decode_tensor
 
-from headrace_coordinator.run.simulators.written import Written, misfits
-
 SPACE_BYTES = 1 << 26
 CAMERA = "camera"
 """What an image without a name is called."""
-Place = tuple[str, str, str]
-"""Incarnation of a simulator, incarnation of a rollout, task."""
+FILE, MOST_BYTES = "policy.json", 1 << 24
+Spaces = Mapping[str, simulator.Space]
+PolicyFile = Mapping[str, Any]
+"""What a policy's directory says of the policy."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A whole policy, and the observations that it reads; see `PolicyFitted`."""
+    """A whole policy, and the observations that it reads; the fields of `PolicyFitted`."""
 
     policy: dict[str, Any] | None
     state: list[str] | None
@@ -39,13 +43,13 @@ def fit(
     policy: Mapping[str, Any] | None,
     environment: EnvironmentSection,
     pools: Mapping[str, simulator.OpenPoolResponse],
-    written: Written | None = None,
+    file: PolicyFile | None = None,
 ) -> Fitted:
-    """The policy of a run whose tasks have these spaces; `written` is what a directory's policy says of itself.
+    """The policy of a run whose tasks have these spaces; `file` is what a directory's policy says of itself.
 
     Raises `Impossible`, whose problems name the keys.
     """
-    found = {task: _fit(policy, environment, task, pool, written) for task, pool in sorted(pools.items())}
+    found = {task: _fit(policy, environment, task, pool, file) for task, pool in sorted(pools.items())}
     (first, fitted), *others = found.items()
     for task, other in others:
         if other != fitted:
@@ -59,7 +63,7 @@ def _fit(
     environment: EnvironmentSection,
     task: str,
     pool: simulator.OpenPoolResponse,
-    written: Written | None,
+    file: PolicyFile | None,
 ) -> Fitted:
     if pool.action_space.discrete_count:
         reason = (
@@ -73,7 +77,7 @@ def _fit(
     _known("environment.state", environment.state or (), spaces.keys() - images, "a state")
     _known("environment.cameras", (environment.cameras or {}).values(), images, "an image")
     if policy is None:
-        if problems := misfits(written or {}, environment, pool.action_space, spaces, images):
+        if problems := _misfits(file or {}, environment, pool.action_space, spaces, images):
             raise Impossible(problems)
         return Fitted(None, environment.state, environment.cameras)
     state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
@@ -88,7 +92,7 @@ def _complete(
     policy: Mapping[str, Any],
     action: simulator.Space,
     numbers: int,
-    spaces: Mapping[str, simulator.Space],
+    spaces: Spaces,
     cameras: Mapping[str, str],
 ) -> dict[str, Any]:
     kind, given = policy.get("kind"), dict(policy)
@@ -119,7 +123,7 @@ def _complete(
     return {**known, **given}
 
 
-def _pixels(spaces: Mapping[str, simulator.Space], cameras: Mapping[str, str]) -> dict[str, Any]:
+def _pixels(spaces: Spaces, cameras: Mapping[str, str]) -> dict[str, Any]:
     sizes = {tuple(spaces[name].shape[:2]) for name in cameras.values()}
     if len(sizes) != 1:
         what = "no images" if not sizes else f"images of {len(sizes)} sizes"
@@ -167,21 +171,85 @@ def _choice(allowed: Iterable[str]) -> str:
     return f"use of: {', '.join(map(repr, names))}" if names else "leave it out"
 
 
-def divide(
-    count: int, rollouts: Sequence[str], tasks: Sequence[str], simulators: Sequence[str]
-) -> dict[Place, int]:
-    """Environments of each pool: evenly over rollouts, tasks and simulators; each rollout has one of each task."""
-    pools: dict[Place, int] = {}
-    turn = 0
-    for rollout, share in zip(rollouts, _shares(count, len(rollouts)), strict=True):
-        for task, part in zip(tasks, _shares(max(share, len(tasks)), len(tasks)), strict=True):
-            for _ in range(part):
-                place = (simulators[turn % len(simulators)], rollout, task)
-                pools[place] = pools.get(place, 0) + 1
-                turn += 1
-    return pools
+# --- the policy of a directory
 
 
-def _shares(count: int, parts: int) -> list[int]:
-    share, extra = divmod(count, parts) if parts else (0, 0)
-    return [share + (index < extra) for index in range(parts)]
+def read_policy_file(path: str) -> PolicyFile | None:
+    """What the directory's file says; None where this host has none that can be read."""
+    file = Path(path) / FILE
+    try:
+        if not path or not file.is_file() or file.stat().st_size > MOST_BYTES:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _misfits(
+    file: PolicyFile,
+    environment: EnvironmentSection,
+    action: simulator.Space,
+    spaces: Spaces,
+    images: set[str],
+) -> list[KeyProblemView]:
+    """What of a directory's policy does not fit the environment, by key."""
+    state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
+    numbers = sum(math.prod(spaces[name].shape) for name in state)
+    return [
+        *_file_action(file, math.prod(action.shape)),
+        *_file_state(file, state, numbers),
+        *_file_cameras(file, environment.cameras, spaces, images),
+    ]
+
+
+def _file_action(file: PolicyFile, size: int) -> Iterator[KeyProblemView]:
+    own = _length(file.get("bounds"))
+    if own is not None and own != size:
+        reason = f"its policy draws {own} numbers an action, and the environment takes {size}"
+        yield problem("model.path", reason, "name a policy for these actions, or another environment")
+
+
+def _file_state(file: PolicyFile, state: Iterable[str], numbers: int) -> Iterator[KeyProblemView]:
+    own = _file_state_size(file)
+    if own and own != numbers:
+        named = ", ".join(state) or "none"
+        reason = (
+            f"these observations have {numbers} numbers ({named}), and the policy of model.path reads {own}"
+        )
+        yield problem("environment.state", reason, f"name observations of {own} numbers")
+
+
+def _file_cameras(
+    file: PolicyFile, cameras: Mapping[str, str] | None, spaces: Spaces, images: set[str]
+) -> Iterator[KeyProblemView]:
+    wanted = file.get("cameras")
+    for camera in wanted if isinstance(wanted, list) else ():
+        source = camera if cameras is None else cameras.get(camera)
+        if source not in images:
+            reason = f"the policy of model.path sees a camera {camera!r}, and there is none"
+            fix = f"say which image it is, {camera}: IMAGE; {choose(camera, images)}"
+            yield problem("environment.cameras", reason, fix)
+            continue
+        pixels, own = list(spaces[source].shape[:2]), [file.get("height"), file.get("width")]
+        if None not in own and own != pixels:
+            reason = f"{source} has {_by(pixels)} pixels, and the policy of model.path reads {_by(own)}"
+            yield problem("environment.options", reason, "ask for images of that size")
+
+
+def _file_state_size(file: PolicyFile) -> int | None:
+    """Numbers of the state that the policy reads; None or 0 where it reads none, or does not say."""
+    size = file.get("state_size")
+    if isinstance(size, int):
+        return size
+    read = file.get("proprio", file.get("state"))
+    return _length(read)
+
+
+def _length(bounds: object) -> int | None:
+    low = bounds.get("low") if isinstance(bounds, Mapping) else None
+    return len(low) if isinstance(low, list) else None
+
+
+def _by(pixels: Iterable[object]) -> str:
+    return " x ".join(map(str, pixels))
