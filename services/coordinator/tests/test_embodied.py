@@ -12,7 +12,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES
 from headrace_coordinator.run.simulators.spaces import divide, fit
 from headrace_coordinator.run.simulators.written import read_written
-from headrace_coordinator.run.stages.rewards.scoring import sampled
+from headrace_coordinator.run.step.scoring.scoring import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec

@@ -26,8 +26,8 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.devices.placement import Placement
-from headrace_coordinator.run.stages.moving.tail import Tail
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog

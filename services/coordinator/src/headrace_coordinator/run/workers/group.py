@@ -21,7 +21,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.simulators.written import read_written
-from headrace_coordinator.run.stages.rewards.lanes import Lanes
+from headrace_coordinator.run.step.scoring.streams import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
