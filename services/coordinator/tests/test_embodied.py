@@ -11,7 +11,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES, divide
-from headrace_coordinator.run.stages.rewards.scoring import sampled
+from headrace_coordinator.run.step.scoring.scoring import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec

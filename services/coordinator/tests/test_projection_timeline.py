@@ -15,7 +15,7 @@ from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.projections import timeline as under_test
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile, read_timeline
-from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer
+from headrace_coordinator.run.step.timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.resources.overviews import HoldView

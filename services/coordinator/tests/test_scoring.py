@@ -11,10 +11,10 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.fleet.instance_client import InstanceDown
-from headrace_coordinator.run.stages.rewards import lanes, scoring
-from headrace_coordinator.run.stages.rewards.lanes import Lanes
-from headrace_coordinator.run.stages.rewards.scoring import SCORER_RETRIES, Scoring, score_all
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.scoring import scoring, streams
+from headrace_coordinator.run.step.scoring.scoring import SCORER_RETRIES, Scoring, score_all
+from headrace_coordinator.run.step.scoring.streams import Lanes
+from headrace_coordinator.run.step.timer import StepTimer
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ async def test_a_broken_scorer_is_asked_again_and_then_believed():
 
 
 async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another(monkeypatch):
-    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    monkeypatch.setattr(streams, "IDLE_S", 0.05)
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     judge, results = Judge("a"), []
     workers = Staffing(judge)

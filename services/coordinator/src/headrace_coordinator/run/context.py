@@ -29,8 +29,8 @@ from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.modality import Episodes, Modality, Texts
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.staffing import Staffing
-from headrace_coordinator.run.stages.moving.tail import Tail
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 

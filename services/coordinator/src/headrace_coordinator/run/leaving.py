@@ -19,7 +19,7 @@ from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
-from headrace_coordinator.run.step import RunFailed
+from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout
 

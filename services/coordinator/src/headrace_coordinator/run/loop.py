@@ -22,8 +22,8 @@ from headrace_coordinator.run.devices.autoplan import Autoplan
 from headrace_coordinator.run.evaluation.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
-from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.step import RunFailed, Step
+from headrace_coordinator.run.step.step import RunFailed, Step
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout

@@ -14,7 +14,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.modality import Modality
-from headrace_coordinator.run.stages.rewards.lanes import Lanes
+from headrace_coordinator.run.step.scoring.streams import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.opening import (

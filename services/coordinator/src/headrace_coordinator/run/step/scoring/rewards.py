@@ -15,7 +15,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.domain.ledger.reward_flow import Key, Question, RewardFlow
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.settle import Batch
+from headrace_coordinator.run.step.state import Batch
 
 Ask = Callable[[reward.ScoreItem], None]
 Deliver = Callable[[list[reward.ScoreResult]], None]

@@ -20,9 +20,9 @@ from headrace_coordinator.domain.ledger.slot_index import DROPPED, Slot
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.relay import Relay, SizedBody
-from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Relay, SizedBody
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.waits import Notifier
 

@@ -15,8 +15,8 @@ from headrace_planner.elastic.policy import ElasticState, Move, Role, Rollout, p
 
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.learning import Learning
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.learning import Learning
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import Notifier, WaitTimeout

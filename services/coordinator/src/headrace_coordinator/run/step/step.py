@@ -14,21 +14,21 @@ from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, 
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages
-from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import (
+from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view, with_stages
+from headrace_coordinator.run.step.generation import Generation
+from headrace_coordinator.run.step.learning import (
     AttemptLost,
     Learning,
     LostBodies,
     members_of,
     under_lease,
 )
-from headrace_coordinator.run.stages.moving.borrowing import Borrowing
-from headrace_coordinator.run.stages.moving.helping import Helping
-from headrace_coordinator.run.stages.moving.sharing import Sharing
-from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.moving.borrowing import Borrowing
+from headrace_coordinator.run.step.moving.helping import Helping
+from headrace_coordinator.run.step.moving.sharing import Sharing
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.clients import Published
 
 STEP_ATTEMPTS = 3

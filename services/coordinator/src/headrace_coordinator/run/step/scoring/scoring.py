@@ -13,8 +13,8 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.staffing import Staffing
-from headrace_coordinator.run.stages.rewards.lanes import Lane, Question, now
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.scoring.streams import Lane, Question, now
+from headrace_coordinator.run.step.timer import StepTimer
 
 SCORER_RETRIES = 2
 BATCH = 512

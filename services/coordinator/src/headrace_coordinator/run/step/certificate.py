@@ -18,9 +18,9 @@ from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, 
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.learning import members_of
-from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.learning import members_of
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
 
 
 def certify(

@@ -18,15 +18,15 @@ from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.dispatch import Dispatch
-from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.rewards.scoring import (
+from headrace_coordinator.run.step.dispatch import Dispatch
+from headrace_coordinator.run.step.scoring.scoring import (
     first_log_probs,
     first_text_bytes,
     sampled,
     score_item,
 )
-from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
+from headrace_coordinator.run.step.state import Batch, Scored, Settle, Shown
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.clients import Published, SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import Notifier

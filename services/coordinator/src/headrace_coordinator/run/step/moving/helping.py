@@ -29,8 +29,8 @@ from headrace_coordinator.domain.ledger.slot_index import SETTLED
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.learning import Learning, members_of
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.learning import Learning, members_of
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient

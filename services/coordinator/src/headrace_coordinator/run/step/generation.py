@@ -14,13 +14,13 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.dispatch import Dispatch
-from headrace_coordinator.run.stages.receive import Receive
-from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.rewards.score_stages import ScoreStages
-from headrace_coordinator.run.stages.rewards.scoring import Scoring
-from headrace_coordinator.run.stages.settle import Batch, Settle
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.dispatch import Dispatch
+from headrace_coordinator.run.step.receiving import Receive
+from headrace_coordinator.run.step.scoring.rewards import ScoreStages
+from headrace_coordinator.run.step.scoring.scoring import Scoring
+from headrace_coordinator.run.step.state import Batch, Settle
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import Produced, RolloutClient
 from headrace_coordinator.waits import Notifier

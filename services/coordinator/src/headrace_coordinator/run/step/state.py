@@ -13,7 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import plan_refill
 from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.waits import Notifier
 
