@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
-from headrace_coordinator.domain.devices.room import least_room
-from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
+from headrace_coordinator.domain.devices.scheduling import least_room, plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import Grant
 from headrace_simulation.fleet.network import SimulatedInstanceClient
 from test_admission import admit_all, fleet, submit
