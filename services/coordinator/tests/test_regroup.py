@@ -20,7 +20,7 @@ def test_a_group_grows_and_shrinks_without_losing_a_step_or_reading_a_checkpoint
     changes = scene.log(ev.TrainersChanged)
     assert [change.ranks for change in changes] == [2, 1]
     assert changes[0].trainers[0] == changes[1].trainers[0], "the leader stays"
-    assert [len(formed.members) for formed in scene.log(ev.TrainerGroupFormed)] == [1, 2, 1]
+    assert [len(formed.trainers) for formed in scene.log(ev.TrainerGroupFormed)] == [1, 2, 1]
     assert len(scene.log(ev.VersionRestored)) == 1, "the initial model, and nothing since"
     steps = scene.log(ev.StepCommitted)
     assert len(steps) == STEPS and all(step.certificate.max_staleness == 0 for step in steps)

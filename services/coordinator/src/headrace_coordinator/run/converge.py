@@ -53,7 +53,7 @@ async def form_trainer_group(context: RunContext) -> None:
         return
     generation = run.trainer_group_generation + 1
     formed = ev.TrainerGroupFormed(
-        at=context.event_log.now(), run=run.id, generation=generation, members=incarnations
+        at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
     )
     await context.event_log.commit(formed)
     host = members[0].instance.address.rpartition(":")[0]

@@ -113,7 +113,7 @@ class EventLog:
         """Whether the store does not answer or refuses writes; `store_trouble` says why."""
         return bool(self.store_trouble)
 
-    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.AnyEvent, bytes]]) -> None:
+    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.Event, bytes]]) -> None:
         lines: dict[str, list[Line]] = {run: [] for run in self.state.runs}
         for number, event, payload in public:
             assert isinstance(event, ev.RunEvent)

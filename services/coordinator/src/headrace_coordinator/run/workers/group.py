@@ -13,8 +13,8 @@ from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.demand import section_of
 from headrace_coordinator.domain.devices.leases import REVOKING
-from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
