@@ -26,11 +26,11 @@ from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import Learning
-from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.generation import Generation
+from headrace_coordinator.run.step.learning import Learning
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
@@ -142,11 +142,11 @@ class Bench:
         context = RunContext(
             self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
         )
-        await context.workers.staff()
+        await context.staffing.staff()
         for member in context.workers.rollouts:
             member.awake = True  # It has no device to take first.
         found = [await self._step(context, pattern) for _ in range(steps)]
-        await context.workers.lanes.end()
+        await context.staffing.lanes.end()
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 

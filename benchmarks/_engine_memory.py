@@ -24,15 +24,8 @@ def kv_bytes_vs_needed(model: Path, dtype: str) -> float:
 async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
     from headrace_modelkit.tokenizer import load_tokenizer
     from headrace_rollout.engines import ENGINES as BUILT_IN
-    from headrace_rollout.engines.base import (
-        Distribution,
-        EngineConfig,
-        Group,
-        Policy,
-        Sample,
-        SampleKey,
-        Stream,
-    )
+    from headrace_rollout.engines.base import EngineConfig, Policy
+    from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey, Stream
     from headrace_rollout.engines.transformers.engine import TransformersEngine
     from headrace_rollout.runs.policy_files import read_policy
     from headrace_rollout.wire import weights_of
@@ -46,9 +39,7 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
     assert isinstance(engine, TransformersEngine)  # No other engine says what its cache takes.
     manifest, body = read_policy(RolloutConfig(model=section), "", "")
     await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
-    lengths = {SampleKey(0, 0): LONG - NEW} | {
-        SampleKey(row, 0): SHORT - NEW for row in range(1, SHORT_ROWS + 1)
-    }
+    lengths = {SlotKey(0, 0): LONG - NEW} | {SlotKey(row, 0): SHORT - NEW for row in range(1, SHORT_ROWS + 1)}
     groups = [Group(key.prompt_ordinal, [1000] * length, [Sample(0, 1)]) for key, length in lengths.items()]
     peak, loop, ended = {"taken": 0, "needed": 0}, asyncio.get_running_loop(), asyncio.Event()
 

@@ -24,7 +24,8 @@ from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Le
 from headrace_modelkit.devices import torch_devices, used_bytes
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_rollout.engines.base import Distribution, EngineConfig, Policy
+from headrace_rollout.engines.base import EngineConfig, Policy
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.runs.policy_files import read_policy
 from headrace_rollout.wire import weights_of

@@ -6,7 +6,7 @@ import pytest
 from harness.examples import PAGE, algorithm_examples
 from headrace.client.specs import load_spec
 from headrace_coordinator.api.submission.admission import FleetView, check
-from headrace_schema.rules.spec import GROUP_RELATIVE
+from headrace_schema.rules.learning import GROUP_RELATIVE
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from pydantic import ValidationError

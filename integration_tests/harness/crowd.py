@@ -20,7 +20,7 @@ from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.reading.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
-from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
+from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
 from headrace_schema.resources.views import (
     CertificateView,
@@ -212,9 +212,9 @@ def certificate(step: int) -> CertificateView:
     )  # fmt: skip
 
 
-def settled(step: int, prompt: int, sample: int, text: str) -> Settled:
+def settled(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:
     """A trajectory that says `text`."""
-    return Settled(
+    return SettledTrajectory(
         step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
         completion=text, reference=text, reward=(prompt + sample) % 4 / 4, parts={"exact": 0.5}, finish_reason="EOS",
         tokens=24, versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],

@@ -202,7 +202,7 @@ def _without_reply(request: dict[str, Any]) -> None:
 
 def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int | None) -> None:
     """Where simulators or replies have devices of their own, every stage has those that the placement names."""
-    from headrace_schema.rules.simulators import apart
+    from headrace_schema.rules.acting import apart
     from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(document)

@@ -27,7 +27,7 @@ from headrace_coordinator.domain.state import (
     snapshot,
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals, step_dropped, step_trained
-from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.step.timer import StepTimer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_parts import certificate, committed, opened, restored, run_state

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.moving.borrowing import Borrowing
-from headrace_coordinator.run.stages.moving.helping import Helping
-from headrace_coordinator.run.stages.moving.tail import Tail
+from headrace_coordinator.run.step.moving.borrowing import Borrowing
+from headrace_coordinator.run.step.moving.helping import Helping
+from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_planner.elastic.policy import Move, Role, plan_elastic
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.moves import borrow_eagerly, help_always, move_eagerly

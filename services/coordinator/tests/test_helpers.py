@@ -7,8 +7,8 @@ import math
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.run.stages.moving.helping import Helping
-from headrace_coordinator.run.stages.moving.tail import Tail
+from headrace_coordinator.run.step.moving.helping import Helping
+from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_planner.elastic.policy import Move, Role
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.moves import move_eagerly

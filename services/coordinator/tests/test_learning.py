@@ -7,8 +7,8 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
-from headrace_coordinator.run.stages.learning import MESSAGE_BYTES, Learning
-from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.step.learning import MESSAGE_BYTES, Learning
+from headrace_coordinator.run.step.trajectories import Relay
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 GROUP = 2

@@ -9,7 +9,7 @@ from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
-from headrace_coordinator.run.stages.receive import Receive
+from headrace_coordinator.run.step.receiving import Receive
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.judging.judge import Violation
 from headrace_simulation.virtual_time import run_virtual

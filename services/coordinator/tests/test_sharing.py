@@ -22,7 +22,7 @@ from headrace_coordinator.domain.devices.sharing import (
 from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings
-from headrace_coordinator.run.stages.step_timer import WAIT_LEASE, StepTimer
+from headrace_coordinator.run.step.timer import WAIT_LEASE, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_simulation.fleet.reward import Reward

@@ -80,7 +80,7 @@ def test_every_tensor_of_a_backend_says_where_it_lies(make_backend, accumulate, 
 def on_leased(make_backend, monkeypatch):
     """A backend whose trainer group says that it computes on the leased device."""
     backend = make_backend()
-    monkeypatch.setattr(backend._trainer_group, "device", LEASED)
+    monkeypatch.setattr(backend._ranks, "device", LEASED)
     return backend
 
 
@@ -168,7 +168,7 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(curren
     backend = SimpleNamespace(suspend=look("suspend"), wake=look("wake"), release=look("release"))
     config = SimpleNamespace(deterministic=False)
     rank = SimpleNamespace(
-        trainer_group=subject._trainer_group,
+        ranks=subject._ranks,
         loaded=True,
         backend=backend,
         execute=look("execute"),

@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace_coordinator.run.stages.moving.borrowing import Borrowing
-from headrace_coordinator.run.stages.moving.helping import Helping
-from headrace_coordinator.run.stages.moving.tail import Tail
+from headrace_coordinator.run.step.moving.borrowing import Borrowing
+from headrace_coordinator.run.step.moving.helping import Helping
+from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_planner.elastic.policy import ElasticState, Move, Role
 
 

@@ -13,7 +13,8 @@ from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import runs
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.event_log import EventLog
-from headrace_coordinator.store.history import History, Item
+from headrace_coordinator.store.history import History
+from headrace_coordinator.store.run_files import Item
 from headrace_schema.spec import RunSpec
 
 from headrace_simulation.faults import WALL_S, Faults

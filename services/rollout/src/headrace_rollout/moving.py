@@ -14,7 +14,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.engines.base import CachedContext
+from headrace_rollout.engines.samples import CachedContext
 
 KEPT_S = 60.0
 """How long another instance may take a cache."""

@@ -16,17 +16,16 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
-from headrace_rollout.engines.base import (
+from headrace_rollout.engines.base import WeightEntry, Weights
+from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
     Group,
-    Output,
     Prefix,
     Sample,
-    SampleKey,
+    SlotKey,
     Stream,
-    WeightEntry,
-    Weights,
+    TrajectoryUpdate,
 )
 from headrace_rollout.moving import MovedCaches
 
@@ -72,7 +71,7 @@ def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:
 
 def stream_of(
     message: rollout_pb2.GenerateOpen,
-    sink: Callable[[list[Output]], None],
+    sink: Callable[[list[TrajectoryUpdate]], None],
     failed: Callable[[str], None],
     holds: Callable[[], bool],
 ) -> Stream:
@@ -134,7 +133,7 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
         raise invalid(str(error)) from error
 
 
-def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream) -> None:
+def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: TrajectoryUpdate, stream: Stream) -> None:
     """What an output says of its sample; tokens ride only on streams that asked for chunks."""
     fill_key(chunk.sample, output.key)
     chunk.attempt = output.attempt
@@ -147,7 +146,7 @@ def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream
 
 def fill_trajectory(
     trajectory: common_pb2.Trajectory,
-    output: Output,
+    output: TrajectoryUpdate,
     stream: Stream,
     codec: TextCodec,
     producer: str,
@@ -169,7 +168,9 @@ def fill_trajectory(
     trajectory.completion_text = text
 
 
-def partial_of(output: Output, cache: common_pb2.CachedContext | None = None) -> rollout_pb2.PartialSample:
+def partial_of(
+    output: TrajectoryUpdate, cache: common_pb2.CachedContext | None = None
+) -> rollout_pb2.PartialSample:
     """A stopped output as what another engine needs to go on, with a reference to what was computed of it."""
     assert output.whole is not None
     spans = [
@@ -186,7 +187,7 @@ def partial_of(output: Output, cache: common_pb2.CachedContext | None = None) ->
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
 
 
-def fill_key(message: common_pb2.SampleKey, key: SampleKey) -> None:
+def fill_key(message: common_pb2.SampleKey, key: SlotKey) -> None:
     """A slot as a message, in place."""
     message.prompt_ordinal = key.prompt_ordinal
     message.sample_index = key.sample_index
@@ -199,14 +200,14 @@ def duration_of(seconds: float) -> Duration:
     return duration
 
 
-def sample_message(key: SampleKey) -> common_pb2.SampleKey:
+def sample_message(key: SlotKey) -> common_pb2.SampleKey:
     """A slot as a message."""
     return common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
 
 
-def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SampleKey]:
+def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SlotKey]:
     """Slots of messages."""
-    return [SampleKey(message.prompt_ordinal, message.sample_index) for message in messages]
+    return [SlotKey(message.prompt_ordinal, message.sample_index) for message in messages]
 
 
 def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path | None = None) -> Weights:

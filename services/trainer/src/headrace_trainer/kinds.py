@@ -46,11 +46,11 @@ def run_algorithm(config: TrainerConfig) -> Algorithm:
     return build_algorithm(config.algorithm)
 
 
-def run_backend(config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup) -> Backend:
+def run_backend(config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
     """The backend of the run, without weights yet."""
     if learns_from_episodes(config):
-        return RobotBackend(config, cast(EpisodeAlgorithm, algorithm), trainer_group)
-    return build_backend(config, algorithm, trainer_group)
+        return RobotBackend(config, cast(EpisodeAlgorithm, algorithm), ranks)
+    return build_backend(config, algorithm, ranks)
 
 
 def run_learner(config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:

@@ -314,7 +314,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
                     raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
             return await self._compute(lambda: self._trainer.awake_session().learn(items))
 
-        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.ranks)
+        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.world_size)
         return queue
 
     def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:

@@ -62,7 +62,7 @@ class Trainer:
         self._run = ""
         self._config: TrainerConfig | None = None
         self._directory = Path()
-        self._trainer_group: TrainerGroup | None = None
+        self._ranks: TrainerGroup | None = None
         self._joined: tuple[int, int, int, str] | None = None
         self._rank: Rank | None = None
         self._rounds: Rounds | None = None
@@ -93,7 +93,7 @@ class Trainer:
             if self._session
             else not (self._follower and self._follower.is_alive())
         )
-        return 0 if self._trainer_group is None or lost else self._last_generation
+        return 0 if self._ranks is None or lost else self._last_generation
 
     @property
     def _last_generation(self) -> int:
@@ -141,7 +141,7 @@ class Trainer:
         Raises CONFLICT or RENDEZVOUS_TIMEOUT.
         """
         key = (generation, rank, world_size, rendezvous)
-        if self._joined == key and self._trainer_group is not None:
+        if self._joined == key and self._ranks is not None:
             return
         if self._joined and generation <= self._last_generation:
             raise conflict(
@@ -151,9 +151,7 @@ class Trainer:
         self._disband()
         self._await_follower()
         with current(self.device):
-            self._trainer_group = join_trainer_group(
-                generation, rank, world_size, rendezvous, timeout_s, self.device
-            )
+            self._ranks = join_trainer_group(generation, rank, world_size, rendezvous, timeout_s, self.device)
         self._joined = key
         self._assemble()
 
@@ -162,7 +160,7 @@ class Trainer:
 
         Raises Refusal INVALID for another generation, and what `Session.carry` raises.
         """
-        if self._trainer_group is None and generation <= self._last_generation:
+        if self._ranks is None and generation <= self._last_generation:
             return
         if generation != self._last_generation:
             raise invalid(
@@ -175,12 +173,12 @@ class Trainer:
     def session(self) -> Session:
         """The leader's session. Raises Refusal NOT_OPEN or NOT_LEADER."""
         _ = self.config
-        if self._trainer_group is None:
+        if self._ranks is None:
             raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinTrainerGroup first")
         if self._session is None:
             raise Refusal(
                 "NOT_LEADER",
-                f"rank {self._trainer_group.rank} follows; send this to rank 0 of the trainer group",
+                f"rank {self._ranks.rank} follows; send this to rank 0 of the trainer group",
             )
         return self._session
 
@@ -220,14 +218,14 @@ class Trainer:
             self.device = devices[0]
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """Ranks of its trainer group; 1 while it is in none."""
-        trainer_group = self._trainer_group  # The compute thread may leave it meanwhile.
-        return 1 if trainer_group is None else trainer_group.world_size
+        ranks = self._ranks  # The compute thread may leave it meanwhile.
+        return 1 if ranks is None else ranks.world_size
 
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
-        return self._trainer_group is not None and not self._trainer_group.leads
+        return self._ranks is not None and not self._ranks.leads
 
     def restored_steps(self, deadline_s: float) -> int:
         """Waits until the leader's restore round has run here; warm-up steps. Raises Refusal on timeout."""
@@ -252,7 +250,7 @@ class Trainer:
         self._kept = keep and loaded
         self.suspended = True  # First: a follower's vote says no from now on.
         if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.trainer_group.device):
+            with self._rounds.between, current(self._rank.ranks.device):
                 if not keep:
                     released = self._rank.backend.suspend()
                     self._rounds.gave_back = True
@@ -266,58 +264,56 @@ class Trainer:
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.trainer_group.device):
+            with self._rounds.between, current(self._rank.ranks.device):
                 self._rank.backend.wake()
         self.suspended = self._kept = False
 
     def _assemble(self) -> None:
         """Makes a rank once both a run and a trainer group are there."""
-        if self._config is None or self._trainer_group is None or self._rank is not None:
+        if self._config is None or self._ranks is None or self._rank is not None:
             return
-        self._rank = Rank(self._config, self._trainer_group)
+        self._rank = Rank(self._config, self._ranks)
         self._rounds = Rounds(
-            self._trainer_group,
+            self._ranks,
             partial(self._execute, self._rank),
             holds_lease=lambda: not self.suspended and self._holds_lease(),
             release=partial(_release, self._rank),
             deadlines=self._deadlines,
         )
-        if self._trainer_group.leads and self._session is not None:
+        if self._ranks.leads and self._session is not None:
             self._session.enter(self._rank, self._rounds)
-        elif self._trainer_group.leads:
+        elif self._ranks.leads:
             self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
         else:
             self._end_session()
-            parts = (self._rounds, self._trainer_group)
+            parts = (self._rounds, self._ranks)
             self._follower = threading.Thread(target=self._follow, args=parts, name="follower", daemon=True)
             self._follower.start()
 
     def _execute(self, rank: Rank, header: Round) -> object:
         self._threads.lease(self.threads)
-        self._threads.fixed = rank.config.deterministic or rank.trainer_group.device.type != "cpu"
+        self._threads.fixed = rank.config.deterministic or rank.ranks.device.type != "cpu"
         size = _size(header, rank)
         measured = self._threads.work(header.kind, size) if size else nullcontext()
-        with current(rank.trainer_group.device), measured:
+        with current(rank.ranks.device), measured:
             return rank.execute(header)
 
-    def _follow(self, rounds: Rounds, trainer_group: TrainerGroup) -> None:
+    def _follow(self, rounds: Rounds, ranks: TrainerGroup) -> None:
         try:
             rounds.follow()
         except RoundLost as error:
-            _log.error(
-                "trainer group lost", extra={"generation": trainer_group.generation, "reason": str(error)}
-            )
+            _log.error("trainer group lost", extra={"generation": ranks.generation, "reason": str(error)})
         finally:
             # Also when a round failed here: a closed connection is what tells the others, who wait for us.
-            trainer_group.leave()
+            ranks.leave()
 
     def _disband(self) -> None:
         """Leaves the trainer group. A follower's thread ends when the leader has left too; `join` waits for it."""
-        if self._trainer_group is None:
+        if self._ranks is None:
             return
-        if self._trainer_group.leads:
-            self._dismiss(self._trainer_group)
-        self._trainer_group = self._rank = self._rounds = None
+        if self._ranks.leads:
+            self._dismiss(self._ranks)
+        self._ranks = self._rank = self._rounds = None
         if self._session is not None and not self._session.carried_number:
             self._end_session()
 
@@ -338,16 +334,16 @@ class Trainer:
             )
         self._follower = None
 
-    def _dismiss(self, trainer_group: TrainerGroup) -> None:
-        if self._rounds is not None and trainer_group.world_size > 1:
+    def _dismiss(self, ranks: TrainerGroup) -> None:
+        if self._rounds is not None and ranks.world_size > 1:
             try:
                 self._rounds.lead("leave")
             except RoundLost as error:
                 _log.warning("followers are gone", extra={"reason": str(error)})
-        trainer_group.leave()
+        ranks.leave()
 
     def _memory(self) -> Memory:
-        device = self._trainer_group.device if self._trainer_group is not None else self.device
+        device = self._ranks.device if self._ranks is not None else self.device
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
@@ -355,7 +351,7 @@ class Trainer:
 
 def _release(rank: Rank) -> None:
     if rank.loaded:
-        with current(rank.trainer_group.device):
+        with current(rank.ranks.device):
             rank.backend.release()
 
 

@@ -11,8 +11,8 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.projections.lines import read_lines
-from headrace_coordinator.projections.trajectories import NAME, Settled
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.projections.trajectories import NAME, SettledTrajectory
+from headrace_coordinator.store.run_files import Item
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_simulation.fleet.reward import reward_of
@@ -41,7 +41,10 @@ def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequenc
 
 def _written(run: runs.RunState) -> set[Key]:
     """Keys of the transcripts' lines, each of which comes once, with the reward that it deserves."""
-    lines = [msgspec.json.decode(line, type=Settled) for _, line in read_lines(Path(run.directory) / NAME)]
+    lines = [
+        msgspec.json.decode(line, type=SettledTrajectory)
+        for _, line in read_lines(Path(run.directory) / NAME)
+    ]
     counts = Counter((line.prompt_ordinal, line.sample_index) for line in lines)
     if twice := sorted(key for key, count in counts.items() if count > 1):
         raise Violation(f"evaluation: {run.id} has the answers {twice} twice")

@@ -9,7 +9,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.ledger.slot_index import FILTERED
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_refilled, step_trained
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
 from headrace_simulation.fleet.disk import Stored, Weights
 from headrace_simulation.fleet.reward import all_equal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.store.base import Entry
 from headrace_coordinator.store.memory_store import MemoryStore
 
 
@@ -12,13 +11,13 @@ class RecordingStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[ev.AnyEvent] = []
+        self.log: list[ev.Event] = []
 
-    async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
+    async def append(self, epoch: int, expected: int, first: int, payloads: list[bytes]) -> None:
         """See `Store.append`."""
         before = self._stored.sequence
         try:
-            await super().append(epoch, expected, first, entries)
+            await super().append(epoch, expected, first, payloads)
         finally:
             if self._stored.sequence != before:
-                self.log += [ev.decode(entry.payload) for entry in entries]
+                self.log += [ev.decode(payload) for payload in payloads]

@@ -25,7 +25,7 @@ REACHABLE = {(state, intent) for state in run_states.STATES for intent in run_st
 class Replay:
     """The folded state, every run that ended, and which (state, intent) pairs were visited."""
 
-    def __init__(self, log: Iterable[ev.AnyEvent]) -> None:
+    def __init__(self, log: Iterable[ev.Event]) -> None:
         self.state = State()
         self.runs: dict[str, runs.RunState] = {}
         self.pairs: Counter[Pair] = Counter()
@@ -47,7 +47,7 @@ class Replay:
             self.state.apply(event)
             self._after(event)
 
-    def _before(self, event: ev.AnyEvent) -> None:
+    def _before(self, event: ev.Event) -> None:
         match event:
             case ev.TrainersChanged():
                 self._regroup(event)
@@ -106,7 +106,7 @@ class Replay:
         if others:
             raise Violation(f"leases: {event.incarnation} works for {event.run} and {sorted(others)}")
 
-    def _after(self, event: ev.AnyEvent) -> None:
+    def _after(self, event: ev.Event) -> None:
         match event:
             case ev.StepRefilled(groups=groups):
                 self.refilled += groups

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
 from headrace_simulation.fleet.disk import Stored, Weights
 from headrace_simulation.fleet.trainer import Trainer

@@ -211,7 +211,7 @@ class RunState(msgspec.Struct):
             case ev.PlanAdopted():
                 self.plan, self.proposal = event, ""
             case ev.TrainerGroupFormed():
-                self.trainer_group_generation, self.trainer_group = event.generation, list(event.members)
+                self.trainer_group_generation, self.trainer_group = event.generation, list(event.trainers)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint

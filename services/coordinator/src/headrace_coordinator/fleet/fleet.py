@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
@@ -23,6 +23,7 @@ from headrace_coordinator.fleet.sessions import (
     Session,
     Supervisor,
 )
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 
@@ -32,14 +33,6 @@ log = logging.getLogger(__name__)
 MISSED_BEATS = 2
 RESTART_S = 20.0
 """How long a supervisor's restart of a process may take before nobody counts on it."""
-
-
-class WorkerClient(Protocol):
-    """A run's client of an instance."""
-
-    @property
-    def incarnation(self) -> str:
-        """Id of the process."""
 
 
 class Fleet:

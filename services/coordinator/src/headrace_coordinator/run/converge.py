@@ -23,9 +23,9 @@ from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.step import RunFailed, Step
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.step import RunFailed, Step
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
@@ -53,7 +53,7 @@ async def form_trainer_group(context: RunContext) -> None:
         return
     generation = run.trainer_group_generation + 1
     formed = ev.TrainerGroupFormed(
-        at=context.event_log.now(), run=run.id, generation=generation, members=incarnations
+        at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
     )
     await context.event_log.commit(formed)
     host = members[0].instance.address.rpartition(":")[0]

@@ -15,12 +15,12 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
-from headrace_coordinator.run.step import RunFailed
-from headrace_coordinator.run.workers.clients import WorkerClient
-from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.step.step import RunFailed
+from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -47,13 +47,13 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
     """
     reason = outcome.reason
-    await context.workers.lanes.end()
+    await context.staffing.lanes.end()
     if outcome.state not in run_states.TERMINAL or outcome.state == run_states.CANCELLED:
         lost = await _settled(
             context, checkpointer, save=outcome.state in (run_states.PAUSED, run_states.QUEUED)
         )
         reason += f"; {lost}" if lost else ""
-    await close(context, context.workers.members)
+    await close(context, context.workers.everyone)
     await context.fleet.lease_manager.release_all(context.run_id)
     state, now = outcome.state, context.event_log.now()
     if context.state.state == run_states.CANCELLING and state not in (
@@ -90,7 +90,7 @@ async def _abort_step(context: RunContext) -> None:
         except (InstanceDown, CallRefused) as fault:
             context.note(f"ignored while stopping: {fault}")
     if context.state.ledger.open and not context.workers.trainers:
-        await context.workers.staff_trainers()  # The coordinator restarted: the trainer may have committed.
+        await context.staffing.staff_trainers()  # The coordinator restarted: the trainer may have committed.
     if context.workers.trainers:
         await settle_commit(context)
 
@@ -105,7 +105,7 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         return
     unsure = context.regrouping or not context.workers.trainers
     if unsure:
-        await context.workers.staff_trainers()
+        await context.staffing.staff_trainers()
     await context.placement.hand_devices_to_trainers()
     if unsure and (await context.workers.leader.state()).carried_number == head:
         await form_trainer_group(context)  # A change of the trainer group was interrupted.

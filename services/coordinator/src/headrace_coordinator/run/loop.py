@@ -12,21 +12,20 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
-from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
+from headrace_coordinator.run.devices.assignment import PlacementError
 from headrace_coordinator.run.devices.autoplan import Autoplan
-from headrace_coordinator.run.devices.seating import PlacementError
 from headrace_coordinator.run.evaluation.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
-from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.step import RunFailed, Step
+from headrace_coordinator.run.step.step import RunFailed, Step
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class RunLoop:
         self._event_log = context.event_log
         self._published: Published | None = None
         self._timer = StepTimer(context.event_log.monotonic)
-        context.placement.waited = self._timer.waited
+        context.leases.waited = self._timer.waited
         self._checkpointer = Checkpointer(context)
         self._autoplan = Autoplan(context)
         self._regrouping = Regrouping(context)
@@ -119,8 +118,8 @@ class RunLoop:
         if context.state.state == run_states.RUNNING:
             self._move(run_states.RECOVERING, "the coordinator restarted")
         await self._regrouping.settle()
-        await context.workers.staff()
-        context.placement.assign()
+        await context.staffing.staff()
+        context.leases.assign()
         await context.placement.hand_devices_to_trainers()
         await form_trainer_group(context)
         await context.recall()  # A commit that is recorded now has the items of the steps before it.
@@ -137,9 +136,9 @@ class RunLoop:
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
         assert self._published is not None
-        await self.context.workers.staff_rollouts()
-        self.context.placement.assign()
-        with self._timer.stage("switch" if self.context.placement.in_turns else "sync"):
+        await self.context.staffing.staff_rollouts()
+        self.context.leases.assign()
+        with self._timer.stage("switch" if self.context.workers.in_turns else "sync"):
             await self.context.placement.hand_devices_to_rollouts(self._published)
 
     async def _step(self) -> None:
@@ -166,15 +165,12 @@ class RunLoop:
         plan = self._autoplan.due()
         if plan is None:
             return
+        workers, before = self.context.workers, self.context.workers.section
         await self._event_log.commit(plan)
         self.context.note(f"plan: {plan.reason}")
-        placement = self.context.placement
-        if (
-            not isinstance(plan, ev.PlanProposed)
-            and section_of(self.context.spec.placement, plan) != placement.section
-        ):
+        if workers.section != before:
             with self._timer.stage("switch"):
-                await placement.change(plan)
+                await self.context.placement.change()
             self._autoplan.changed()
 
     async def _evaluate_if_due(self) -> None:
@@ -190,7 +186,7 @@ class RunLoop:
         for kind, prefill in kinds:
             if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
                 acting = [*context.workers.rollouts, *context.workers.repliers]
-                devices = {device for member in acting for device in member.devices}
+                devices = {device for worker in acting for device in worker.devices}
                 with self._timer.stage("evaluate", sorted(devices)):
                     view = await evaluate(context, self._published, kind, prefill)
                 await self._event_log.commit(
@@ -315,7 +311,7 @@ class RunLoop:
     async def _take_turns(self, misfit: PlacementError) -> bool:
         """A plan that fits no more, as devices were lost, gives way to turns on those that are left."""
         context = self.context
-        if context.spec.placement.mode != "auto" or context.placement.in_turns:
+        if context.spec.placement.mode != "auto" or context.workers.in_turns:
             return False
         plan = ev.PlanAdopted(
             at=self._event_log.now(),
@@ -325,7 +321,6 @@ class RunLoop:
             reason=str(misfit),
         )
         await self._event_log.commit(plan)
-        context.placement.plan(plan)
         if context.state.state == run_states.RUNNING:
             self._move(run_states.RECOVERING, f"{misfit}; takes turns on the devices that are left")
         context.workers.adopt_leases()

@@ -15,7 +15,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group
 from headrace_coordinator.run.leaving import close
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
@@ -140,7 +140,6 @@ class Regrouping:
             mode="collocated",
             reason=f"the trainer group has {change.ranks} rank{'s' if change.ranks > 1 else ''} now",
         )
-        context.placement.plan(plan)
         return [plan]
 
     async def _dismiss(self, leaving: list[TrainerClient]) -> None:
@@ -156,7 +155,7 @@ class Regrouping:
 
     async def _meet(self) -> Published:
         context = self._context
-        await context.workers.staff_trainers()
+        await context.staffing.staff_trainers()
         await context.placement.hand_devices_to_trainers()
         await form_trainer_group(context)
         published = await converge(context)

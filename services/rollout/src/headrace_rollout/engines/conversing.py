@@ -12,27 +12,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from headrace_rollout.busy_time import BusyTime
+from typing_extensions import override
+
 from headrace_rollout.engines.base import (
     Authority,
-    Distribution,
     Engine,
-    Figures,
-    Finish,
     Freed,
-    Group,
-    Output,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
     Scope,
-    Stream,
     Weights,
     allowed,
     prefills_of,
 )
 from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
+from headrace_rollout.engines.figures import BusyTime, Prefills
+from headrace_rollout.engines.samples import Distribution, Finish, Group, SlotKey, Stream, TrajectoryUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +41,13 @@ ReadWeights = Callable[[], tuple[str, Weights]]
 class Replies(Protocol):
     """What makes the replies to a stream's answers: an engine here, or instances elsewhere."""
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine."""
+        pass
 
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
+    @override
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
+        pass
 
 
 @dataclass(eq=False)
@@ -73,7 +70,7 @@ class _Talks:
 
     outer: Stream
     partner: _Partner
-    live: dict[SampleKey, Exchange] = field(default_factory=dict)
+    live: dict[SlotKey, Exchange] = field(default_factory=dict)
     turns: dict[Turn, Stream] = field(default_factory=dict)
     submitting: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -82,13 +79,13 @@ class _Talks:
         self.live[exchange.key] = exchange
         self.partner.at(exchange.turn).begin()
 
-    def drop(self, key: SampleKey) -> Exchange | None:
+    def drop(self, key: SlotKey) -> Exchange | None:
         """Takes out an exchange in the middle of a turn."""
         if (exchange := self.live.pop(key, None)) is not None:
             self.partner.at(exchange.turn).end()
         return exchange
 
-    def emit(self, outputs: list[Output]) -> None:
+    def emit(self, outputs: list[TrajectoryUpdate]) -> None:
         """Sends what has ended."""
         if outputs:
             self.outer.sink(outputs)
@@ -99,15 +96,15 @@ class _Talks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.outer.failed(f"{type(error).__name__}: {error}")
 
-    def stop(self, keys: Iterable[SampleKey]) -> int:
+    def stop(self, keys: Iterable[SlotKey]) -> int:
         """Ends exchanges: they begin anew elsewhere."""
         gone = [exchange for key in keys if (exchange := self.drop(key)) is not None]
         self.emit([exchange.output(self.outer.policy_number) for exchange in gone])
         return len(gone)
 
 
-class ConversingEngine:
-    """Implements `engines.base.Engine` over two engines; without a second one the policy replies to itself."""
+class ConversingEngine(Engine):
+    """Two engines as one; without a second one the policy replies to itself."""
 
     def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
         self._speaker, self._replier, self._read = speaker, replier, read
@@ -126,15 +123,12 @@ class ConversingEngine:
         )
         self.max_context_tokens = rules.context_limit
         self.vocabulary_size = speaker.vocabulary_size
+        self.figures = speaker.figures  # Its samples are answers, several of an exchange.
 
     @property
-    def figures(self) -> Figures:
-        """Of the policy that learns: its samples are answers, several of an exchange."""
-        return self._speaker.figures
-
-    @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: of both policies, where both can tell."""
+        """Of both policies, where both can tell."""
         found = [prefills_of(engine) for engine in self._engines]
         return [each for one in found for each in one] if all(found) else []
 
@@ -144,8 +138,8 @@ class ConversingEngine:
         return self._speaker.policy
 
     @property
+    @override
     def paused(self) -> bool:
-        """See PolicyHolder."""
         return self._speaker.paused
 
     @property
@@ -159,20 +153,21 @@ class ConversingEngine:
 
     # --- exchanges
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. What a sample had elsewhere is not gone on with: it begins at token 0."""
+        """What a sample had elsewhere is not gone on with: it begins at token 0."""
         talks = self._talks.setdefault(stream, _Talks(stream, self._partners.get(stream, self._here)))
         fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
         for group in fresh:
             for sample in group.samples:
-                key = SampleKey(group.prompt_ordinal, sample.sample_index)
+                key = SlotKey(group.prompt_ordinal, sample.sample_index)
                 talks.begin(Exchange(talks.partner.rules, group.prompt_ids, key, sample))
         try:
             await self._speaker.submit(self._stream(talks, FIRST), fresh)
         except Refused:
             for group in fresh:
                 for sample in group.samples:
-                    talks.drop(SampleKey(group.prompt_ordinal, sample.sample_index))
+                    talks.drop(SlotKey(group.prompt_ordinal, sample.sample_index))
             raise
 
     def replied_to_by(self, stream: Stream, replies: Replies, context_limit: int) -> None:
@@ -199,7 +194,7 @@ class ConversingEngine:
             return found
         loop, outer = asyncio.get_running_loop(), talks.outer
 
-        def sink(outputs: list[Output]) -> None:
+        def sink(outputs: list[TrajectoryUpdate]) -> None:
             loop.call_soon_threadsafe(self._arrived, talks, turn, outputs)
 
         made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
@@ -214,9 +209,9 @@ class ConversingEngine:
             )
         return talks.turns.setdefault(turn, made)
 
-    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[Output]) -> None:
+    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[TrajectoryUpdate]) -> None:
         """Turns have ended: exchanges go on with the other policy, or end."""
-        done: list[Output] = []
+        done: list[TrajectoryUpdate] = []
         following: dict[Turn, list[Exchange]] = defaultdict(list)
         for output in outputs:
             exchange = talks.live.get(output.key)
@@ -236,7 +231,7 @@ class ConversingEngine:
             talks.submitting.add(task)
             task.add_done_callback(talks.submitted)
 
-    def _taken(self, exchange: Exchange, output: Output) -> Output | None:
+    def _taken(self, exchange: Exchange, output: TrajectoryUpdate) -> TrajectoryUpdate | None:
         """The exchange's own end, if the turn's is that."""
         number = output.policy_number if not exchange.turn.reply else 0
         if output.stopped:
@@ -260,8 +255,8 @@ class ConversingEngine:
                 talks.outer.failed(str(refused))
             talks.stop(exchange.key for exchange in live)
 
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
+    @override
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         chosen = [talks for talks in self._talks.values() if stream is None or talks.outer is stream]
         count = sum(talks.stop(list(talks.live) if keys is None else keys) for talks in chosen)
         for talks in chosen:
@@ -273,30 +268,31 @@ class ConversingEngine:
                 self._talks.pop(talks.outer, None)
         return count
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine."""
         return await self._speaker.score(sequences, distribution, authority)
 
     # --- the policies and their memory
 
+    @override
     async def pause(self) -> int:
-        """See PolicyHolder."""
         for engine in self._engines:
             await engine.pause()
         return await self.abort(None)
 
+    @override
     async def resume(self) -> None:
-        """See PolicyHolder."""
         for engine in self._engines:
             await engine.resume()
 
+    @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See PolicyHolder. The second policy is installed, if it is not."""
+        """The second policy is installed, if it is not."""
         if in_flight:
             raise Refused("INVALID", "in_flight: an exchange is made with one version; pause first")
         living = sum(len(talks.live) for talks in self._talks.values())
@@ -305,10 +301,10 @@ class ConversingEngine:
         await self._install_reply()
         return await self._speaker.check_install(policy)
 
+    @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """See PolicyHolder."""
         if await self.check_install(policy, in_flight=in_flight):
             return 0.0
         return await self._speaker.install(policy, weights, authority)
@@ -323,17 +319,17 @@ class ConversingEngine:
                 digest, weights = self._frozen
                 await self._replier.install(Policy(REPLY_NUMBER, digest), weights)
 
+    @override
     async def suspend(self) -> Freed:
-        """See PolicyHolder."""
         return _together([await engine.suspend() for engine in self._engines])
 
+    @override
     async def release(self) -> Freed:
-        """See PolicyHolder."""
         await self.abort(None)
         return _together([await engine.release() for engine in self._engines])
 
+    @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See PolicyHolder."""
         await self._speaker.wake(scope, authority)
         if self._replier is not None:
             if scope is not Scope.KV_CACHE:
@@ -342,13 +338,14 @@ class ConversingEngine:
                 await self._install_reply()
                 await self._replier.wake(Scope.KV_CACHE, authority)
 
+    @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See PolicyHolder. Both policies are on the same devices."""
+        """Both policies are on the same devices."""
         for engine in self._engines:
             await engine.place(devices, threads)
 
+    @override
     async def close(self) -> None:
-        """See PolicyHolder."""
         await self.abort(None)
         for engine in self._engines:
             await engine.close()

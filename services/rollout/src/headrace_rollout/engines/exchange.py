@@ -6,7 +6,15 @@ import hashlib
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from headrace_rollout.engines.base import Distribution, Finish, Group, Output, Prefix, Sample, SampleKey
+from headrace_rollout.engines.samples import (
+    Distribution,
+    Finish,
+    Group,
+    Prefix,
+    Sample,
+    SlotKey,
+    TrajectoryUpdate,
+)
 
 GIVEN = 0
 """Number of no version: of tokens that the policy did not sample."""
@@ -51,7 +59,7 @@ class Exchange:
 
     rules: Rules
     prompt_ids: Ids[int]
-    key: SampleKey
+    key: SlotKey
     sample: Sample
     turn: Turn = FIRST
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +68,7 @@ class Exchange:
     last_answer: int = 0
     """Where the newest answer begins in `tokens`."""
 
-    def take(self, output: Output) -> Finish | None:
+    def take(self, output: TrajectoryUpdate) -> Finish | None:
         """Adds the end of the turn in hand; how the exchange ended, or None: `turn` is next."""
         assert output.whole is not None
         if self.turn.reply:
@@ -80,11 +88,11 @@ class Exchange:
         )
         return Group(self.key.prompt_ordinal, [*self.prompt_ids, *self.tokens], [sample])
 
-    def output(self, policy_number: int, *, finish: Finish | None = None) -> Output:
+    def output(self, policy_number: int, *, finish: Finish | None = None) -> TrajectoryUpdate:
         """The exchange as the stream's caller sees it: ended, or stopped, of which nothing goes on elsewhere."""
         done = finish is not None
         whole = Prefix(self.tokens, self.log_probs, self.spans) if done else Prefix([], [], [])
-        return Output(
+        return TrajectoryUpdate(
             key=self.key,
             attempt=self.sample.attempt,
             offset=0,

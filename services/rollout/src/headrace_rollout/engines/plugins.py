@@ -21,7 +21,7 @@ class TransformersOptions(Options):
 
 _DISTRIBUTIONS = ("top_p_after_others", "penalty_counts_prompt")
 TRANSFORMERS = Plugin(
-    "headrace_rollout.engines.transformers:build",
+    "headrace_rollout.engines.transformers.engine:build",
     TransformersOptions,
     description="continuous batching over transformers' models",
     features=(
@@ -36,14 +36,14 @@ TRANSFORMERS = Plugin(
     ),
 )
 VLLM = Plugin(
-    "headrace_rollout.engines.vllm.building:build",
+    "headrace_rollout.engines.hosted.building:build_vllm",
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
     features=("resume_from_prefix", "inflight_update", "tensor_parallel", *_DISTRIBUTIONS),
 )
 SGLANG = Plugin(
-    "headrace_rollout.engines.sglang.building:build",
+    "headrace_rollout.engines.hosted.building:build_sglang",
     options=SglangOptions,
     description="SGLang in processes of its own (extra headrace-rollout[sglang])",
     packages=("sglang",),

@@ -15,8 +15,10 @@ import torch
 from headrace_modelkit.robot.policy import Observation
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Decision:
     value: np.ndarray
 
 
-class RobotModel:
+class RobotModel(HeldModel):
     """A robot policy in float32; used from its holder's thread alone."""
 
     def __init__(self, config: AnyConfig, device: torch.device) -> None:
@@ -86,15 +88,16 @@ class RobotModel:
             for row in range(len(rows))
         ]
 
+    @override
     def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
-        """See HeldModel. On the CPU the views become the weights; a GPU gets a copy."""
+        """On the CPU the views become the weights; a GPU gets a copy."""
         start = time.perf_counter()
         self._memory.load(tensors, self.device)
         self.policy = policy
         return time.perf_counter() - start
 
+    @override
     def place(self, device: torch.device) -> None:
-        """See HeldModel."""
         if device == self.device:
             return
         self.free_memory()
@@ -102,12 +105,12 @@ class RobotModel:
         for module in self._module.modules():
             _move_buffers(module, device)
 
+    @override
     def take_memory(self) -> None:
-        """See HeldModel."""
         self._memory.take(self.device)
 
+    @override
     def free_memory(self) -> None:
-        """See HeldModel."""
         self.policy = None
         self._memory.free()
 

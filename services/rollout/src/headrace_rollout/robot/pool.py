@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
-from headrace_rollout.busy_time import BusyTime
+from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.robot.model import Decision
 
 MAX_OBSERVATION_BYTES = 1 << 28
@@ -222,7 +222,7 @@ class Pool:
                     tensor.data = await self._blobs.read(tensor.blob)
 
     async def video(self, environment: int) -> bytes:
-        """See `Environment.video`."""
+        """The MP4 file of an environment's episode. Raises as `Environment.video`."""
         request = simulator_pb2.RenderRequest(pool=self.name, environments=[environment], video=True)
         try:
             response = await self._stub.Render(request, timeout=RESET_S if deadlines_enabled() else None)

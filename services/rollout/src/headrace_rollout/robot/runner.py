@@ -18,7 +18,8 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.episodes import Episode
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.engines.base import Refused, SampleKey
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.robot.episode import Recording
 from headrace_rollout.robot.model import Decision, Row
 from headrace_rollout.robot.pool import Environment, EnvironmentLost, Outcome, Pool, PoolLost, arrays_of
@@ -30,7 +31,7 @@ from headrace_rollout.robot.views import Views
 class EpisodeSample:
     """One episode to run."""
 
-    key: SampleKey
+    key: SlotKey
     attempt: int
     start: rollout_pb2.EpisodeStart
     prompt_ids: tuple[int, ...] = ()
@@ -38,7 +39,7 @@ class EpisodeSample:
 
 
 @dataclass(frozen=True)
-class EpisodeOutput:
+class EndedEpisode:
     """A sample that ended: with its episode, with the reason for which it has none, or (neither) stopped."""
 
     sample: EpisodeSample
@@ -55,7 +56,7 @@ class Plan:
     seed: int
     environment: EnvironmentSection
     views: Views
-    sink: Callable[[EpisodeOutput], None]
+    sink: Callable[[EndedEpisode], None]
     failed: Callable[[ServiceError], None]
     pool_lost: Callable[[Pool], None]
     holds: Callable[[], bool]
@@ -90,7 +91,7 @@ class EpisodeRunner:
     def __init__(self, plan: Plan, pools: Sequence[Pool], decide: Decide[Row, Decision]) -> None:
         self._plan = plan
         self._queues: dict[str, _Queue] = {pool.task: _Queue() for pool in pools}
-        self._running: dict[asyncio.Task[EpisodeOutput], EpisodeSample] = {}
+        self._running: dict[asyncio.Task[EndedEpisode], EpisodeSample] = {}
         self._any_lost = False
         parts = [ActingTurns(decide) for _ in range(plan.environment.alternating)]
         self._tasks = [asyncio.create_task(self._watch(pool), name=f"watch {pool.name}") for pool in pools]
@@ -120,9 +121,9 @@ class EpisodeRunner:
             if accept and not self._any_lost:
                 self._queues[sample.start.task].put(sample)
             else:
-                self._plan.sink(EpisodeOutput(sample))
+                self._plan.sink(EndedEpisode(sample))
 
-    def stop(self, keys: Sequence[SampleKey] | None) -> int:
+    def stop(self, keys: Sequence[SlotKey] | None) -> int:
         """Stops samples (None: all), which come back as stopped; returns how many."""
         wanted = None if keys is None else set(keys)
         running = [task for task, sample in self._running.items() if wanted is None or sample.key in wanted]
@@ -137,7 +138,7 @@ class EpisodeRunner:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running, return_exceptions=True)
 
-    def _return_waiting(self, wanted: set[SampleKey] | None) -> int:
+    def _return_waiting(self, wanted: set[SlotKey] | None) -> int:
         count = 0
         for queue in self._queues.values():
             waiting = [queue.take() for _ in range(len(queue.samples))]
@@ -145,7 +146,7 @@ class EpisodeRunner:
                 assert sample is not None
                 if wanted is None or sample.key in wanted:
                     count += 1
-                    self._plan.sink(EpisodeOutput(sample))
+                    self._plan.sink(EndedEpisode(sample))
                 else:
                     queue.put(sample)
         return count
@@ -174,32 +175,32 @@ class EpisodeRunner:
         finally:
             self._end(episode)
 
-    def _end(self, episode: asyncio.Task[EpisodeOutput]) -> None:
+    def _end(self, episode: asyncio.Task[EndedEpisode]) -> None:
         """Sends what a sample came to, once: its episode, or that it was stopped."""
         sample = self._running.pop(episode, None)
         if sample is not None:
             stopped = not episode.done() or episode.cancelled()
             episode.cancel()
-            self._plan.sink(EpisodeOutput(sample) if stopped else episode.result())
+            self._plan.sink(EndedEpisode(sample) if stopped else episode.result())
 
     async def _episode(
         self, sample: EpisodeSample, environment: Environment, turns: ActingTurns
-    ) -> EpisodeOutput:
+    ) -> EndedEpisode:
         try:
             episode = await self._played(sample, environment, turns)
             video = await environment.video() if sample.start.record else b""
-            return EpisodeOutput(sample, episode, video=video)
+            return EndedEpisode(sample, episode, video=video)
         except EnvironmentLost as lost:
-            return EpisodeOutput(sample, failure=str(lost))
+            return EndedEpisode(sample, failure=str(lost))
         except (PoolLost, Refused, _NotHeld):  # Refused: the policy was released meanwhile
-            return EpisodeOutput(sample)
+            return EndedEpisode(sample)
         except ServiceError as error:
             self._plan.failed(error)
         except ValueError as error:
             self._plan.failed(_unfit(sample, error))
         except Exception as error:  # noqa: BLE001  # the stream would wait for this episode for ever
             self._plan.failed(_failed(sample, error))
-        return EpisodeOutput(sample)
+        return EndedEpisode(sample)
 
     async def _played(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Episode:
         plan = self._plan
@@ -220,7 +221,7 @@ class _NotHeld(Exception):
     """The stream's lease is not held: no further action is taken under it."""
 
 
-def chunk_seed(seed: int, key: SampleKey, chunk: int) -> int:
+def chunk_seed(seed: int, key: SlotKey, chunk: int) -> int:
     """What a chunk's noise is drawn from: of the run's seed and the place alone, 63 bits."""
     place = struct.pack("<4q", seed, key.prompt_ordinal, key.sample_index, chunk)
     return int(digest_bytes(place)[:16], 16) >> 1

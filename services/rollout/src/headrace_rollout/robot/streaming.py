@@ -14,10 +14,10 @@ from headrace_servicekit.rpc.episodes import Episode, encode_episode
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
-from headrace_rollout.engines.base import SampleKey
+from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.refusal import refusals
 from headrace_rollout.robot.pool import Pool
-from headrace_rollout.robot.runner import EpisodeOutput, EpisodeSample, Plan
+from headrace_rollout.robot.runner import EndedEpisode, EpisodeSample, Plan
 from headrace_rollout.runs.opened import RobotRun
 from headrace_rollout.streams.base import SampleStream, Serving
 from headrace_rollout.wire import duration_of, fill_key, invalid, sample_message
@@ -26,7 +26,7 @@ MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """A message holds one, and what is said beside it."""
 
 
-class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesResponse]):
+class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesResponse]):
     """The life of a RunEpisodes stream. A pool among its outputs was lost."""
 
     def __init__(self, run: RobotRun, opening: rollout_pb2.RunEpisodesOpen, serving: Serving) -> None:
@@ -64,12 +64,12 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
     async def _leave(self) -> None:
         await self._engine.leave(self._runner)
 
-    def _size(self, output: EpisodeOutput | Pool) -> int:
-        if not isinstance(output, EpisodeOutput) or output.episode is None:
+    def _size(self, output: EndedEpisode | Pool) -> int:
+        if not isinstance(output, EndedEpisode) or output.episode is None:
             return 0
         return episode_bytes(output.episode) + len(output.video)
 
-    def _respond(self, outputs: Sequence[EpisodeOutput | Pool]) -> rollout_pb2.RunEpisodesResponse | None:
+    def _respond(self, outputs: Sequence[EndedEpisode | Pool]) -> rollout_pb2.RunEpisodesResponse | None:
         response = rollout_pb2.RunEpisodesResponse(revoked=self._revoked)
         for output in outputs:
             if isinstance(output, Pool):
@@ -90,7 +90,7 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
             response.stages.add(stage=stage, wall_time=duration_of(seconds - self._told[stage]))
         self._told = now
 
-    def _add(self, response: rollout_pb2.RunEpisodesResponse, output: EpisodeOutput) -> None:
+    def _add(self, response: rollout_pb2.RunEpisodesResponse, output: EndedEpisode) -> None:
         sample = output.sample
         trajectory = self._finished(output)
         if trajectory is None:
@@ -111,7 +111,7 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
                 raise _too_large(size, sample)
             response.videos.add(sample=trajectory.sample, content=output.video)
 
-    def _finished(self, output: EpisodeOutput | Pool) -> common_pb2.Trajectory | None:
+    def _finished(self, output: EndedEpisode | Pool) -> common_pb2.Trajectory | None:
         if isinstance(output, Pool) or (output.episode is None and not output.failure):
             return None
         return trajectory_of(output, self._policy_number, self._serving.producer)
@@ -143,13 +143,13 @@ def samples_of(
         prompt_ids = encode(group.prompt.episode.instruction)
         for sample in group.samples:
             check_number("samples.sample_index", sample.sample_index)
-            key = SampleKey(group.prompt_ordinal, sample.sample_index)
+            key = SlotKey(group.prompt_ordinal, sample.sample_index)
             yield EpisodeSample(
                 key, sample.attempt, group.prompt.episode, prompt_ids, greedy or sample.greedy
             )
 
 
-def trajectory_of(output: EpisodeOutput, policy_number: int, producer: str) -> common_pb2.Trajectory:
+def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> common_pb2.Trajectory:
     """A finished output as a trajectory: the instruction's ids, if any, then the actions.
 
     Raises ServiceError TRAJECTORY_TOO_LARGE.

@@ -14,9 +14,10 @@ from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import RolloutConfig, reply_model
 from headrace_schema.sections.replying import ReplySection
 
-from headrace_rollout.engines.base import Distribution, Engine, EngineConfig, Weights
+from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.conversing import ConversingEngine
 from headrace_rollout.engines.exchange import Rules
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.runs.policy_files import read_policy
 from headrace_rollout.wire import weights_of
 

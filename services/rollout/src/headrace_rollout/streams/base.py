@@ -16,6 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
 
 from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.moving import MovedCaches
@@ -105,8 +106,8 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         """The trajectory of an output that finished."""
 
     @property
+    @override
     def lease_epoch(self) -> int:
-        """See `LiveStream`."""
         return self._header.lease_epoch
 
     def _holds(self) -> bool:
@@ -122,8 +123,8 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
             )
         )
 
+    @override
     async def revoke(self) -> None:
-        """See `LiveStream`."""
         self._revoking = True
         await self._abort()
         self._inbox.put_nowait(Revoked())

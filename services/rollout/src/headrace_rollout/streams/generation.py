@@ -10,10 +10,12 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
 
 from headrace_rollout.config import WAITING_SAMPLES
-from headrace_rollout.engines.base import Output, prefills_of
+from headrace_rollout.engines.base import prefills_of
 from headrace_rollout.engines.conversing import ConversingEngine
+from headrace_rollout.engines.samples import TrajectoryUpdate
 from headrace_rollout.refusal import refusals
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.streams.base import SampleStream, Serving
@@ -32,7 +34,7 @@ _POLL_S = 0.02
 _TOKEN_BYTES = 8
 
 
-Produced = Output | rollout_pb2.LostReplier
+Produced = TrajectoryUpdate | rollout_pb2.LostReplier
 
 
 class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
@@ -47,7 +49,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         def put(item: list[Produced] | ServiceError) -> None:
             loop.call_soon_threadsafe(self._inbox.put_nowait, item)
 
-        def sink(outputs: list[Output]) -> None:
+        def sink(outputs: list[TrajectoryUpdate]) -> None:
             put([*outputs])
 
         self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
@@ -81,8 +83,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         with refusals():
             await self._engine.submit(self._stream, groups)
 
+    @override
     async def revoke(self) -> None:
-        """See `LiveStream`."""
         self._stream.moving.set()
         await super().revoke()
 
@@ -96,14 +98,14 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             await self._repliers.close()
 
     def _size(self, output: Produced) -> int:
-        if not isinstance(output, Output):
+        if not isinstance(output, TrajectoryUpdate):
             return 0
         return _TOKEN_BYTES * (len(output.prompt_ids) + len(output.token_ids))
 
     def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
         response = rollout_pb2.GenerateResponse(revoked=self._revoked)
         for output in outputs:
-            if not isinstance(output, Output):
+            if not isinstance(output, TrajectoryUpdate):
                 response.lost_repliers.append(output)
                 self._reading = False
                 continue
@@ -141,13 +143,13 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             response.prefills.add(began_ago=duration_of(self._told - start), lasted=duration_of(end - start))
 
     def _finished(self, output: Produced) -> common_pb2.Trajectory | None:
-        if not isinstance(output, Output) or output.finish is None:
+        if not isinstance(output, TrajectoryUpdate) or output.finish is None:
             return None
         trajectory = common_pb2.Trajectory()
         self._fill(trajectory, output)
         return trajectory
 
-    def _fill(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
+    def _fill(self, trajectory: common_pb2.Trajectory, output: TrajectoryUpdate) -> None:
         """Fills the trajectory of a finished output where it stands."""
         fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer)
 

@@ -16,11 +16,12 @@ from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
 
-from headrace_rollout.engines.base import Finish, Group, Output, Prefix, Refused, SampleKey, Stream
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.wire import FINISH_REASONS, distribution_message, invalid
 
 FINISHES = {reason: finish for finish, reason in FINISH_REASONS.items()}
-Waiting = tuple[SampleKey, int]
+Waiting = tuple[SlotKey, int]
 """A sample that is at a replier, and its attempt."""
 Lost = Callable[[rollout_pb2.LostReplier], None]
 
@@ -43,7 +44,7 @@ class Repliers:
                 raise Refused("NO_REPLIER", "; ".join(each.reason for each in self._repliers))
             min(live, key=lambda each: each.asked).ask(stream, group)
 
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         """Ends the turns of a stream (None: of all); single samples end there by themselves. Returns how many."""
         if keys is not None:
             return 0
@@ -119,7 +120,7 @@ class _Turn:
     def ask(self, group: Group) -> None:
         """Sends a group."""
         for sample in group.samples:
-            self.waiting[SampleKey(group.prompt_ordinal, sample.sample_index), sample.attempt] = group
+            self.waiting[SlotKey(group.prompt_ordinal, sample.sample_index), sample.attempt] = group
         self._groups.put_nowait(group)
 
     def end(self) -> int:
@@ -151,7 +152,7 @@ class _Turn:
     def _take(self, response: rollout_pb2.GenerateResponse) -> None:
         outputs = []
         for chunk in response.chunks:
-            key = SampleKey(chunk.sample.prompt_ordinal, chunk.sample.sample_index)
+            key = SlotKey(chunk.sample.prompt_ordinal, chunk.sample.sample_index)
             group = self.waiting.pop((key, chunk.attempt), None) if chunk.HasField("finished") else None
             if group is not None:
                 outputs.append(self._output((key, chunk.attempt), group, _sampled(chunk.finished), chunk))
@@ -166,13 +167,13 @@ class _Turn:
         group: Group,
         ids: Sequence[int],
         chunk: common_pb2.TrajectoryChunk | None = None,
-    ) -> Output:
+    ) -> TrajectoryUpdate:
         """A reply that is whole, or one that was stopped; nobody reads its log-probs."""
         key, attempt = waiting
         finish = None if chunk is None else FINISHES.get(chunk.finished.finish_reason, Finish.ERROR)
         number = 0 if chunk is None else chunk.policy_number
         whole = Prefix(ids, [0.0] * len(ids), [(number, len(ids))] if ids else [])
-        return Output(
+        return TrajectoryUpdate(
             key,
             attempt,
             0,

@@ -53,9 +53,9 @@ class Rank:
     `reader`, `collect` and `contributed` are set by the leader before the round that uses them.
     """
 
-    def __init__(self, config: TrainerConfig, trainer_group: TrainerGroup) -> None:
+    def __init__(self, config: TrainerConfig, ranks: TrainerGroup) -> None:
         self.config = config
-        self.trainer_group = trainer_group
+        self.ranks = ranks
         self.algorithm: Algorithm = run_algorithm(config)
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
@@ -77,7 +77,7 @@ class Rank:
         return self._backend is not None
 
     def _new_backend(self) -> Backend:
-        return run_backend(self.config, self.algorithm, self.trainer_group)
+        return run_backend(self.config, self.algorithm, self.ranks)
 
     def check_state(self, reader: StateReader) -> None:
         """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
@@ -95,7 +95,7 @@ class Rank:
         host = host_memory()
         # What is loaded already is dropped before anything is loaded anew.
         check_room(plan.host, Room("host memory", host.available + resident_bytes(), host.total))
-        if (device := self.trainer_group.device).type != "cpu":
+        if (device := self.ranks.device).type != "cpu":
             free = free_bytes(device) + used_bytes(device)
             check_room(plan.device, Room("GPU memory", free, total_bytes(device)))
         return plan
@@ -103,7 +103,7 @@ class Rank:
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         if header.kind == "micro":
-            if not self.trainer_group.leads:
+            if not self.ranks.leads:
                 self.algorithm.load_state(header.algorithm_state)
             return self.backend.micro(header.work[self.backend.replica]).finite
         if header.kind == "check":
@@ -195,13 +195,13 @@ class Rank:
         """The columns of each replica's rows, by replica."""
         own = self.backend.replica
         found = self.backend.infer(header.work[own], header.columns)
-        bodies = self.trainer_group.gather(msgspec.msgpack.encode((own, found)))
+        bodies = self.ranks.gather(msgspec.msgpack.encode((own, found)))
         by_replica = dict(msgspec.msgpack.decode(body, type=tuple[int, list[Columns]]) for body in bodies)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, header: Round) -> list[EpisodeScores]:
         found = self._episodes.read(header.episodes)
-        bodies = self.trainer_group.gather(msgspec.msgpack.encode(found))
+        bodies = self.ranks.gather(msgspec.msgpack.encode(found))
         return [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
 
     @property
@@ -218,7 +218,7 @@ class Rank:
             pass
 
     def _snapshot(self) -> Copies | None:
-        leads = self.trainer_group.leads
+        leads = self.ranks.leads
         weights = {name: tensor.clone() for name, tensor in self.backend.weights() if leads}
         optimizer = {name: tensor.clone() for name, tensor in self.backend.moments() if leads}
         if not leads:

@@ -96,14 +96,14 @@ class Rounds:
 
     def __init__(
         self,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         execute: Callable[[Round], object],
         *,
         holds_lease: Callable[[], bool],
         release: Callable[[], None],
         deadlines: bool = True,
     ) -> None:
-        self.trainer_group = trainer_group
+        self.ranks = ranks
         self.gave_back = False
         """This rank has suspended: all ranks `release` before the next governed round, which gathers on all or none."""
         self._execute = execute
@@ -121,20 +121,20 @@ class Rounds:
         Raises RoundLost when a rank is gone, and Quiesced when one's lease has lapsed: then nobody began.
         """
         self._number += 1
-        header = Round(generation=self.trainer_group.generation, number=self._number, kind=kind, **fields)
+        header = Round(generation=self.ranks.generation, number=self._number, kind=kind, **fields)
         with self.between, self._deadline(header):
             with _watching(header):
-                self.trainer_group.announce(_ENCODER.encode(header))
+                self.ranks.announce(_ENCODER.encode(header))
                 return self._take_part(header)
 
     def follow(self) -> None:
         """Does what the leader announces until it says leave. Raises RoundLost when the leader is gone."""
         while True:
             try:
-                data = self.trainer_group.announce(None)
+                data = self.ranks.announce(None)
             except RuntimeError as error:
                 raise RoundLost(
-                    f"the leader of generation {self.trainer_group.generation} is gone: {error}"
+                    f"the leader of generation {self.ranks.generation} is gone: {error}"
                 ) from error
             header = _DECODER.decode(data)
             if header.kind == "leave":
@@ -144,7 +144,7 @@ class Rounds:
 
     def _take_part(self, header: Round) -> object:
         if header.kind in GOVERNED:
-            votes = self.trainer_group.votes(self._holds_lease(), self.gave_back)
+            votes = self.ranks.votes(self._holds_lease(), self.gave_back)
             if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
                 raise Quiesced(
                     f"round {header.number} ({header.kind}) was not begun: the lease of rank "
@@ -161,7 +161,7 @@ class Rounds:
             yield
             return
         limit = DEADLINES_S.get(header.kind, DEADLINE_S)
-        self._watchdog.watch(limit, (header, self.trainer_group.rank, limit))
+        self._watchdog.watch(limit, (header, self.ranks.rank, limit))
         try:
             yield
         finally:

@@ -53,7 +53,7 @@ class HelperRun(HeldRun):
         """Raises what `help` would, but for another model: before weights are taken for it."""
         check_helped(self._rank.algorithm)
         leads = self.state.version is not None or self._carried is not None
-        if self._rank.trainer_group.world_size > 1 or (leads and not self._helps):
+        if self._rank.ranks.world_size > 1 or (leads and not self._helps):
             raise conflict(
                 "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
             )

@@ -7,20 +7,22 @@ the log before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.devices.fitting import Fitting
-from headrace_coordinator.domain.devices.room import least_room
 from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUN
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import State
 
 PATIENCE_QUANTA = 10
 """A run that has waited so many of its quanta comes first, whatever its priority."""
+
+Offers = Mapping[str, Sequence[Grant | None]]
+"""Id of a run → what it may hold in place of its grant, from the most to the least; None, the last: nothing."""
 
 
 class Gift(msgspec.Struct, frozen=True):
@@ -212,3 +214,41 @@ class _Planner:
             smaller = (self.regroup(other, other.grant, ranks, fair=True) for ranks in reversed(sizes))
             offers += [grant for grant in smaller if isinstance(grant, Grant)]
         return [*offers, None] if before else offers
+
+
+def least_room(
+    grants: Mapping[str, Grant], offers: Offers, fits: Callable[[dict[str, Grant]], bool]
+) -> dict[str, Grant | None]:
+    """Id of each run that leaves something → what it keeps; empty where no offers let the waiting run start.
+
+    Smaller groups are taken before whole runs, and each in the order of `offers`.
+    """
+    left: dict[str, Grant | None] = {}
+    for whole in (False, True):
+        for name, kept in offers.items():
+            least = [grant for grant in kept if whole or grant is not None][-1:]
+            if not least or (whole and least[0] is not None):
+                continue
+            left[name] = least[0]
+            if fits(_beside(grants, left)):
+                return _most_kept(grants, offers, left, fits)
+    return {}
+
+
+def _most_kept(
+    grants: Mapping[str, Grant],
+    offers: Offers,
+    left: dict[str, Grant | None],
+    fits: Callable[[dict[str, Grant]], bool],
+) -> dict[str, Grant | None]:
+    """Each run keeps the most with which the waiting one still fits; those that would leave everything first."""
+    for name in sorted(left, key=lambda name: left[name] is not None):
+        for kept in (grants[name], *offers[name]):
+            if fits(_beside(grants, left | {name: kept})):
+                left[name] = kept
+                break
+    return {name: kept for name, kept in left.items() if kept != grants[name]}
+
+
+def _beside(grants: Mapping[str, Grant], left: Mapping[str, Grant | None]) -> dict[str, Grant]:
+    return {name: grant for name, grant in {**grants, **left}.items() if grant is not None}

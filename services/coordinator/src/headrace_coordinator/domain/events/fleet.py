@@ -82,18 +82,3 @@ class KeyUsed(Event, frozen=True, kw_only=True):
     key: str
     body: str
     resource: str
-
-
-FleetEvent = (
-    CoordinatorStarted
-    | EpochRaised
-    | InstanceRegistered
-    | InstanceDraining
-    | InstanceLost
-    | LeaseGranted
-    | LeaseHeld
-    | LeaseRevoking
-    | LeaseEnded
-    | KeyUsed
-)
-"""All of them."""

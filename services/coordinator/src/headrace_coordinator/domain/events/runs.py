@@ -81,7 +81,7 @@ class TrainerGroupFormed(RunEvent, frozen=True, kw_only=True):
     """Trainer instances, by rank, form a trainer group."""
 
     generation: int
-    members: list[str]
+    trainers: list[str]
 
 
 class NumberBurnt(RunEvent, frozen=True, kw_only=True):
@@ -214,32 +214,3 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     """Something worth telling the run's user."""
 
     text: str
-
-
-LifeEvent = (
-    RunSubmitted
-    | RunIntentChanged
-    | RunStateChanged
-    | RunArchived
-    | RunAdmitted
-    | RanksWanted
-    | TrainersChanged
-    | RunReleased
-    | TrainerGroupFormed
-    | NumberBurnt
-    | VersionRestored
-    | PlanAdopted
-    | PlanProposed
-    | PolicyFitted
-    | Evaluated
-    | EvaluationProgressed
-    | SuiteEvaluated
-    | CheckpointSaved
-    | CheckpointFailed
-    | CheckpointSetAside
-    | DatasetOpened
-    | ModelExported
-    | RunRecovering
-    | Noted
-)
-"""All of them."""

@@ -134,19 +134,3 @@ class StepAborted(RunEvent, frozen=True, kw_only=True):
     step: int
     attempt: int
     reason: str
-
-
-StepEvent = (
-    StepOpened
-    | SlotsAssigned
-    | SlotsFinished
-    | SlotsReturned
-    | GroupsSettled
-    | GroupsAccumulated
-    | GroupDropped
-    | StepRefilled
-    | StepCommitted
-    | StepSkipped
-    | StepAborted
-)
-"""All of them."""

@@ -1,6 +1,6 @@
 """`placement.mode: auto`: measures the run's own steps, and says when the placement should change.
 
-Which layout is faster is decided in `planner/placements/choosing.py`, how devices change hands in `placement.py`.
+Which layout is faster is decided in `headrace_planner.placements.choosing`, how devices change hands in `placement.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Autoplan:
 
     def observe(self, view: StepView | None, learned_after_s: float = 0.0) -> None:
         """A step has ended; None: it was skipped. `learned_after_s`: of its learning, after the last answer."""
-        moved_s, self._moved_s = self._moved_s, self._context.placement.moved_s
+        moved_s, self._moved_s = self._moved_s, self._context.leases.moved_s
         if not self._window or view is None:
             return
         if self._settling:
@@ -221,7 +221,7 @@ class Autoplan:
 
     @property
     def _style(self) -> Style:
-        return style_of(self._context.placement.section)
+        return style_of(self._context.workers.section)
 
     @property
     def _layout(self) -> Layout:

@@ -153,9 +153,9 @@ class _Server:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[call["tag"]]), None)
 
     async def _until_flushed(self) -> None:
-        give_up_at = asyncio.get_running_loop().time() + IDLE_S
+        deadline = asyncio.get_running_loop().time() + IDLE_S
         while not (found := await self._manager.flush_cache()).success:
-            if asyncio.get_running_loop().time() > give_up_at:
+            if asyncio.get_running_loop().time() > deadline:
                 raise Failed(f"the prefix cache was not flushed within {IDLE_S:g} s: {found.message}")
             await asyncio.sleep(_POLL_S)
 

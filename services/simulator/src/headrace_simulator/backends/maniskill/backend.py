@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headrace_servicekit.registry import Options
+from typing_extensions import override
 
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
@@ -46,8 +47,8 @@ class ManiSkillBackend:
         """The tasks' names; some of them need assets that no package brings."""
         return sorted(self._tasks)
 
+    @override
     def perturbations(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """See `Backend`."""
         found: Mapping[str, Mapping[str, Any]] = self._plates.perturbations(name)
         return found
 

@@ -43,10 +43,10 @@ class FsdpBackend(FsdpModels):
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: FsdpOptions | None = None,
     ) -> None:
-        super().__init__(config, algorithm, trainer_group, options)
+        super().__init__(config, algorithm, ranks, options)
         self._figures = TokenFigures()
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         self._contributed: dict[str, Tensor] = {}
@@ -60,15 +60,15 @@ class FsdpBackend(FsdpModels):
     def warm_up(self) -> WarmUp:
         """See `Backend`."""
         warmup = self._config.trainer.warmup
-        batches = SupervisedBatches(self._config, self._trainer_group.rank, self._trainer_group.world_size)
+        batches = SupervisedBatches(self._config, self._ranks.rank, self._ranks.world_size)
         optimizer = self._new_optimizer()
         for step in range(warmup.steps):
             work, tokens = batches.step(step, shared=self.shares_prefixes)
-            rounds = int(self._trainer_group.maximum({"rounds": float(len(work))})["rounds"])
+            rounds = int(self._ranks.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 rows = work[index] if index < len(work) else []
                 self._backward(rows, supervised)
-            self._apply(optimizer, self._trainer_group.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
+            self._apply(optimizer, self._ranks.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
         self.zero()
         self._same_as_policy()
         return WarmUp(warmup.steps)
@@ -97,7 +97,7 @@ class FsdpBackend(FsdpModels):
             self.warm_up()
         if trainer.lora is None or trainer.reference is not None:
             weights = dict(self._sharded.weights()) if warmed else None
-            self._reference = Reference(self._config, self._trainer_group, weights)
+            self._reference = Reference(self._config, self._ranks, weights)
         else:
             adapters = self._sharded.adapters() if warmed else ()
             self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}
@@ -139,8 +139,8 @@ class FsdpBackend(FsdpModels):
     def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
         """See `Backend`."""
         norm, critic_norm = self._apply(self._adamw, denominator, learning_rate, critic_rate)
-        sums = self._trainer_group.sum(self._figures.sums())
-        maxima = self._trainer_group.maximum(self._figures.maxima())
+        sums = self._ranks.sum(self._figures.sums())
+        maxima = self._ranks.maximum(self._figures.maxima())
         self._figures = TokenFigures()
         finite = math.isfinite(norm + critic_norm)
         return CommitReport(finite, norm, sums, maxima, critic_norm)
@@ -222,7 +222,7 @@ class FsdpBackend(FsdpModels):
         log_probs_K, entropy_K, _ = found_K
         loss = loss_of(found_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
-        if not self._trainer_group.all_true(finite):
+        if not self._ranks.all_true(finite):
             return None
         self._dirty = True
         torch.autograd.backward(loss)
@@ -260,4 +260,4 @@ class FsdpBackend(FsdpModels):
     def _global_norm(self, gradients: dict[str, Tensor]) -> float:
         norms = torch._foreach_norm(list(gradients.values()))
         own = torch.stack(norms).double().square().sum().item()
-        return math.sqrt(self._trainer_group.sum({"square": own})["square"])
+        return math.sqrt(self._ranks.sum({"square": own})["square"])

@@ -54,13 +54,13 @@ class FsdpModels:
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: FsdpOptions | None = None,
     ) -> None:
         self._config = config
         self._options = options or FsdpOptions()
         self._algorithm = algorithm
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
@@ -80,12 +80,12 @@ class FsdpModels:
     @property
     def replicas(self) -> int:
         """See `Backend`: each rank computes with whole layers."""
-        return self._trainer_group.world_size
+        return self._ranks.world_size
 
     @property
     def replica(self) -> int:
         """See `Backend`."""
-        return self._trainer_group.rank
+        return self._ranks.rank
 
     @property
     def shares_prefixes(self) -> bool:
@@ -97,14 +97,14 @@ class FsdpModels:
         return plan_memory(
             self._config,
             self._algorithm,
-            self._trainer_group.world_size,
+            self._ranks.world_size,
             reshard=self._options.reshard_micro_batches,
-            on_gpu=self._trainer_group.device.type != "cpu",
+            on_gpu=self._ranks.device.type != "cpu",
         )
 
     def load_initial(self) -> None:
         """See `Backend`."""
-        self._shard(self._read_model(), self._load_critic(weights=self._trainer_group.leads))
+        self._shard(self._read_model(), self._load_critic(weights=self._ranks.leads))
 
     def check_state(self, reader: StateReader) -> None:
         """See `Backend`."""
@@ -122,9 +122,7 @@ class FsdpModels:
             for name, tensor in critic.tensors():
                 tensor.data.copy_(reader.critic_weight(f"{CRITIC}{name}"))
         self._shard(model, critic)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = int(self._ranks.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
         if steps:
             moments = {
                 kind: {
@@ -201,7 +199,7 @@ class FsdpModels:
 
     def suspend(self) -> int:
         """See `Backend`. Everything goes to host memory; on the host, what can be made again is dropped."""
-        device = self._trainer_group.device
+        device = self._ranks.device
         if device.type == "cpu":
             self._sharded.release()
             return give_back_if_short()
@@ -213,7 +211,7 @@ class FsdpModels:
 
     def wake(self) -> None:
         """See `Backend`."""
-        device = self._trainer_group.device
+        device = self._ranks.device
         if device.type != "cpu":
             self.move(lambda tensor: tensor.to(device))
 
@@ -228,7 +226,7 @@ class FsdpModels:
 
     def _read_model(self) -> PreTrainedModel:
         """The configured model as the leader reads it, its own weights frozen where adapters learn."""
-        section, leads = self._config.model, self._trainer_group.leads
+        section, leads = self._config.model, self._ranks.leads
         model = load_model(section, weights=leads)
         if self._lora:
             self._base_facts = base_facts(self._config, model) if leads else None
@@ -255,17 +253,17 @@ class FsdpModels:
         for module in [model, critic] if critic else [model]:
             _float_what_learns(module)
         for _, tensor in [*state_tensors(model), *(critic.tensors() if critic else ())]:
-            self._trainer_group.share(tensor.data)
+            self._ranks.share(tensor.data)
         if self._config.trainer.gradient_checkpointing:
             for body in bodies:
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._trainer_group.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
         self._model = ShardedModel(
             model,
-            self._trainer_group,
+            self._ranks,
             None if self._lora else self._dtype,
             reshard=self._options.reshard_micro_batches,
             critic=critic,
@@ -280,7 +278,7 @@ class FsdpModels:
         return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
 
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
-        anchor = torch.zeros((), device=self._trainer_group.device)
+        anchor = torch.zeros((), device=self._ranks.device)
         found: Forward = self._sharded.policy(batch, self._temperature(), anchor, values=values)
         return found
 
@@ -304,7 +302,7 @@ class FsdpModels:
         if self._reference is not None:
             return self._reference.log_probs(batch)
         initial = self._initial_adapters or {}
-        placed = {name: tensor.to(self._trainer_group.device) for name, tensor in initial.items()}
+        placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
         with torch.no_grad(), standing_in(self._sharded.model, placed):
             return self._forward(batch, values=False)[0]
 
@@ -314,7 +312,7 @@ class FsdpModels:
 
     def _pack(self, rows: Rows) -> MicroBatch:
         by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
-        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._trainer_group.device)
+        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._ranks.device)
 
     @property
     def _lora(self) -> LoraSection | None:

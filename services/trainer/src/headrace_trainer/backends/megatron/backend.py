@@ -37,10 +37,10 @@ class MegatronBackend(MegatronModels):
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: MegatronOptions,
     ) -> None:
-        super().__init__(config, algorithm, trainer_group, options)
+        super().__init__(config, algorithm, ranks, options)
         self._figures = TokenFigures()
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
 
@@ -51,11 +51,11 @@ class MegatronBackend(MegatronModels):
         optimizer = self._new_optimizer()
         for step in range(warmup.steps):
             work, tokens = batches.step(step, shared=False)
-            rounds = int(self._trainer_group.maximum({"rounds": float(len(work))})["rounds"])
+            rounds = int(self._ranks.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 self._backward(work[index] if index < len(work) else [], supervised)
             own = tokens if self._groups.speaks else 0
-            self._apply(optimizer, self._trainer_group.sum({"tokens": float(own)})["tokens"], warmup.lr)
+            self._apply(optimizer, self._ranks.sum({"tokens": float(own)})["tokens"], warmup.lr)
         self.zero()
         return WarmUp(warmup.steps)
 
@@ -101,8 +101,8 @@ class MegatronBackend(MegatronModels):
     def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
         """See `Backend`."""
         norm = self._apply(self._adamw, denominator, learning_rate)
-        sums = self._trainer_group.sum(self._figures.sums())
-        maxima = self._trainer_group.maximum(self._figures.maxima())
+        sums = self._ranks.sum(self._figures.sums())
+        maxima = self._ranks.maximum(self._figures.maxima())
         self._figures = TokenFigures()
         return CommitReport(math.isfinite(norm), norm, sums, maxima)
 
@@ -154,7 +154,7 @@ class MegatronBackend(MegatronModels):
                 finite = finite and bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
                 # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.
                 losses.append(loss / self._layout.context)
-        if not self._trainer_group.all_true(finite):
+        if not self._ranks.all_true(finite):
             return False
         self._pipeline.backward(passed, losses)
         return True
@@ -175,4 +175,4 @@ class MegatronBackend(MegatronModels):
         gradients = self._model.shards.gradients()
         norms = torch._foreach_norm([gradients[name] for name in self._model.counted])
         own = torch.stack(norms).double().square().sum().item()
-        return math.sqrt(self._trainer_group.sum({"square": own})["square"])
+        return math.sqrt(self._ranks.sum({"square": own})["square"])

@@ -53,14 +53,14 @@ class MegatronModels:
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: MegatronOptions,
     ) -> None:
         self._config = config
         self._algorithm = algorithm
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         self._options = options
-        self._layout = Layout.of(options, trainer_group.world_size)
+        self._layout = Layout.of(options, ranks.world_size)
         self._settings = Settings(
             DTYPES[config.model.dtype], options.sequence_parallel, config.trainer.gradient_checkpointing
         )
@@ -77,17 +77,17 @@ class MegatronModels:
     @property
     def replica(self) -> int:
         """See `Backend`."""
-        return self._layout.replica(self._trainer_group.rank)
+        return self._layout.replica(self._ranks.rank)
 
     def memory_plan(self) -> MemoryPlan:
         """See `Backend`."""
         return plan_memory(
-            self._config, self._algorithm, self._layout, on_gpu=self._trainer_group.device.type != "cpu"
+            self._config, self._algorithm, self._layout, on_gpu=self._ranks.device.type != "cpu"
         )
 
     def load_initial(self) -> None:
         """See `Backend`."""
-        model = load_model(self._config.model) if self._trainer_group.leads else None
+        model = load_model(self._config.model) if self._ranks.leads else None
         self._build()
         self._model.load(dict(state_tensors(model)).__getitem__ if model is not None else None)
 
@@ -99,9 +99,7 @@ class MegatronModels:
         """See `Backend`."""
         self._build()
         self._model.load(reader.weight if reader else None)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = int(self._ranks.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
         if steps:
             self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
 
@@ -116,7 +114,7 @@ class MegatronModels:
                 self.load_initial()
                 self.warm_up()
             warmed = dict(self.weights())
-        self._reference = Reference(self._config, self._trainer_group, self._join(), self._settings, warmed)
+        self._reference = Reference(self._config, self._ranks, self._join(), self._settings, warmed)
 
     def warm_up(self) -> WarmUp:
         """See `Backend`."""
@@ -158,7 +156,7 @@ class MegatronModels:
 
     def suspend(self) -> int:
         """See `Backend`. Everything goes to host memory; on the host there is nothing that can be made again."""
-        device = self._trainer_group.device
+        device = self._ranks.device
         if device.type == "cpu":
             return give_back_if_short()
         before = used_bytes(device)
@@ -169,7 +167,7 @@ class MegatronModels:
 
     def wake(self) -> None:
         """See `Backend`."""
-        device = self._trainer_group.device
+        device = self._ranks.device
         if device.type != "cpu":
             self.move(lambda tensor: tensor.to(device))
 
@@ -185,11 +183,11 @@ class MegatronModels:
         """A model and an optimizer whose values are not set yet."""
         groups = self._join()
         architecture = read_architecture(self._config.model)
-        model = ParallelModel(architecture, self._trainer_group, groups, self._settings)
+        model = ParallelModel(architecture, self._ranks, groups, self._settings)
         self._loaded = _Policy(groups, model, Pipeline(model), _new_optimizer(self._config, model))
 
     def _join(self) -> Groups:
-        return join_groups(self._trainer_group, self._layout, self._config.seed)
+        return join_groups(self._ranks, self._layout, self._config.seed)
 
     def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
         shards = self._model.shards
@@ -205,7 +203,7 @@ class MegatronModels:
         wanted = self._options.pipeline_micro_batches or (2 * stages if stages > 1 else 1)
         size = -(-len(rows) // wanted)
         return [
-            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._trainer_group.device)
+            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._ranks.device)
             for first in range(0, len(rows), size or 1)
         ]
 
@@ -216,7 +214,7 @@ class MegatronModels:
             if self._groups.last_stage:
                 log_probs_K, _ = model.log_probs(part.hidden, part.batch, self._temperature)
             else:
-                log_probs_K = torch.empty(len(part.batch.index_K), device=self._trainer_group.device)
+                log_probs_K = torch.empty(len(part.batch.index_K), device=self._ranks.device)
             found.append(log_probs_K)
         whole_K = torch.cat(found)
         self._groups.share_from_last_stage(whole_K)

@@ -65,12 +65,10 @@ class RobotBackend:
     reference: ReferenceFacts | None = None
     reference_bytes = 0
 
-    def __init__(
-        self, config: TrainerConfig, algorithm: EpisodeAlgorithm, trainer_group: TrainerGroup
-    ) -> None:
+    def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, ranks: TrainerGroup) -> None:
         self._config = config
         self._algorithm = algorithm
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         self._figures = TokenFigures()
         self._read: dict[EpisodeKey, Chunks] = {}
         self._chunks: Chunks | None = None
@@ -85,12 +83,12 @@ class RobotBackend:
     @property
     def replicas(self) -> int:
         """See `Backend`."""
-        return self._trainer_group.world_size
+        return self._ranks.world_size
 
     @property
     def replica(self) -> int:
         """See `Backend`."""
-        return self._trainer_group.rank
+        return self._ranks.rank
 
     # The step's episodes
 
@@ -98,9 +96,7 @@ class RobotBackend:
         """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
         for data in episodes:
             self._read[data.key] = read_chunks(data)
-        return [
-            self._score(data) for data in episodes[self._trainer_group.rank :: self._trainer_group.world_size]
-        ]
+        return [self._score(data) for data in episodes[self._ranks.rank :: self._ranks.world_size]]
 
     def credit(self, data: CreditData) -> None:
         """Lays out the named episodes for learning, with what their chunks are worth."""
@@ -112,7 +108,7 @@ class RobotBackend:
         assert self._chunks is not None and self._credits is not None
         finite, size = True, self._micro_batch(self._chunks.observation)
         for index in torch.split(torch.tensor(chunks, dtype=torch.long), size):
-            taken = self._chunks.take(index, self._trainer_group.device)
+            taken = self._chunks.take(index, self._ranks.device)
             found = self._policy.evaluate(taken.observation, taken.sampled)
             batch = units(found, self._credits, index, self._algorithm.level)
             sums = self._algorithm.loss(batch)
@@ -121,7 +117,7 @@ class RobotBackend:
             self._figures.add(sums, batch)
             assert batch.entropy_K is not None
             self._figures.add_entropy(batch.entropy_K.detach())
-        return MicroReport(self._trainer_group.all_true(finite))
+        return MicroReport(self._ranks.all_true(finite))
 
     def end_episodes(self, *, learned: bool) -> None:
         """Forgets the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
@@ -129,7 +125,7 @@ class RobotBackend:
         if learned and normalizer is not None and self._chunks is not None:
             seen = self._chunks.observation.state_BS
             assert seen is not None
-            normalizer.update(seen.to(self._trainer_group.device))
+            normalizer.update(seen.to(self._ranks.device))
         self._read, self._chunks, self._credits = {}, None, None
 
     @torch.no_grad()
@@ -137,7 +133,7 @@ class RobotBackend:
         """Episode by episode: what else is read makes no difference to the last bit."""
         chunks, final = self._read[data.key], read_final(data)
         parts = torch.split(torch.arange(len(chunks.valid_NC)), self._micro_batch(chunks.observation))
-        taken = [chunks.take(index, self._trainer_group.device) for index in parts]
+        taken = [chunks.take(index, self._ranks.device) for index in parts]
         found = [self._policy.evaluate(each.observation, each.sampled) for each in taken]
         value = 0.0 if final is None else self._final_value(final, chunks)
         return EpisodeScores(
@@ -151,7 +147,7 @@ class RobotBackend:
         """The critic's value of an observation; the actions that are scored with it do not matter."""
         drawn = {name: value[:1] for name, value in chunks.sampled.items()}
         taken = Chunks(final, drawn, chunks.valid_NC[:1]).take(
-            torch.zeros(1, dtype=torch.long), self._trainer_group.device
+            torch.zeros(1, dtype=torch.long), self._ranks.device
         )
         return float(self._policy.evaluate(taken.observation, taken.sampled).values_B[0])
 
@@ -186,8 +182,8 @@ class RobotBackend:
                 gradient.mul_(critic_clip / clip)
             self._adamw.step(gradients, denominator / clip, learning_rate, critic_rate)
         sums, maxima = (
-            self._trainer_group.sum(self._figures.sums()),
-            self._trainer_group.maximum(self._figures.maxima()),
+            self._ranks.sum(self._figures.sums()),
+            self._ranks.maximum(self._figures.maxima()),
         )
         self.zero()
         return CommitReport(finite, norm, sums, maxima, critic_norm)
@@ -203,7 +199,7 @@ class RobotBackend:
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those of all ranks, added up; this rank's own stay as they are, and are given where there is no other."""
-        alone = self._trainer_group.world_size == 1
+        alone = self._ranks.world_size == 1
         found = {
             name: torch.zeros_like(parameter.data)
             if parameter.grad is None
@@ -239,11 +235,7 @@ class RobotBackend:
             weights = sum(parameter.numel() for parameter in config.build(0).parameters())
         state = {"masters": weights * FP32, "moments": 2 * weights * FP32, "gradients": 2 * weights * FP32}
         hold = {"hold": 3 * weights * FP32 if self._algorithm.passes.several else 0}
-        return (
-            MemoryPlan(state | hold, {})
-            if self._trainer_group.device.type == "cpu"
-            else MemoryPlan(hold, state)
-        )
+        return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
 
     def load_initial(self) -> None:
         """See `Backend`."""
@@ -262,9 +254,7 @@ class RobotBackend:
         if reader is not None:
             load_weights(policy, {name: reader.weight(name) for name, _ in state_tensors(policy)})
         self._take(policy)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = int(self._ranks.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
         if not steps:
             return
         moments: dict[str, dict[str, Tensor]] = {}
@@ -272,7 +262,7 @@ class RobotBackend:
             moments[kind] = {}
             for name, shard in self._shards().items():
                 moment = torch.empty_like(shard) if reader is None else reader.moment(kind, name).to(shard)
-                self._trainer_group.share(moment)
+                self._ranks.share(moment)
                 moments[kind][name] = moment
         self._adamw.load(moments, steps)
 
@@ -288,7 +278,7 @@ class RobotBackend:
         warmup = self._config.trainer.warmup
         shown = read_demonstrations(self._config, self._policy)
         if self._policy.normalizer is not None and shown.observation.state_BS is not None:
-            self._policy.normalizer.update(shown.observation.state_BS.to(self._trainer_group.device))
+            self._policy.normalizer.update(shown.observation.state_BS.to(self._ranks.device))
             self._policy.normalizer.freeze()
         losses = [self._imitate(shown, step) for step in range(warmup.steps)]
         self._take(self._policy)
@@ -297,14 +287,14 @@ class RobotBackend:
 
     def _imitate(self, shown: Chunks, step: int) -> float:
         """One supervised step: the mean loss of the actions that are imitated. Raises Refusal INVALID."""
-        warmup, trainer_group = self._config.trainer.warmup, self._trainer_group
+        warmup, ranks = self._config.trainer.warmup, self._ranks
         chosen = drawn_moments(self._config.seed, step, warmup.batch, len(shown.valid_NC))
         own, summed = (
-            torch.tensor(chosen[trainer_group.rank :: trainer_group.world_size], dtype=torch.long),
+            torch.tensor(chosen[ranks.rank :: ranks.world_size], dtype=torch.long),
             0.0,
         )
         for index in torch.split(own, self._micro_batch(shown.observation)):
-            taken = shown.take(index, trainer_group.device)
+            taken = shown.take(index, ranks.device)
             seeds = [noise_seed(self._config.seed, step, row) for row in index.tolist()]
             losses_BH = self._policy.imitate(taken.observation, taken.sampled[ACTIONS], seeds)
             loss = imitation_loss(losses_BH, taken.valid_NC) * taken.valid_NC.sum()
@@ -314,7 +304,7 @@ class RobotBackend:
         if not self.commit(count, warmup.lr).finite:
             reason = f"the gradient of supervised step {step} is not finite; lower it"
             raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")
-        return trainer_group.sum({"loss": summed})["loss"] / count
+        return ranks.sum({"loss": summed})["loss"] / count
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """See `Backend`."""
@@ -342,17 +332,17 @@ class RobotBackend:
 
     def suspend(self) -> int:
         """See `Backend`."""
-        if self._trainer_group.device.type == "cpu":
+        if self._ranks.device.type == "cpu":
             return give_back_if_short()
-        before = used_bytes(self._trainer_group.device)
+        before = used_bytes(self._ranks.device)
         self._move(torch.device("cpu"))
         torch.cuda.empty_cache()
-        return before - used_bytes(self._trainer_group.device)
+        return before - used_bytes(self._ranks.device)
 
     def wake(self) -> None:
         """See `Backend`."""
-        if self._trainer_group.device.type != "cpu":
-            self._move(self._trainer_group.device)
+        if self._ranks.device.type != "cpu":
+            self._move(self._ranks.device)
 
     def release(self) -> None:
         """See `Backend`: nothing is gathered."""
@@ -379,10 +369,10 @@ class RobotBackend:
         return config.build(self._config.seed).eval()
 
     def _take(self, policy: AnyPolicy) -> None:
-        self._loaded = policy.to(self._trainer_group.device)
+        self._loaded = policy.to(self._ranks.device)
         self._parameters = dict(policy.named_parameters())
         for _, tensor in state_tensors(policy):
-            self._trainer_group.share(tensor.data)
+            self._ranks.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
         critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
         self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)

@@ -1,0 +1,165 @@
+"""What a committed step says of itself: certificate, step view, trajectories as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.resources.views import StepView
+from headrace_schema.workflow import GraphSection
+from headrace_servicekit.rpc.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops, expand
+from headrace_coordinator.domain.ledger.reward_flow import stage_figures
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.step.learning import members_of
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
+
+
+def certify(
+    run: RunState, opened: ev.StepOpened, response: trainer.CommitStepResponse, slots: list[Slot]
+) -> ev.Certificate:
+    """Attests an update from the ledger's slots and the trainer's counts."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    passed = _pass_rates(slots)
+    return ev.Certificate(
+        number=opened.number,
+        parent=opened.base,
+        ordinal=run.lineage.versions[opened.base].ordinal + 1,
+        digest=response.version.digest,
+        step=opened.step,
+        attempt=opened.attempt,
+        trained=compact((slot.prompt, slot.sample, slot.attempt) for slot in trained),
+        dropped=compact_drops((s.prompt, s.sample, s.reason) for s in slots if s.state == DROPPED),
+        set_digest=set_digest(members_of(trained)),
+        tokens=response.token_count,
+        tokens_by_version=dict(response.tokens_by_version),
+        max_staleness=response.max_staleness,
+        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
+        log_prob_mismatch_kl=response.figures.get("log_prob_mismatch_kl"),
+        log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
+        drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
+        drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
+        refilled=run.ledger.refilled,
+        helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
+    )
+
+
+def with_stages(certificate: ev.Certificate, graph: GraphSection, batch: Batch) -> ev.Certificate:
+    """The certificate with what each of several reward stages saw of the answers that were trained.
+
+    Answers that were scored before the coordinator last started have their reward alone.
+    """
+    if not batch.stage_rewards:
+        return certificate
+    trained = [(prompt, sample) for prompt, sample, _ in expand(certificate.trained)]
+    known = [batch.stage_rewards[key] for key in trained if key in batch.stage_rewards]
+    found = list(stage_figures(graph, known))
+    return msgspec.structs.replace(
+        certificate,
+        scored_by_stage={stage: count for stage, count, _ in found},
+        reward_by_stage={stage: mean for stage, _, mean in found},
+    )
+
+
+def _length_bucket(tokens: int) -> str:
+    """Powers of two: "0", "1", "2-3", "4-7", …"""
+    if tokens < 2:
+        return str(tokens)
+    low = 1 << (tokens.bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
+    rewards: dict[int, list[float]] = {}
+    for slot in slots:
+        if slot.state == ACCUMULATED:
+            rewards.setdefault(slot.prompt, []).append(slot.reward)
+    return {
+        prompt: f"{round(4 * sum(r > 0 for r in rs) / len(rs)) / 4:.2f}" for prompt, rs in rewards.items()
+    }
+
+
+def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], str]) -> dict[str, float]:
+    """Share of failures by bucket: what the algorithm did not keep is none."""
+    total: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    for slot in slots:
+        name = bucket(slot)
+        total[name] = total.get(name, 0) + 1
+        if slot.state == DROPPED and slot.reason != FILTERED:
+            dropped[name] = dropped.get(name, 0) + 1
+    return {name: dropped.get(name, 0) / count for name, count in sorted(total.items())}
+
+
+def step_view(
+    context: RunContext,
+    certificate: ev.Certificate,
+    response: trainer.CommitStepResponse,
+    slots: list[Slot],
+    timer: StepTimer,
+) -> StepView:
+    """The step as people see it."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    is_baseline = context.workers.leader.is_baseline
+    sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
+    wall = timer.wall
+    return StepView(
+        step=certificate.ordinal,
+        version=certificate.number,
+        wall_s=wall,
+        reward_mean=sum(sampled) / max(len(sampled), 1),
+        tokens=certificate.tokens,
+        tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
+        stage_s=timer.stages(),
+        devices=timer.devices(),
+        trained=len(trained),
+        dropped=count_drops(certificate.dropped),
+        filtered=sum(slot.reason == FILTERED for slot in slots),
+        refilled=certificate.refilled,
+        max_staleness=certificate.max_staleness,
+        figures=dict(response.figures),
+    )
+
+
+def settled_lines(
+    context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
+) -> list[SettledTrajectory]:
+    """The step's trained trajectories as text: as many as are kept of a step."""
+    found = [
+        (slot, scored.shown)
+        for slot in slots
+        if slot.state == ACCUMULATED
+        and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        and scored.shown
+    ]
+    kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda pair: pair[0].prompt)
+    return [
+        SettledTrajectory(
+            step=certificate.ordinal,
+            version=certificate.parent,
+            prompt_ordinal=slot.prompt,
+            sample_index=slot.sample,
+            attempt=slot.attempt,
+            prompt=context.question(slot.prompt),
+            completion=shown.completion,
+            reference=context.item(slot.prompt).answer,
+            reward=slot.reward,
+            parts=shown.parts,
+            stage_rewards=batch.stage_rewards.get((slot.prompt, slot.sample), {}),
+            finish_reason=common.FinishReason.Name(shown.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
+            tokens=slot.tokens,
+            versions=shown.versions,
+            log_probs=[round(value, 4) for value in shown.log_probs],
+            text_bytes=shown.text_bytes.tolist(),
+            advantage=shown.advantage,
+        )
+        for slot, shown in kept
+    ]

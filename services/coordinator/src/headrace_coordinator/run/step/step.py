@@ -1,0 +1,363 @@
+"""One step: from open slots to a recorded version. Reads like section 5 of ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.resources.views import StepView
+from headrace_servicekit.rpc.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.compact import Drops, compact_drops
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view, with_stages
+from headrace_coordinator.run.step.generation import Generation
+from headrace_coordinator.run.step.learning import (
+    AttemptLost,
+    Learning,
+    LostBodies,
+    members_of,
+    under_lease,
+)
+from headrace_coordinator.run.step.moving.borrowing import Borrowing
+from headrace_coordinator.run.step.moving.helping import Helping
+from headrace_coordinator.run.step.moving.sharing import Sharing
+from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Relay
+from headrace_coordinator.run.workers.clients import Published
+
+STEP_ATTEMPTS = 3
+PROJECT_AFTER_S = 0.001
+"""So that both calls are on their way before the views are made."""
+MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
+FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Mean KL between two computations of one model that rounding explains."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message is for its user."""
+
+
+class Step:
+    """One step of the run, with as many attempts as it takes."""
+
+    def __init__(self, context: RunContext, published: Published, timer: StepTimer) -> None:
+        self._context = context
+        self._event_log = context.event_log
+        self._ledger = context.state.ledger
+        self._published = published
+        self._timer = timer
+        self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self._nonfinite = 0
+        self.observed: list[ev.Observed] = []
+        """What the step, once it has ended, says of its items' pass rates."""
+        self.view: StepView | None = None
+        """The committed step as people see it; none for one that was skipped."""
+        self.learned_after_s = 0.0
+        """Of its seconds of learning, those after the last answer was made."""
+
+    async def run(self) -> Published:
+        """Until the step is committed and recorded, or skipped; the version that the next one begins with.
+
+        Raises what recovery must handle. The timer begins with the next step.
+        """
+        while True:
+            opened = self._open()
+            try:
+                batch = await self._gather()
+            except (LostBodies, AttemptLost) as lost:
+                await self._again(str(lost))
+                continue
+            if not self._ledger.members(ACCUMULATED):
+                return await self._skip("every group was dropped")
+            response, published = await under_lease(
+                self._context,
+                lambda: self._decision(opened, batch),  # noqa: B023 - awaited here
+            )
+            if published is not None:
+                return published
+            self._nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
+            await self._again(trainer.CommitResult.Name(response.result))
+            if self._nonfinite >= STEP_ATTEMPTS:
+                return await self._skip("NONFINITE")
+
+    async def _decision(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        decision = asyncio.ensure_future(self._decide(opened, batch))
+        self._context.decision = decision
+        return await asyncio.shield(decision)
+
+    async def _decide(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        """Commits and records: whoever stops the step lets this end first, so that no update is thrown away."""
+        response = await self._commit(opened)
+        if response.result == trainer.COMMIT_RESULT_COMMITTED:
+            return response, await self.record(opened, response, batch)
+        return response, None
+
+    def _open(self) -> ev.StepOpened:
+        """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""
+        lineage = self._context.state.lineage
+        opened = ev.StepOpened(
+            at=self._event_log.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            attempt=self._ledger.attempt + 1,
+            base=lineage.head,
+            number=lineage.last_number + 1,
+        )
+        self._event_log.post(opened)
+        return opened
+
+    async def _gather(self) -> Batch:
+        context, ledger = self._context, self._ledger
+        # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
+        # whole batch at the commit does its infer pass of each group as that comes.
+        waits = context.spec.deterministic or context.spec.graph.whole_batch
+        streamed = context.placement.streams and not waits
+        batched = waits or context.waits_for_batch
+        joins = streamed and context.placement.hybrid
+
+        def settled(prompt: int) -> None:
+            learning.put(prompt)
+            helping.news()
+            borrowing.news()
+
+        def complete() -> None:
+            if (
+                joins and context.placement.resident
+            ):  # Devices change hands at once, and all of them learn the rest.
+                learning.hold()
+            learning.close()
+            helping.close()
+            borrowing.close()
+
+        generation = Generation(
+            context,
+            self._relay,
+            self._timer,
+            self._published,
+            on_settled=settled,
+            on_complete=complete,
+            draining=lambda: streamed and not borrowing.joining and learning.backlog,
+            joining=lambda: borrowing.joining,
+        )
+        learning = Learning(context, self._relay, self._timer, generation.batch)
+        helping = Helping(
+            context, self._timer, self._published, learning, wanted=not batched and not self._nonfinite
+        )
+        borrowing = Borrowing(context, self._timer, self._published, learning, streams=streamed)
+        sharing = Sharing(context)
+
+        async def generate() -> None:
+            await generation.run()
+            complete()
+            sharing.close()
+            if joins and (learning.backlog or batched):
+                with self._timer.stage("switch"):
+                    await context.placement.hand_devices_to_trainers(complete=True)
+            learning.go_on()
+
+        async def learn() -> None:
+            await borrowing.run(generation.look)
+            await self._begin()
+            await learning.run()
+
+        if helping.wanted or borrowing.wanted:
+            context.tail.begin(self._event_log.monotonic())
+        if streamed:
+            await gather_all(generate(), learn(), helping.run())
+        else:
+            await gather_all(generate(), helping.run(), sharing.run(), borrowing.run(generation.look))
+            with self._timer.stage("switch"), helping.switching():
+                await context.placement.hand_devices_to_trainers(complete=True)
+            await self._begin()
+        context.tail.end(moved=helping.moved or borrowing.moved)
+        await helping.contribute()
+        if learning.collect() or not streamed:
+            await learning.run()
+        helping.owners_learned()
+        await self._event_log.flush()
+        if ledger.unsettled():
+            raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
+        return generation.batch
+
+    async def _begin(self) -> None:
+        ledger, lineage = self._ledger, self._context.state.lineage
+        await self._event_log.flush()
+        leader = self._context.workers.leader
+        await under_lease(
+            self._context,
+            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
+        )
+
+    async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
+        digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
+        limit = self._context.spec.limits.step_timeout_s
+        with self._timer.stage("learn", self._context.workers.leader.devices):
+            return await self._context.workers.leader.commit(
+                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest(), limit
+            )
+
+    def _manifest(self) -> bytes:
+        dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
+        return ev.encode(self._skipped(dropped))
+
+    def _skipped(self, dropped: Drops) -> ev.StepSkipped:
+        return ev.StepSkipped(
+            at=self._event_log.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            dropped=dropped,
+            refilled=self._ledger.refilled,
+            observed=self.observed,
+        )
+
+    async def record(
+        self, opened: ev.StepOpened, response: trainer.CommitStepResponse, batch: Batch
+    ) -> Published:
+        """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
+        context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
+        certificate = certify(context.state, opened, response, slots)
+        certificate = with_stages(certificate, context.spec.graph, batch)
+        self.observed = context.observed(slots)
+        self._same_counts(response, slots)
+        self._first_step_agrees(certificate)
+        self._mismatch_is_bounded(certificate)
+        self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
+        view = self.view = step_view(context, certificate, response, slots, self._timer)
+        self.learned_after_s = self._timer.after("learn", "generate")
+        context.keep_time("step", certificate.ordinal, self._timer)
+        await self._event_log.commit(
+            ev.StepCommitted(
+                at=self._event_log.now(),
+                run=context.run_id,
+                certificate=certificate,
+                view=view.model_dump(mode="json"),
+                observed=self.observed,
+            )
+        )
+        leader = context.workers.leader
+
+        async def recorded() -> Published:
+            with self._timer.stage("sync", leader.devices):
+                return await leader.recorded(opened.step, opened.attempt, opened.number)
+
+        async def project() -> None:
+            try:
+                await asyncio.sleep(PROJECT_AFTER_S)
+            finally:  # whatever becomes of the calls, the step is recorded
+                context.projection.step(view)
+                context.projection.trajectories(settled_lines(context, certificate, slots, batch))
+
+        # While the trainer works, the rest of the step's books are closed.
+        published: Published
+        published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
+        self._check_drop_rate()
+        return published
+
+    def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
+        ours = sum(slot.state == ACCUMULATED for slot in slots)
+        if response.sequence_count != ours:
+            raise RunFailed(
+                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step + 1}, "
+                f"the ledger {ours}: the certificate cannot attest both"
+            )
+
+    def _first_step_agrees(self, certificate: ev.Certificate) -> None:
+        """Engine and trainer hold the same weights at a start and at each resume, so their log-probs must agree.
+
+        A step in which nothing was compared, or older weights sampled too, leaves the check to the next one.
+        """
+        found = certificate.log_prob_mismatch_mean
+        if not self._context.agreement_due or found is None or certificate.max_staleness:
+            return
+        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
+        if not found <= bound:
+            raise RunFailed(
+                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} over "
+                f"{certificate.log_prob_compared_tokens} tokens of step {certificate.ordinal}, the first since the "
+                f"start or resume, above {bound} for {self._context.spec.model.dtype}; they do not compute the "
+                "same model"
+            )
+        self._context.agreement_due = False
+        self._context.note(
+            f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
+            f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
+        )
+
+    def _mismatch_is_bounded(self, certificate: ev.Certificate) -> None:
+        """At every step: an engine that samples from other weights than it says, or computes another model, shows."""
+        found, bound = certificate.log_prob_mismatch_kl, self._context.spec.limits.max_mismatch_kl
+        if found is None or bound is None or found <= bound:
+            return
+        raise RunFailed(
+            f"limits.max_mismatch_kl: in step {certificate.ordinal} the KL of the engine's distribution to the "
+            f"trainer's is {found:.3g} nats a token over {certificate.log_prob_compared_tokens} tokens, above "
+            f"{bound:g}: the engine's weights are not those it names, or it computes another model. The step is not "
+            "recorded; "
+            "repair the engine and go on with from_checkpoint, or set a higher bound"
+        )
+
+    def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:
+        """A run's first step begins at its reference, unless that is another model or the run is a fork."""
+        spec = self._context.spec
+        if ordinal != 1 or found is None or spec.trainer.reference or spec.from_checkpoint:
+            return
+        bound = FIRST_KL_BOUND[spec.model.dtype]
+        if not found <= bound:
+            raise RunFailed(
+                f"the KL to the reference is {found:.3g} in the first step, above {bound} for {spec.model.dtype}: the "
+                "reference is not the run's initial policy"
+            )
+        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
+
+    async def _end_retention(self, slots: list[Slot]) -> None:
+        keys = [(slot.prompt, slot.sample) for slot in slots]
+        for member in self._context.workers.producers:
+            try:
+                await member.end_retention(keys)
+            except (InstanceDown, CallRefused) as fault:
+                # Retention ends with the process too; it must not undo a recorded step.
+                self._context.note(f"retention at {member.instance.instance} was not ended: {fault}")
+
+    def _check_drop_rate(self) -> None:
+        ledger, spec = self._context.state.ledger, self._context.spec
+        # Judged over at least ten steps' worth of slots, so that one bad group at the start fails nothing.
+        judged = max(ledger.terminal_total, 10 * spec.slots_per_step)
+        if ledger.dropped_total > spec.limits.max_drop_rate * judged:
+            raise RunFailed(
+                f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
+                f"more than {spec.limits.max_drop_rate:.0%}, the last of them as {ledger.last_drop}; "
+                "see /certificates for all reasons"
+            )
+
+    async def _again(self, reason: str) -> None:
+        await self._abort(reason)
+        with self._timer.stage("switch"):
+            await self._context.placement.hand_devices_to_rollouts(self._published)
+
+    async def _abort(self, reason: str) -> None:
+        opened = (self._ledger.step, self._ledger.attempt)
+        await self._context.record_abort(reason)
+        await self._context.workers.leader.abort(*opened)
+
+    async def _skip(self, why: str) -> Published:
+        slots = [slot for _, slot in sorted(self._ledger.slots.items())]
+        dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
+        self.observed = self._context.observed(slots)
+        if self._ledger.open:
+            await self._abort(why)
+        await self._event_log.commit(self._skipped(dropped))
+        await self._end_retention(slots)
+        self._check_drop_rate()
+        self._context.keep_time("skipped", self._ledger.step, self._timer)
+        return self._published
