@@ -194,7 +194,7 @@ def settled(version: Any, prompt: int) -> list[Any]:
     group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
     for index in range(SAMPLES):
         body = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=index),
+            sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=index),
             attempt=prompt * SAMPLES + index + 1,
             finish_reason=common_pb2.FINISH_REASON_EOS,
         )

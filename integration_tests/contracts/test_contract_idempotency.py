@@ -234,7 +234,7 @@ def reward(tmp_path_factory):
 
 
 def item(completion, prompt=0, attempt=1):
-    sample = common_pb2.SampleKey(prompt_ordinal=prompt)
+    sample = common_pb2.SlotKey(prompt_ordinal=prompt)
     return reward_pb2.ScoreItem(sample=sample, attempt=attempt, completion=completion)
 
 

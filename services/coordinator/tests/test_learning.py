@@ -35,7 +35,7 @@ def learning():
 def bodies(size, finish_reason=common_pb2.FINISH_REASON_EOS):
     def body(prompt, sample):
         found = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=sample),
+            sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=sample),
             completion_text="x" * size,
             finish_reason=finish_reason,
         )

@@ -93,7 +93,7 @@ class Staffing:
 
 def items(count):
     return [
-        reward.ScoreItem(sample=common.SampleKey(prompt_ordinal=n // 4, sample_index=n % 4), attempt=1)
+        reward.ScoreItem(sample=common.SlotKey(prompt_ordinal=n // 4, sample_index=n % 4), attempt=1)
         for n in range(count)
     ]
 

@@ -212,7 +212,7 @@ async def test_one_sample_is_aborted_and_its_environment_serves_the_next(new_wal
     pool = await walks(simulator_address, ends_at=30, count=1, options={"step_s": 0.02})
     call = await run_episodes(rollout, [pool], begin(range(2)))
     await until(lambda: rollout.engine.figures.chunks > 3)
-    keys = [common_pb2.SampleKey(prompt_ordinal=0, sample_index=0)]
+    keys = [common_pb2.SlotKey(prompt_ordinal=0, sample_index=0)]
     answer = await rollout.stub.Abort(rollout_pb2.AbortRequest(header=HEADER, samples=keys))
     assert answer.aborted_count == 1
     found = await call.read_all()

@@ -187,7 +187,7 @@ def partial_of(
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
 
 
-def fill_key(message: common_pb2.SampleKey, key: SlotKey) -> None:
+def fill_key(message: common_pb2.SlotKey, key: SlotKey) -> None:
     """A slot as a message, in place."""
     message.prompt_ordinal = key.prompt_ordinal
     message.sample_index = key.sample_index
@@ -200,12 +200,12 @@ def duration_of(seconds: float) -> Duration:
     return duration
 
 
-def sample_message(key: SlotKey) -> common_pb2.SampleKey:
+def sample_message(key: SlotKey) -> common_pb2.SlotKey:
     """A slot as a message."""
-    return common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
+    return common_pb2.SlotKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
 
 
-def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SlotKey]:
+def keys_of(messages: Iterable[common_pb2.SlotKey]) -> list[SlotKey]:
     """Slots of messages."""
     return [SlotKey(message.prompt_ordinal, message.sample_index) for message in messages]
 

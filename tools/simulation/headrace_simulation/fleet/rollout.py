@@ -169,7 +169,7 @@ class Rollout(Instance):
         others: Any = pools if episode else opening.repliers
         mine = others[(prompt + sample.sample_index) % len(others)] if others else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
-        key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
+        key = common.SlotKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
         self.running += 1
         try:
@@ -315,7 +315,7 @@ def _prefill(response: Any) -> dict[str, Any]:
     return {"prefills": [span]}
 
 
-def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:
+def _partial(key: common.SlotKey, attempt: int, length: int) -> rollout.PartialSample:
     state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
     if length:
         state.cache.MergeFrom(common.CachedContext(form="simulated", tokens=length - 1))

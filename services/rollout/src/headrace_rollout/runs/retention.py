@@ -53,19 +53,19 @@ class Retention:
             for _, (kept, size) in sorted(self._kept.items())
         ]
 
-    def fetch(self, samples: Iterable[common_pb2.SampleKey]) -> Iterator[tuple[common_pb2.Trajectory, int]]:
+    def fetch(self, samples: Iterable[common_pb2.SlotKey]) -> Iterator[tuple[common_pb2.Trajectory, int]]:
         """The bodies of the given slots that are kept, and their bytes."""
         for sample in samples:
             kept = self._kept.get(_slot(sample))
             if kept is not None:
                 yield kept
 
-    def release(self, samples: Iterable[common_pb2.SampleKey]) -> None:
+    def release(self, samples: Iterable[common_pb2.SlotKey]) -> None:
         """Ends retention of the given slots."""
         for sample in samples:
             _, size = self._kept.pop(_slot(sample), (None, 0))
             self.size_bytes -= size
 
 
-def _slot(sample: common_pb2.SampleKey) -> Slot:
+def _slot(sample: common_pb2.SlotKey) -> Slot:
     return sample.prompt_ordinal, sample.sample_index

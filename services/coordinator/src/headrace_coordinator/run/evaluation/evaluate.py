@@ -118,7 +118,7 @@ async def _assignments(
     yield rollout.AssignGroups(groups=groups)
 
 
-def _key(sample: common.SampleKey) -> tuple[int, int]:
+def _key(sample: common.SlotKey) -> tuple[int, int]:
     return sample.prompt_ordinal, sample.sample_index
 
 

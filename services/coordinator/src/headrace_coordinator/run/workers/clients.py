@@ -25,9 +25,9 @@ SILENCE_S = 10.0
 """Answers take seconds in a healthy run; only what lasts longer is worth a line."""
 
 
-def sample_key(slot: SlotKey) -> common.SampleKey:
+def sample_key(slot: SlotKey) -> common.SlotKey:
     """(prompt ordinal, sample index) as the contracts' key."""
-    return common.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+    return common.SlotKey(prompt_ordinal=slot[0], sample_index=slot[1])
 
 
 @dataclass
