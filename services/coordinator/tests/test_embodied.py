@@ -12,7 +12,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES
 from headrace_coordinator.run.simulators.spaces import divide, fit
 from headrace_coordinator.run.simulators.written import read_written
-from headrace_coordinator.run.step.scoring.scoring import sampled
+from headrace_coordinator.run.step.trajectories import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
@@ -139,12 +139,12 @@ def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
 
 
 def test_executed_actions_count_as_tokens():
-    body = common.Trajectory()
-    body.segments.add().tokens.token_ids.extend([1, 2, 3])
-    body.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
+    episode = common.Trajectory()
+    episode.segments.add().tokens.token_ids.extend([1, 2, 3])
+    episode.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
         encode_tensor(np.array([[True, True], [True, False]]))
     )
-    assert sampled(body) == (3, [(4, 3)])
+    assert sampled(episode) == (3, [(4, 3)])
 
 
 def embodied(seed: int, rollouts: int = 2, steps: int = 6) -> RunSpec:

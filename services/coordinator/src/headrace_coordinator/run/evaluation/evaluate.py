@@ -15,7 +15,8 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
-from headrace_coordinator.run.step.scoring.scoring import sampled, score_all, score_item
+from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
+from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import Opening
 

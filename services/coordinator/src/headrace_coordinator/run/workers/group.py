@@ -21,7 +21,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.simulators.written import read_written
-from headrace_coordinator.run.step.scoring.streams import Lanes
+from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
@@ -61,7 +61,7 @@ class WorkerGroup:
         """Rollout instances that make no answers, but reply to them."""
         self.rewards: list[RewardClient] = []
         self.pools = Pools(fleet, run, spec.environment, self._client_of) if spec.environment else None
-        self.lanes = Lanes()
+        self.score_streams = ScoreStreams()
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
 
