@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
-from headrace_rollout.engines.base import WeightEntry, Weights
+from headrace_rollout.engines.base import Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
@@ -44,6 +45,18 @@ FINISH_REASONS = {
 def invalid(message: str) -> ServiceError:
     """A caller's mistake; the message names the field."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """FAILED_PRECONDITION with the engine's reason; INVALID_ARGUMENT for INVALID."""
+    try:
+        yield
+    except Refused as error:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        if error.reason == "INVALID":
+            code = grpc.StatusCode.INVALID_ARGUMENT
+        raise ServiceError(code, error.reason, str(error)) from error
 
 
 def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:

@@ -15,12 +15,11 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.refusal import refusals
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EndedEpisode, EpisodeSample, Plan
 from headrace_rollout.runs.opened import RobotRun
 from headrace_rollout.streams.base import SampleStream, Serving
-from headrace_rollout.wire import duration_of, fill_key, invalid, sample_message
+from headrace_rollout.wire import duration_of, fill_key, invalid, refusals, sample_message
 
 MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """A message holds one, and what is said beside it."""

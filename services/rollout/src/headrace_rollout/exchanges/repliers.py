@@ -15,9 +15,11 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
+from typing_extensions import override
 
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.exchanges.engine import Replies
 from headrace_rollout.wire import FINISH_REASONS, distribution_message, invalid
 
 FINISHES = {reason: finish for finish, reason in FINISH_REASONS.items()}
@@ -26,16 +28,17 @@ Waiting = tuple[SlotKey, int]
 Lost = Callable[[rollout_pb2.LostReplier], None]
 
 
-class Repliers:
-    """Divides turns between the instances; see `engines.conversing.Replies`.
+class Repliers(Replies):
+    """Divides turns between the instances.
 
-    One that fails replies no more: `lost` is told so once, and what was there comes back as stopped.
+    One that fails replies no more: `lost` is called once, and the samples that were there come back as stopped.
     """
 
     def __init__(self, named: Sequence[rollout_pb2.Replier], token: str | None, lost: Lost) -> None:
         check_repliers(named)
         self._repliers = [_Replier(each, token, lost) for each in named]
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
         """Asks for turns, each where the fewest are; Refused NO_REPLIER when nobody replies any more."""
         for group in groups:
@@ -44,6 +47,7 @@ class Repliers:
                 raise Refused("NO_REPLIER", "; ".join(each.reason for each in self._repliers))
             min(live, key=lambda each: each.asked).ask(stream, group)
 
+    @override
     async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
         """Ends the turns of a stream (None: of all); single samples end there by themselves. Returns how many."""
         if keys is not None:
@@ -88,12 +92,12 @@ class _Replier:
         turn.ask(group)
 
     def end(self, stream: Stream | None) -> int:
-        """Ends the calls of a stream, or all: their samples are not waited for any more."""
+        """Ends the calls of a stream (None: of all) without updates of their samples; returns how many there were."""
         ended = [each for each in self._turns if stream is None or each is stream]
         return sum([self._turns.pop(each).end() for each in ended])
 
     def lose(self, reason: str) -> None:
-        """Nothing is asked any more, and all that was comes back as stopped."""
+        """Asks for nothing any more; the samples that were there come back as stopped."""
         if self.reason:
             return
         self.reason = f"{self.message.address}: {reason}"

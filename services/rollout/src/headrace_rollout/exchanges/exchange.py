@@ -1,9 +1,12 @@
-"""One trajectory in which a second policy replies to the first one: whose turn it is and what was said. Pure."""
+"""One trajectory in which a second policy replies to the first one: whose turn it is and what was said.
+
+Knows no engine and no stream.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_rollout.engines.samples import (
@@ -17,7 +20,7 @@ from headrace_rollout.engines.samples import (
 )
 
 GIVEN = 0
-"""Number of no version: of tokens that the policy did not sample."""
+"""Stands for a version's number at tokens that the policy did not sample."""
 SEED_BYTES = 8
 
 
@@ -55,10 +58,10 @@ FIRST = Turn(0, reply=False)
 
 @dataclass(eq=False)
 class Exchange:
-    """A sample on its way. `tokens` are all that stand behind the prompt."""
+    """A sample under way. `tokens` are all those behind the prompt."""
 
     rules: Rules
-    prompt_ids: Ids[int]
+    prompt_ids: Sequence[int]
     key: SlotKey
     sample: Sample
     turn: Turn = FIRST
@@ -69,7 +72,7 @@ class Exchange:
     """Where the newest answer begins in `tokens`."""
 
     def take(self, output: TrajectoryUpdate) -> Finish | None:
-        """Adds the end of the turn in hand; how the exchange ended, or None: `turn` is next."""
+        """Adds what the present turn made; returns how the exchange ended, or None where `turn` is the next one."""
         assert output.whole is not None
         if self.turn.reply:
             return self._replied(output.whole.token_ids)
@@ -82,14 +85,14 @@ class Exchange:
         return self._give(self.rules.before, Turn(self.turn.index, reply=True))
 
     def group(self) -> Group:
-        """What the turn in hand asks of an engine: the exchange so far is its prompt."""
+        """What the present turn asks of an engine: the exchange so far is its prompt."""
         sample = Sample(
             self.key.sample_index, self.sample.attempt, greedy=self.sample.greedy and not self.turn.reply
         )
         return Group(self.key.prompt_ordinal, [*self.prompt_ids, *self.tokens], [sample])
 
     def output(self, policy_number: int, *, finish: Finish | None = None) -> TrajectoryUpdate:
-        """The exchange as the stream's caller sees it: ended, or stopped, of which nothing goes on elsewhere."""
+        """The exchange for the stream's caller: ended, or stopped without tokens, as it begins anew elsewhere."""
         done = finish is not None
         whole = Prefix(self.tokens, self.log_probs, self.spans) if done else Prefix([], [], [])
         return TrajectoryUpdate(
@@ -107,10 +110,10 @@ class Exchange:
             text_from=self.last_answer if self.rules.last_alone else 0,
         )
 
-    def _replied(self, ids: Ids[int]) -> Finish | None:
+    def _replied(self, ids: Sequence[int]) -> Finish | None:
         return self._give((*ids, *self.rules.after), Turn(self.turn.index + 1, reply=False))
 
-    def _give(self, ids: Ids[int], turn: Turn) -> Finish | None:
+    def _give(self, ids: Sequence[int], turn: Turn) -> Finish | None:
         """Adds ids that carry no loss. An exchange that the context has no room for ends with its last answer."""
         ahead = len(self.prompt_ids) + len(self.tokens) + len(ids)
         if ahead >= self.rules.context_limit - len(self.rules.after) - 1:

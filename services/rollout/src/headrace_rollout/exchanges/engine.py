@@ -25,9 +25,9 @@ from headrace_rollout.engines.base import (
     allowed,
     prefills_of,
 )
-from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
 from headrace_rollout.engines.figures import BusyTime, Prefills
 from headrace_rollout.engines.samples import Distribution, Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.exchanges.exchange import FIRST, Exchange, Rules, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +41,16 @@ ReadWeights = Callable[[], tuple[str, Weights]]
 class Replies(Protocol):
     """What makes the replies to a stream's answers: an engine here, or instances elsewhere."""
 
-    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        pass
+        """Asks for replies, as `Engine.submit`."""
 
-    @override
     async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
-        pass
+        """Stops replies, as `Engine.abort`."""
 
 
 @dataclass(eq=False)
-class _Partner:
-    """Who replies to a stream's answers, and the times in which some exchange was at either policy."""
+class OtherSide:
+    """The policy that replies to a stream's answers, and for how long some exchange was at either policy."""
 
     rules: Rules
     replies: Replies
@@ -63,26 +61,30 @@ class _Partner:
         """The times of the policy whose turn it is."""
         return self.replying if turn.reply else self.answering
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds until now in which some exchange was at either policy."""
+        return {"answer": self.answering.seconds, "reply": self.replying.seconds}
+
 
 @dataclass(eq=False)
-class _Talks:
-    """The exchanges of one stream, what was opened at the engines for their turns, and turns on their way there."""
+class _StreamExchanges:
+    """The exchanges of one stream, the streams of their turns at the engines, and submissions under way."""
 
     outer: Stream
-    partner: _Partner
+    side: OtherSide
     live: dict[SlotKey, Exchange] = field(default_factory=dict)
     turns: dict[Turn, Stream] = field(default_factory=dict)
     submitting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def begin(self, exchange: Exchange) -> None:
-        """An exchange is at the policy whose turn it is."""
+        """Notes that an exchange is at the policy whose turn it is."""
         self.live[exchange.key] = exchange
-        self.partner.at(exchange.turn).begin()
+        self.side.at(exchange.turn).begin()
 
     def drop(self, key: SlotKey) -> Exchange | None:
         """Takes out an exchange in the middle of a turn."""
         if (exchange := self.live.pop(key, None)) is not None:
-            self.partner.at(exchange.turn).end()
+            self.side.at(exchange.turn).end()
         return exchange
 
     def emit(self, outputs: list[TrajectoryUpdate]) -> None:
@@ -91,7 +93,7 @@ class _Talks:
             self.outer.sink(outputs)
 
     def submitted(self, task: asyncio.Task[None]) -> None:
-        """A turn is at its engine, or never will be: then the stream fails, as no output of it would come."""
+        """A turn was submitted. Where that failed the stream fails, as nothing would come back for the turn."""
         self.submitting.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.outer.failed(f"{type(error).__name__}: {error}")
@@ -103,15 +105,14 @@ class _Talks:
         return len(gone)
 
 
-class ConversingEngine(Engine):
+class ExchangeEngine(Engine):
     """Two engines as one; without a second one the policy replies to itself."""
 
     def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
         self._speaker, self._replier, self._read = speaker, replier, read
-        self._here = _Partner(rules, replier or speaker)
-        self._partners: dict[Stream, _Partner] = {}
-        """Of streams that others reply to."""
-        self._talks: dict[Stream, _Talks] = {}
+        self._here = OtherSide(rules, replier or speaker)
+        self._elsewhere: dict[Stream, OtherSide] = {}
+        self._streams: dict[Stream, _StreamExchanges] = {}
         self._frozen: tuple[str, Weights] | None = None
         self._installing = asyncio.Lock()
         self.capabilities = replace(
@@ -155,51 +156,48 @@ class ConversingEngine(Engine):
 
     @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """What a sample had elsewhere is not gone on with: it begins at token 0."""
-        talks = self._talks.setdefault(stream, _Talks(stream, self._partners.get(stream, self._here)))
+        """Every sample begins at token 0, also one that was begun elsewhere."""
+        state = self._streams.setdefault(
+            stream, _StreamExchanges(stream, self._elsewhere.get(stream, self._here))
+        )
         fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
         for group in fresh:
             for sample in group.samples:
                 key = SlotKey(group.prompt_ordinal, sample.sample_index)
-                talks.begin(Exchange(talks.partner.rules, group.prompt_ids, key, sample))
+                state.begin(Exchange(state.side.rules, group.prompt_ids, key, sample))
         try:
-            await self._speaker.submit(self._stream(talks, FIRST), fresh)
+            await self._speaker.submit(self._stream(state, FIRST), fresh)
         except Refused:
             for group in fresh:
                 for sample in group.samples:
-                    talks.drop(SlotKey(group.prompt_ordinal, sample.sample_index))
+                    state.drop(SlotKey(group.prompt_ordinal, sample.sample_index))
             raise
 
-    def replied_to_by(self, stream: Stream, replies: Replies, context_limit: int) -> None:
-        """From now on until `leave`, others reply to a stream's answers, whose context has room for so many tokens."""
+    def replied_to_by(self, stream: Stream, replies: Replies, context_limit: int) -> OtherSide:
+        """Lets `replies` reply to a stream's answers until `leave`; `context_limit` is the tokens of their context."""
         limit = min(self._here.rules.context_limit, context_limit)
-        self._partners[stream] = _Partner(replace(self._here.rules, context_limit=limit), replies)
+        side = self._elsewhere[stream] = OtherSide(replace(self._here.rules, context_limit=limit), replies)
+        return side
 
     def leave(self, stream: Stream) -> None:
-        """The stream has ended: those that replied to its answers are forgotten."""
-        self._partners.pop(stream, None)
+        """Ends what `replied_to_by` began, as the stream has ended."""
+        self._elsewhere.pop(stream, None)
 
-    def stage_seconds(self, stream: Stream) -> dict[str, float]:
-        """Seconds until now in which some exchange of a stream was at either policy, where others reply to it."""
-        partner = self._partners[stream]
-        return {"answer": partner.answering.seconds, "reply": partner.replying.seconds}
+    def _engine(self, state: _StreamExchanges, turn: Turn) -> Replies:
+        return state.side.replies if turn.reply else self._speaker
 
-    def _engine(self, talks: _Talks, turn: Turn) -> Replies:
-        """What makes a turn."""
-        return talks.partner.replies if turn.reply else self._speaker
-
-    def _stream(self, talks: _Talks, turn: Turn) -> Stream:
-        """The stream of a turn at its engine."""
-        if found := talks.turns.get(turn):
+    def _stream(self, state: _StreamExchanges, turn: Turn) -> Stream:
+        """The stream of a turn at the engine that makes it."""
+        if found := state.turns.get(turn):
             return found
-        loop, outer = asyncio.get_running_loop(), talks.outer
+        loop, outer = asyncio.get_running_loop(), state.outer
 
         def sink(outputs: list[TrajectoryUpdate]) -> None:
-            loop.call_soon_threadsafe(self._arrived, talks, turn, outputs)
+            loop.call_soon_threadsafe(self._arrived, state, turn, outputs)
 
         made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
         if turn.reply:
-            rules, frozen = talks.partner.rules, self._replier is not None
+            rules, frozen = state.side.rules, self._replier is not None
             made = replace(
                 made,
                 policy_number=REPLY_NUMBER if frozen else outer.policy_number,
@@ -207,32 +205,32 @@ class ConversingEngine(Engine):
                 max_new_tokens=rules.max_new_tokens,
                 stop=rules.stop,
             )
-        return talks.turns.setdefault(turn, made)
+        return state.turns.setdefault(turn, made)
 
-    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[TrajectoryUpdate]) -> None:
-        """Turns have ended: exchanges go on with the other policy, or end."""
+    def _arrived(self, state: _StreamExchanges, turn: Turn, outputs: list[TrajectoryUpdate]) -> None:
+        """Handles the ends of turns: each exchange goes on with the other policy, or ends."""
         done: list[TrajectoryUpdate] = []
         following: dict[Turn, list[Exchange]] = defaultdict(list)
         for output in outputs:
-            exchange = talks.live.get(output.key)
+            exchange = state.live.get(output.key)
             if exchange is None or exchange.turn != turn or exchange.sample.attempt != output.attempt:
                 continue  # It was stopped before.
             if output.finish is not None or output.stopped:
-                talks.partner.at(turn).end()
+                state.side.at(turn).end()
             if (ended := self._taken(exchange, output)) is not None:
-                del talks.live[output.key]
+                del state.live[output.key]
                 done.append(ended)
             elif output.finish is not None:
-                talks.begin(exchange)
+                state.begin(exchange)
                 following[exchange.turn].append(exchange)
-        talks.emit(done)
+        state.emit(done)
         for next_turn, exchanges in following.items():
-            task = asyncio.ensure_future(self._go_on(talks, next_turn, exchanges))
-            talks.submitting.add(task)
-            task.add_done_callback(talks.submitted)
+            task = asyncio.ensure_future(self._go_on(state, next_turn, exchanges))
+            state.submitting.add(task)
+            task.add_done_callback(state.submitted)
 
     def _taken(self, exchange: Exchange, output: TrajectoryUpdate) -> TrajectoryUpdate | None:
-        """The exchange's own end, if the turn's is that."""
+        """The update that ends the exchange, where the end of its turn does."""
         number = output.policy_number if not exchange.turn.reply else 0
         if output.stopped:
             return exchange.output(number)
@@ -243,29 +241,29 @@ class ConversingEngine(Engine):
         finish = exchange.take(output)
         return None if finish is None else exchange.output(number, finish=finish)
 
-    async def _go_on(self, talks: _Talks, turn: Turn, exchanges: Sequence[Exchange]) -> None:
-        live = [each for each in exchanges if talks.live.get(each.key) is each]
+    async def _go_on(self, state: _StreamExchanges, turn: Turn, exchanges: Sequence[Exchange]) -> None:
+        live = [each for each in exchanges if state.live.get(each.key) is each]
         if not live:
             return
         try:
             groups = [exchange.group() for exchange in live]
-            await self._engine(talks, turn).submit(self._stream(talks, turn), groups)
+            await self._engine(state, turn).submit(self._stream(state, turn), groups)
         except Refused as refused:
             if refused.reason == "INVALID":
-                talks.outer.failed(str(refused))
-            talks.stop(exchange.key for exchange in live)
+                state.outer.failed(str(refused))
+            state.stop(exchange.key for exchange in live)
 
     @override
     async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
-        chosen = [talks for talks in self._talks.values() if stream is None or talks.outer is stream]
-        count = sum(talks.stop(list(talks.live) if keys is None else keys) for talks in chosen)
-        for talks in chosen:
-            await asyncio.gather(*talks.submitting, return_exceptions=True)
-            for turn, inner in talks.turns.items():
-                await self._engine(talks, turn).abort(keys, stream=inner)
+        chosen = [state for state in self._streams.values() if stream is None or state.outer is stream]
+        count = sum(state.stop(list(state.live) if keys is None else keys) for state in chosen)
+        for state in chosen:
+            await asyncio.gather(*state.submitting, return_exceptions=True)
+            for turn, inner in state.turns.items():
+                await self._engine(state, turn).abort(keys, stream=inner)
         if keys is None:
-            for talks in chosen:
-                self._talks.pop(talks.outer, None)
+            for state in chosen:
+                self._streams.pop(state.outer, None)
         return count
 
     @override
@@ -295,7 +293,7 @@ class ConversingEngine(Engine):
         """The second policy is installed, if it is not."""
         if in_flight:
             raise Refused("INVALID", "in_flight: an exchange is made with one version; pause first")
-        living = sum(len(talks.live) for talks in self._talks.values())
+        living = sum(len(state.live) for state in self._streams.values())
         if living and policy != self.policy:
             raise Refused("POLICY_MISMATCH", f"{living} exchanges of the installed version live; pause first")
         await self._install_reply()
@@ -321,12 +319,12 @@ class ConversingEngine(Engine):
 
     @override
     async def suspend(self) -> Freed:
-        return _together([await engine.suspend() for engine in self._engines])
+        return _summed([await engine.suspend() for engine in self._engines])
 
     @override
     async def release(self) -> Freed:
         await self.abort(None)
-        return _together([await engine.release() for engine in self._engines])
+        return _summed([await engine.release() for engine in self._engines])
 
     @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
@@ -351,6 +349,6 @@ class ConversingEngine(Engine):
             await engine.close()
 
 
-def _together(freed: Sequence[Freed]) -> Freed:
-    """What both gave back; what is free and used now, the last one has measured."""
+def _summed(freed: Sequence[Freed]) -> Freed:
+    """The released bytes of both; what is free and used now was measured by the last one."""
     return replace(freed[-1], released_bytes=sum(each.released_bytes for each in freed))
