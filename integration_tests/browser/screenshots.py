@@ -97,7 +97,7 @@ def main(directory: Path) -> None:
             lambda: fleet.client.get(live).step >= LIVE_AT, "the run at work to be half done", PATIENCE_S
         )
         camera.take_for_docs("runs", "/runs", 450)
-        camera.take_for_docs("run", f"/runs/{live}", 1580)
+        camera.take_for_docs("run", f"/runs/{live}", 1365)
         camera.take_for_docs("timeline", f"/runs/{ended}/timeline", 660)
         camera.take_for_docs("trajectory", f"/runs/{ended}/trajectories?order=worst", 760)
         camera.take("live", runs="/runs", run=f"/runs/{live}", queued=f"/runs/{queued}", fleet="/fleet")

@@ -229,6 +229,15 @@ def test_the_hosted_ci_runs_parts_that_there_are(repository):
     assert {name for names in named for name in names.split()} == {part.name for part in NIGHTLY}
 
 
+def test_make_help_lists_every_target(repository):
+    makefile = (repository / "Makefile").read_text()
+    targets = makefile.partition(".PHONY: ")[2].partition("\n")[0].split()
+    shown = subprocess.run(
+        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
+    assert [target for target in targets if f"  make {target} " not in shown] == []
+
+
 def test_torch_is_pinned_once(repository):
     pins = (repository / "constraints/base.txt").read_text().splitlines()
     version = next(line for line in pins if line.startswith("torch=="))
