@@ -30,7 +30,7 @@ from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.learning.samples import Rows
 
 LossOf = Callable[[Forward, MicroBatch], Tensor]

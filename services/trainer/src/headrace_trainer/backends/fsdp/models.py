@@ -42,7 +42,7 @@ from headrace_trainer.backends.losses import Forward
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 

@@ -24,7 +24,7 @@ from headrace_trainer.backends.megatron.pipeline import Passed
 from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.learning.samples import Columns, Rows
 
 LossOf = Callable[[Forward, MicroBatch], Tensor]

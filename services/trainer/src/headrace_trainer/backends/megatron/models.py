@@ -28,7 +28,7 @@ from headrace_trainer.backends.megatron.reference import Reference
 from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows
 from headrace_trainer.memory import MemoryPlan
 

@@ -38,14 +38,15 @@ from headrace_trainer.backends.robot.episodes import (
 )
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.episodes.data import (
+from headrace_trainer.learning.samples import (
+    Columns,
     CreditData,
     EpisodeData,
     EpisodeKey,
     EpisodeScores,
     Packed,
+    Rows,
 )
-from headrace_trainer.learning.samples import Columns, Rows
 from headrace_trainer.memory import MemoryPlan
 
 if TYPE_CHECKING:
