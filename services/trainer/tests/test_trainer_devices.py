@@ -21,7 +21,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import models
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.shared import model as shared_model
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.group import device, group
 from headrace_trainer.group.messages import AbortRound
 from headrace_trainer.group.rank import Rank
@@ -126,7 +127,7 @@ def test_the_optimizer_s_state_lies_with_its_shards():
 
 def test_suspend_moves_to_the_host_and_wake_to_the_leased_device(on_leased, monkeypatch):
     moved = []
-    monkeypatch.setattr(models, "used_bytes", lambda device: 10 - len(moved))
+    monkeypatch.setattr(shared_model, "used_bytes", lambda device: 10 - len(moved))
     with FakeTensorMode():
         there, here = torch.zeros(2, device=LEASED), torch.zeros(2)
         monkeypatch.setattr(on_leased, "move", lambda move: moved.append([move(there), move(here)]))
