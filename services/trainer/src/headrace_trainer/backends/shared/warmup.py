@@ -8,7 +8,7 @@ import random
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import TrainerConfig, WarmupExample
 
-from headrace_trainer.learning.packing.packing import plan_batches, plan_rows
+from headrace_trainer.learning.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Rows, Sequence
 
 

@@ -10,8 +10,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection
 
 from headrace_trainer.backends._base import StateReader
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS
 from headrace_trainer.backends.fsdp.sharding import CRITIC
+from headrace_trainer.backends.shared.optimizer import MOMENTS
 from headrace_trainer.errors import Refusal
 
 ALPHA = "alpha"

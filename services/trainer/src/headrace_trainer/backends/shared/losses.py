@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, TokenBatch
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 Forward = tuple[Tensor, Tensor, Tensor | None]
 """Log-probs, entropies and values of the trained tokens."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import LossSums, TokenBatch
-from headrace_trainer.learning.agreement import LARGEST_LOG_RATIO
+from headrace_trainer.learning.figures import LARGEST_LOG_RATIO
 
 
 class TokenFigures:
