@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from headrace_modelkit.loading import DTYPES, load_model, save_model
-from headrace_modelkit.peft_format import save_adapter
+from headrace_modelkit.lora import save_adapter
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
