@@ -216,7 +216,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(request.header, lease=False)
         run = self._opened(request.header)
         with refusals():
-            self._instance.weights.let_go(run.name)
+            self._instance.weights.release(run.name)
             freed = await run.engine.suspend()
         return rollout_pb2.SuspendResponse(
             released_bytes=freed.released_bytes, free_memory_bytes=freed.free_bytes
@@ -282,7 +282,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await run.revoke_streams(epoch, notice_s)
         await self._place()
         if run is not None and not self._leases and not keep:
-            self._instance.weights.let_go(run.name)
+            self._instance.weights.release(run.name)
             await run.engine.release()
         return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()
 

@@ -24,7 +24,8 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import WeightStore, receive_weights
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transfer import receive_weights
 
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Authority, Engine, EngineConfig, Policy, Weights
