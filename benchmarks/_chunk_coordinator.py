@@ -63,7 +63,7 @@ class AtOnce:
 class Watched(AttemptState):
     """Notes when each message began and when its acknowledgement is durable; tells a producer that waits for that."""
 
-    def __init__(self, *parts: Any, **modes: bool) -> None:
+    def __init__(self, *parts: Any, **modes: Any) -> None:
         super().__init__(*parts, **modes)
         self.go: asyncio.StreamWriter | None = None
         self.began_at: dict[int, float] = {}

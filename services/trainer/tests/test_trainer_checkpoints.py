@@ -16,7 +16,6 @@ import torch
 from checkpoint_parts import snapshot
 from headrace_servicekit import failpoints
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.directory import Snapshot
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import FILES, STATE, Damaged, read_state
 from headrace_trainer.checkpoints.tree import Origin

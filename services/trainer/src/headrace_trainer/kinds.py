@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from headrace_modelkit.loading import DTYPES
-from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.critic import check_critic
 from headrace.common.v1 import common_pb2
-from headrace_modelkit.critic import critic_section
-from headrace_modelkit.loading import load_architecture
-from headrace_modelkit.loading import load_model
-from headrace_modelkit.lora import save_adapter
-from headrace_modelkit.loading import save_model
-from headrace_modelkit.lora import targets_problem
 from headrace.trainer.v1 import trainer_pb2
+from headrace_modelkit.critic import check_critic, critic_section
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import DTYPES, load_architecture, load_model, save_model
+from headrace_modelkit.lora import save_adapter, targets_problem
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights

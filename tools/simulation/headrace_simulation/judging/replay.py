@@ -29,7 +29,7 @@ class RecordingStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[ev.AnyEvent] = []
+        self.log: list[ev.Event] = []
 
     @override
     async def append(self, epoch: int, expected: int, first: int, payloads: list[bytes]) -> None:
