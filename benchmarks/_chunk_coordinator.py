@@ -16,10 +16,8 @@ from typing import Any
 from _chunk_services import GO, ONE, RUN, TOKEN
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
-from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
@@ -28,9 +26,9 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.learning import Learning
-from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Relay
+from headrace_coordinator.run.step.trajectories import Trajectories
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
@@ -62,26 +60,29 @@ class AtOnce:
         """Nothing is open."""
 
 
-class Watched(Learning):
+class Watched(AttemptState):
     """Notes when each message began and when its acknowledgement is durable; tells a producer that waits for that."""
 
-    def __init__(self, context: RunContext, relay: Relay, timer: StepTimer, batch: Batch) -> None:
-        super().__init__(context, relay, timer, batch)
+    def __init__(self, *parts: Any, **modes: Any) -> None:
+        super().__init__(*parts, **modes)
         self.go: asyncio.StreamWriter | None = None
         self.began_at: dict[int, float] = {}
         self.durable_at: dict[int, float] = {}
         self.flushes: list[asyncio.Future[None]] = []
 
-    def _fill(self, member: trainer_pb2.SettledTrajectory, slot: Slot, body: common_pb2.Trajectory) -> None:
-        super()._fill(member, slot, body)
-        self.began_at[slot.prompt] = float(body.completion_text)
+    def settle(self, groups: list[tuple[int, list[float]]]) -> None:
+        """Reads when a message began off its text, which is kept until it is learned."""
+        for prompt, _ in groups:
+            self.began_at[prompt] = float(self.trajectories[prompt, 0].received.completion_text)
+        super().settle(groups)
 
-    def _take(self, response: trainer_pb2.LearnResponse) -> None:
-        super()._take(response)
-        self.flushes.append(asyncio.ensure_future(self._note([o.prompt_ordinal for o in response.outcomes])))
+    def accumulate(self, prompts: list[int], helper: str = "") -> None:
+        """Waits for the event to be durable."""
+        super().accumulate(prompts, helper)
+        self.flushes.append(asyncio.ensure_future(self._note(prompts)))
 
     async def _note(self, prompts: list[int]) -> None:
-        await self._context.event_log.flush()
+        await self.context.event_log.flush()
         now = time.monotonic()
         self.durable_at.update(dict.fromkeys(prompts, now))
         if self.go is not None:
@@ -146,12 +147,12 @@ class Bench:
         for member in context.workers.rollouts:
             member.awake = True  # It has no device to take first.
         found = [await self._step(context, pattern) for _ in range(steps)]
-        await context.staffing.lanes.end()
+        await context.staffing.score_streams.end()
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 
     async def _step(self, context: RunContext, pattern: str) -> list[tuple[float, float]]:
-        """As `Step._gather`, whose trainer learns while the rollout generates."""
+        """As `Attempt.run`, whose trainer learns while the rollout generates."""
         ledger, event_log = context.state.ledger, self.event_log
         await event_log.commit(
             ev.StepOpened(
@@ -163,41 +164,32 @@ class Bench:
                 number=context.state.lineage.last_number + 1,
             )
         )
-        relay, timer = Relay(context.spec.limits.in_flight_bytes), StepTimer(event_log.now)
         published = Published(VERSION, common_pb2.WeightManifest(), common_pb2.WeightSource())
-        generation = Generation(
-            context,
-            relay,
-            timer,
-            published,
-            on_settled=lambda prompt: learning.put(prompt),
-            on_complete=lambda: learning.close(),
-            draining=lambda: learning.backlog,
-            joining=lambda: (),
-        )
-        learning = Watched(context, relay, timer, generation.batch)
+        trajectories = Trajectories(context.spec.limits.in_flight_bytes)
+        attempt = Watched(context, StepTimer(event_log.now), published, trajectories, streams=True)
+        generation, learning = Generation(attempt), Learning(attempt)
 
         async def generate() -> None:
             await generation.run()
-            learning.close()
+            attempt.complete()
 
         async def first_go() -> None:
             line = await self._producers.get()
             if pattern == ONE:
-                learning.go = line
+                attempt.go = line
                 line.write(GO)
 
         await gather_all(generate(), learning.run(), first_go())
-        await asyncio.gather(*learning.flushes)
-        if generation.batch.refused or len(learning.durable_at) != len(ledger.slots):
-            raise RuntimeError(f"{generation.batch.refused} chunks were refused")
+        await asyncio.gather(*attempt.flushes)
+        if attempt.refused or len(attempt.durable_at) != len(ledger.slots):
+            raise RuntimeError(f"{attempt.refused} chunks were refused")
         keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
         await event_log.commit(
             ev.StepSkipped(at=event_log.now(), run=context.run_id, step=ledger.step, dropped=[])
         )
         for member in context.workers.rollouts:
             await member.end_retention(keys)
-        return [(learning.began_at[prompt], at) for prompt, at in sorted(learning.durable_at.items())]
+        return [(attempt.began_at[prompt], at) for prompt, at in sorted(attempt.durable_at.items())]
 
 
 async def coordinate(settings: dict[str, Any]) -> None:

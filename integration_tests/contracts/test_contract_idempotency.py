@@ -182,7 +182,7 @@ def test_open_run(pair, tiny_model):
     assert RUN in sentence[0]
 
 
-def test_a_lease_that_was_let_go_is_no_authority(pair, fake_fleet):
+def test_a_lease_that_was_released_is_no_authority(pair, fake_fleet):
     """Last in this file: the engine gets its device back under another epoch."""
     learner, engine = pair
     fake_fleet.revoke("rollout-0", GENERATE)

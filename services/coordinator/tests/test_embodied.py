@@ -11,7 +11,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES, divide
-from headrace_coordinator.run.step.scoring.scoring import sampled
+from headrace_coordinator.run.step.trajectories import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
@@ -137,12 +137,12 @@ def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
 
 
 def test_executed_actions_count_as_tokens():
-    body = common.Trajectory()
-    body.segments.add().tokens.token_ids.extend([1, 2, 3])
-    body.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
+    episode = common.Trajectory()
+    episode.segments.add().tokens.token_ids.extend([1, 2, 3])
+    episode.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
         encode_tensor(np.array([[True, True], [True, False]]))
     )
-    assert sampled(body) == (3, [(4, 3)])
+    assert sampled(episode) == (3, [(4, 3)])
 
 
 def test_an_embodied_run_trains_on_episodes_and_leaves_nothing_open():

@@ -7,8 +7,9 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
-from headrace_coordinator.run.step.learning import MESSAGE_BYTES, Learning
-from headrace_coordinator.run.step.trajectories import Relay
+from headrace_coordinator.run.step.learning import MESSAGE_BYTES, filled_requests
+from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.trajectories import Trajectories, Trajectory
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 GROUP = 2
@@ -16,7 +17,7 @@ TRUNCATED = common_pb2.FINISH_REASON_LENGTH
 
 
 @pytest.fixture
-def learning():
+def attempt():
     groups = {
         prompt: [Slot(prompt, sample, reward=prompt + sample / 2) for sample in range(GROUP)]
         for prompt in range(9)
@@ -25,58 +26,75 @@ def learning():
     lineage = SimpleNamespace(versions={4: Version(4, 3, 1, "digest")})
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
-        spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask")),
+        spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask"), deterministic=False),
         workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1)),
+        placement=SimpleNamespace(joins=False),
     )
-    scored = {(prompt, sample): SimpleNamespace(oldest=4) for prompt in groups for sample in range(GROUP)}
-    return Learning(context, Relay(1), None, SimpleNamespace(scored=scored))
+    return AttemptState(context, None, None, Trajectories(0), streams=True)
 
 
-def bodies(size, finish_reason=common_pb2.FINISH_REASON_EOS):
-    def body(prompt, sample):
-        found = common_pb2.Trajectory(
-            sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=sample),
+def messages(attempt, size, finish_reason=common_pb2.FINISH_REASON_EOS):
+    """A message of each slot; the records of their trajectories are put into the attempt."""
+    found = {}
+    for slot in [slot for prompt in range(9) for slot in attempt.ledger.group(prompt)]:
+        message = common_pb2.Trajectory(
+            sample=common_pb2.SlotKey(prompt_ordinal=slot.prompt, sample_index=slot.sample),
             completion_text="x" * size,
             finish_reason=finish_reason,
         )
-        return found, found.ByteSize()
-
-    return {(prompt, sample): body(prompt, sample) for prompt in range(9) for sample in range(GROUP)}
+        found[slot.prompt, slot.sample] = message
+        attempt.trajectories.put(Trajectory(slot, message, message.ByteSize(), size, (), oldest=4))
+    return found
 
 
 @pytest.mark.parametrize(
     ("size", "groups_of_messages"),
     [(100, [9]), (MESSAGE_BYTES // 4, [2, 2, 2, 2, 1]), (MESSAGE_BYTES, [1] * 9)],
 )
-def test_messages_hold_whole_groups_in_order_up_to_a_size(learning, size, groups_of_messages):
-    messages = list(learning.filled(list(range(9)), bodies(size)))
-    assert [len(message.groups) for message in messages] == groups_of_messages
-    groups = [group for message in messages for group in message.groups]
+def test_messages_hold_whole_groups_in_order_up_to_a_size(attempt, size, groups_of_messages):
+    requests = list(filled_requests(attempt, list(range(9)), messages(attempt, size)))
+    assert [len(request.groups) for request in requests] == groups_of_messages
+    groups = [group for request in requests for group in request.groups]
     assert [group.prompt_ordinal for group in groups] == list(range(9))
     assert all(len(group.members) == GROUP for group in groups)
 
 
-def test_beside_helpers_the_trainer_group_has_little_in_hand(learning):
+def test_beside_helpers_the_trainer_group_has_little_in_hand(attempt):
     """A piece that it works on and the next one: when decoding ends, the rest is there to be shared."""
     for prompt in range(9):
-        for slot in learning._ledger.group(prompt):
+        for slot in attempt.ledger.group(prompt):
             slot.tokens = 5
-    learning._context.workers.ranks = 1
-    learning._context.spec.trainer = SimpleNamespace(micro_batch_tokens=40)
-    learning.shares, learning.waiting = True, list(range(9))
+    attempt.context.workers.ranks = 1
+    attempt.context.spec.trainer = SimpleNamespace(micro_batch_tokens=40)
+    groups = attempt.groups
+    groups.shared, groups.waiting = True, list(range(9))
     pieces = []
-    while learning._has_room():
-        pieces.append(learning._next())
-    assert pieces == [[0, 1], [2, 3]] and learning.waiting == list(range(4, 9))
+    while piece := groups.take():
+        pieces.append(piece)
+    assert pieces == [[0, 1], [2, 3]] and groups.waiting == list(range(4, 9))
 
 
-def test_a_member_carries_body_reward_and_oldest_version(learning):
-    found = bodies(10, TRUNCATED)
-    (message,) = learning.filled([7], found)
-    member = message.groups[0].members[1]
-    assert member.trajectory == found[7, 1][0]
-    assert (member.reward, member.masked) == (7.5, True)
-    assert member.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
+def test_a_settled_trajectory_carries_message_reward_and_oldest_version(attempt):
+    found = messages(attempt, 10, TRUNCATED)
+    (request,) = filled_requests(attempt, [7], found)
+    settled = request.groups[0].members[1]
+    assert settled.trajectory == found[7, 1]
+    assert (settled.reward, settled.masked) == (7.5, True)
+    assert settled.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
+
+
+def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(attempt):
+    found = messages(attempt, 100)
+    size = found[0, 0].ByteSize()
+    kept = Trajectories(3 * size)
+    for sample in range(4):
+        prompt, index = divmod(sample, GROUP)
+        slot = attempt.ledger.group(prompt)[index]
+        kept.put(Trajectory(slot, found[prompt, index], size, 100, ()))
+    assert [trajectory.message is not None for trajectory in kept.values()] == [True, True, True, False]
+    assert kept.full
+    kept.release([(0, 0), (0, 0), (8, 0)])
+    assert not kept.full and kept[0, 0].message is None and kept[0, 0].size == size
 
 
 @pytest.mark.parametrize(("limit", "waited"), [(7200.0, 7200.0), (60.0, 900.0)])
@@ -84,11 +102,11 @@ async def test_a_commit_may_take_as_long_as_a_step(limit, waited):
     """An algorithm of several passes learns within it."""
     asked = []
 
-    class Port:
+    class Answering:
         async def call(self, method, request, timeout):
             asked.append((method, timeout))
             return trainer_pb2.CommitStepResponse()
 
-    client = TrainerClient("run", SimpleNamespace(incarnation="one", kind="trainer"), Port(), 1)
+    client = TrainerClient("run", SimpleNamespace(incarnation="one", kind="trainer"), Answering(), 1)
     await client.commit(0, 1, 1, 2, "digest", b"", limit)
     assert asked == [("CommitStep", waited)]

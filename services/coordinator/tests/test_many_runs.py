@@ -9,7 +9,7 @@ from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
-from headrace_coordinator.run.step.receiving import Receive
+from headrace_coordinator.run.step.receiving import Receiver
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.judging.judge import Violation
 from headrace_simulation.virtual_time import run_virtual
@@ -216,17 +216,17 @@ def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
     """Texts and log-probs of 10⁵ answers would be hundreds of megabytes until their step is committed."""
     shown, made, lines = [], [], []
 
-    def spied(receive, taken):
-        found = of_answer(receive, taken)
-        made.append(taken.slot)
-        shown.extend([found] if found else [])
+    def spied(receiver, slot):
+        found = of_answer(receiver, slot)
+        made.append(slot)
+        shown.extend([slot] if found else [])
         return found
 
     async def play(scene):
         await asyncio.sleep(0.0)
 
-    of_answer = Receive._shown
-    monkeypatch.setattr(Receive, "_shown", spied)
+    of_answer = Receiver._is_shown
+    monkeypatch.setattr(Receiver, "_is_shown", spied)
     monkeypatch.setattr(Quiet, "trajectories", lambda self, views: lines.append(len(views)))
     scene = Scene(play, steps=2, algorithm={"group_size": 8, "prompts_per_step": 20})
     assert set(ends(scene).values()) == {"SUCCEEDED"}

@@ -13,7 +13,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.step.scoring import scoring, streams
 from headrace_coordinator.run.step.scoring.scoring import SCORER_RETRIES, Scoring, score_all
-from headrace_coordinator.run.step.scoring.streams import Lanes
+from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.step.timer import StepTimer
 
 
@@ -69,7 +69,7 @@ class Staffing:
     def __init__(self, *judges: Judge, bench: tuple[Judge, ...] = ()) -> None:
         self.rewards = list(judges)
         self.bench = list(bench)
-        self.lanes = Lanes()
+        self.score_streams = ScoreStreams()
         self.workers = self
         self.dead: set[str] = set()
         self.judges = [*judges, *bench]
@@ -182,8 +182,8 @@ async def test_the_next_step_asks_over_the_same_stream():
     for _ in range(3):
         await scored(workers, 8)
     assert (judge.streams, len(judge.asked)) == (1, 24)
-    await workers.lanes.end()
-    assert judge.open_streams == 0 and not workers.lanes.all
+    await workers.score_streams.end()
+    assert judge.open_streams == 0 and not workers.score_streams.all
 
 
 async def test_a_stream_that_is_old_or_to_a_draining_instance_ends_before_the_next_step():
@@ -196,7 +196,7 @@ async def test_a_stream_that_is_old_or_to_a_draining_instance_ends_before_the_ne
     await scored(workers, 8)
     await until(lambda: judge.open_streams == 1)
     assert judge.streams == 3
-    await workers.lanes.end()
+    await workers.score_streams.end()
 
 
 async def test_a_step_that_is_stopped_leaves_no_stream_and_no_result_to_the_next():
@@ -208,7 +208,7 @@ async def test_a_step_that_is_stopped_leaves_no_stream_and_no_result_to_the_next
     await until(lambda: hung.asked)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert hung.open_streams == 0 and not workers.lanes.all
+    assert hung.open_streams == 0 and not workers.score_streams.all
     hung.silent = False
     await scored(workers, 2)
 

@@ -9,8 +9,8 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
-from headrace_rollout.engines.exchange import Exchange, Rules, Turn
 from headrace_rollout.engines.samples import Distribution, Finish, Prefix, Sample, SlotKey, TrajectoryUpdate
+from headrace_rollout.exchanges.exchange import Exchange, Rules, Turn
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, refused

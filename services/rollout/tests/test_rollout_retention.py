@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_rollout.runs.retention import Retention
+from headrace_rollout.runs.opened import Retention
 from headrace_rollout.streams.base import Serving
 from headrace_rollout.streams.generation import Generation
 from rollout_calls import HEADER, refused

@@ -16,7 +16,7 @@ import torch
 from checkpoint_parts import snapshot
 from headrace_servicekit import failpoints
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.reader import CheckpointReader
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import FILES, STATE, Damaged, read_state
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Refusal
@@ -45,7 +45,7 @@ def test_a_checkpoint_holds_what_was_given(directory):
         3,
     )
     assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir())
-    reader = CheckpointReader(saved.path, saved.optimizer_steps)
+    reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps)
     assert torch.equal(reader.weight("a"), torch.full((300, 7), 3.0))
     assert reader.weight("b").shape == (0, 4)
     assert torch.equal(reader.moment("exp_avg", "a"), torch.ones(300, 7) * 3)

@@ -17,8 +17,7 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms.functional import kl_estimate
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.batch import BatchLearner
-from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.learner import BatchLearner, Learner
 
 KL = {"kl_loss_coef": 0.3, "entropy_coef": 0.1}
 

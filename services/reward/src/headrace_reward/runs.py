@@ -19,8 +19,7 @@ from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_o
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings
-from headrace_reward.inline import InlinePool
-from headrace_reward.pool import Finding, Pool, ScorerPool
+from headrace_reward.pool import Finding, InlinePool, Pool, ScorerPool
 
 
 class Status(Enum):
@@ -129,7 +128,7 @@ class Run:
         self.digest = digest_bytes(json.dumps([rules, code], sort_keys=True).encode())
 
     async def close(self) -> None:
-        """Kills the children; who still waits for a result gets pool.PoolClosed."""
+        """Kills the children; results that are still awaited raise pool.PoolClosed."""
         await self._pool.close()
 
     def score(self, item: Item) -> asyncio.Future[Verdict]:

@@ -18,7 +18,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_simulation.fleet.reward import reward_of
 from headrace_simulation.judging.judge import Violation
 
-Key = tuple[int, int]
+SlotKey = tuple[int, int]
 
 
 def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequence[Item]) -> None:
@@ -39,8 +39,8 @@ def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequenc
         _check_figures(run, asked)
 
 
-def _written(run: runs.RunState) -> set[Key]:
-    """Keys of the transcripts' lines, each of which comes once, with the reward that it deserves."""
+def _written(run: runs.RunState) -> set[SlotKey]:
+    """Keys of the transcripts' lines; raises `Violation` for a line that comes twice or has a wrong reward."""
     lines = [
         msgspec.json.decode(line, type=SettledTrajectory)
         for _, line in read_lines(Path(run.directory) / NAME)
@@ -55,7 +55,7 @@ def _written(run: runs.RunState) -> set[Key]:
 
 
 def _check_progress(run: runs.RunState, history: Sequence[Item], written: int) -> None:
-    """What was told of it only grows, is on the disk, and is of one set of weights."""
+    """Raises `Violation` unless the reported progress only grows, is on the disk, and is of one set of weights."""
     told = [event for _, event in history if isinstance(event, ev.EvaluationProgressed)]
     counts = [event.answers for event in told]
     if counts != sorted(counts) or (counts and counts[-1] > written):

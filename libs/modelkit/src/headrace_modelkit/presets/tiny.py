@@ -12,7 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from headrace_modelkit.loading import save_model
-from headrace_modelkit.presets.complete import is_complete
+
+
+def is_complete(directory: Path) -> bool:
+    """A model directory appears by one rename, so what is needed is there or nothing is."""
+    return all(
+        (directory / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json")
+    )
+
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789 =+->:,.?\nacdoprsty"

@@ -167,7 +167,7 @@ class LeaseHolder:
             _logger.warning(
                 "lease released after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
             )
-        self.handle(leases.LetGo(epoch, freed.result()))
+        self.handle(leases.Released(epoch, freed.result()))
 
 
 async def _outcome(work: Awaitable[None], timeout_s: float) -> BaseException | None:

@@ -233,7 +233,7 @@ class OpenRuns:
 
 def _task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
     task = asyncio.create_task(work, name=name)
-    # Whoever waited for it may be gone: its error is then nobody's to report.
+    # The caller that waited for it may be gone: then nobody reports its error.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 

@@ -120,7 +120,7 @@ class MappedSegments:
         return known
 
     def forget(self) -> None:
-        """Leaves every mapping to who still references its bytes."""
+        """Drops all mappings; bytes that are still referenced stay valid."""
         self._mapped.clear()
 
     def _trim(self) -> None:

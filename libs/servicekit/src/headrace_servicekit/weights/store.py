@@ -117,8 +117,8 @@ class WeightStore:
             self._drop_spare()
             self._mapped.forget()
 
-    def let_go(self, run: str) -> None:
-        """Drops what is another store's anyway, so that its pages leave this process with their last user."""
+    def release(self, run: str) -> None:
+        """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:
@@ -267,7 +267,7 @@ class PendingWeights:
         return view
 
     def _release(self) -> None:
-        """Gives up every writable view, so that nobody can change what the digests say."""
+        """Releases every writable view, so that nobody can change what the digests say."""
         try:
             for view in self._views:
                 view.release()

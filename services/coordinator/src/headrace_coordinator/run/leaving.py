@@ -47,7 +47,7 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
     """
     reason = outcome.reason
-    await context.staffing.lanes.end()
+    await context.staffing.score_streams.end()
     if outcome.state not in run_states.TERMINAL or outcome.state == run_states.CANCELLED:
         lost = await _settled(
             context, checkpointer, save=outcome.state in (run_states.PAUSED, run_states.QUEUED)

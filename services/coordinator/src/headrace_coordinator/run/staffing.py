@@ -14,7 +14,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.modality import Modality
-from headrace_coordinator.run.step.scoring.streams import Lanes
+from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.workers.clients import RewardClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.opening import (
@@ -31,11 +31,11 @@ Helper = TypeVar("Helper", bound=WorkerClient)
 
 
 class Staffing:
-    """Keeps the run open at its instances. `lanes`: the streams to its reward instances."""
+    """Keeps the run open at its instances. `score_streams`: the streams to its reward instances."""
 
     def __init__(self, workers: WorkerGroup, modality: Modality) -> None:
         self.workers = workers
-        self.lanes = Lanes()
+        self.score_streams = ScoreStreams()
         self._fleet = workers.fleet
         self._modality = modality
 

@@ -42,7 +42,7 @@ class Follower:
             return 0
 
     def send(self, tracker: Tracker) -> None:
-        """Sends new lines, then notes that they were sent: after a crash a line may be sent twice, but none is missed."""
+        """Sends new lines, then notes that they were sent: after a crash a line may be sent twice, none is missed."""
         before = self._offset
         for offset, line in read_lines(self._metrics, before):
             if metrics := read_metrics(line):

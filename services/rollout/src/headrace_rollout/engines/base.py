@@ -39,13 +39,13 @@ class Capabilities:
     """What an engine offers beyond generating; a spec that needs what is missing is refused."""
 
     position_keyed_sampling: bool = False
-    """A token's randomness is a function of (seed, prompt, sample, position): batches and resumes change none."""
+    """A token's randomness depends on (seed, prompt, sample, position) alone, not on the batch or on a resume."""
     deterministic: bool = False
     """Waves by ordinal; the same seed gives the same tokens."""
     resume_from_prefix: bool = False
     """Goes on behind tokens that were sampled elsewhere; without it a sample begins again at token 0."""
     resume_from_cache: bool = False
-    """Gives away what it computed of a sample that moves, and goes on with it where the weights are the same."""
+    """Hands out the cache of a sample that moves, and goes on with one of another engine with the same weights."""
     score_processed: bool = False
     """Scores given tokens under any distribution; without it under the model's own alone."""
     inflight_update: bool = False
@@ -121,11 +121,11 @@ class Freed:
 
 
 def allowed() -> None:
-    """The authority of a caller that needs none."""
+    """The authority of a caller that needs no lease: allows everything."""
 
 
 Authority = Callable[[], None]
-"""Raises what tells the caller that its lease is not held; called in the engine's thread, before the effect."""
+"""Raises where the caller's lease is not held; called in the engine's thread, right before the effect."""
 
 
 class Scope(Enum):

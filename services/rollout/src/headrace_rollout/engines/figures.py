@@ -25,7 +25,7 @@ class Figures:
 class Prefills:
     """When an engine computed prompts, by `time.perf_counter()`: written in its thread, read in others.
 
-    The newest `KEPT` spans alone: nobody asks for those before the message before.
+    Only the newest `KEPT` spans are kept: callers ask for those since their last message.
     """
 
     KEPT = 4096
@@ -46,20 +46,20 @@ class Prefills:
 
 
 class BusyTime:
-    """The union of intervals that begin and end as they are told."""
+    """Seconds in which at least one of several things was at work: `begin` and `end` are called for each."""
 
     def __init__(self) -> None:
         self._open = 0
         self._since = self._total = 0.0
 
     def begin(self) -> None:
-        """One more is at work."""
+        """Something begins to work."""
         if not self._open:
             self._since = time.perf_counter()
         self._open += 1
 
     def end(self) -> None:
-        """One less is at work."""
+        """Something ends its work."""
         self._open -= 1
         if not self._open:
             self._total += time.perf_counter() - self._since

@@ -1,7 +1,7 @@
-"""A policy that one thread of this process holds: its versions, its memory and its place.
+"""A policy that one thread of this process holds: its versions, its memory and its devices.
 
-Commands go through a one-thread executor in turn, so that they act between two pieces of the policy's work. Where a
-piece is shorter than the way to the thread, the event loop does it itself, as long as the thread does nothing. Knows no
+Commands go through a one-thread executor in turn, so that they act between two pieces of the policy's work. A
+piece that takes less time than handing it to the thread is done in the event loop while the thread is idle. Knows no
 text and no robot.
 """
 

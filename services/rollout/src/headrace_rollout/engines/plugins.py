@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from headrace_servicekit.registry import Options, Plugin
-from pydantic import Field, PositiveInt
+from headrace_servicekit.registry import Plugin
 
 from headrace_rollout.engines.sglang.options import SglangOptions
+from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
-
-
-class TransformersOptions(Options):
-    """Options of the built-in engine."""
-
-    kv_cache_bytes: PositiveInt | None = Field(
-        default=None,
-        description="most memory of the running samples' keys and values; default: a quarter of what the host has "
-        "free, or four fifths of what a GPU has",
-    )
-
 
 _DISTRIBUTIONS = ("top_p_after_others", "penalty_counts_prompt")
 TRANSFORMERS = Plugin(

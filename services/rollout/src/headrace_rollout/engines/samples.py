@@ -59,7 +59,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class CachedContext:
-    """What an engine has computed of a context's first `tokens`: `form` says how it lies in `data`, and by whom."""
+    """Keys and values of a context's first `tokens`; `form` names the layout of `data` and the weights."""
 
     form: str
     tokens: int
@@ -76,7 +76,7 @@ class Sample:
     greedy: bool = False
     """The likeliest token each time, whatever the stream's temperature."""
     cache: CachedContext | None = None
-    """Of the prompt and the prefix, as another engine has left it; of any form."""
+    """The cache of prompt and prefix that another engine made, of any form."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TrajectoryUpdate:
     text_from: int = 0
     """Where in `whole` the text begins that scorers judge."""
     cache: CachedContext | None = None
-    """Of a stopped sample whose stream is `moving`, where the engine can give it away."""
+    """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,4 +133,4 @@ class Stream:
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
     moving: threading.Event = field(default_factory=threading.Event)
-    """Set: its samples go on elsewhere, and may take along what was computed of them."""
+    """Set when its samples go on elsewhere: updates of those that stop may carry their caches."""

@@ -24,10 +24,9 @@ from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
-from headrace_rollout.robot.model import Decision, RobotModel, Row
+from headrace_rollout.robot.model import Decision, RobotModel, Row, Views
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
-from headrace_rollout.robot.views import Views
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig

@@ -89,7 +89,7 @@ class Environment:
         pool = self._pool
         operation.environment, operation.step_index = self._index, self._next_step
         pool.send(operation)
-        # Nothing stands between the one who waits and the answer, and one timer watches all: each step pays for it.
+        # The answer is set on the future directly, and one timer watches all environments: this is done in each step.
         self._waiting = answered
         self._idle.clear()
         pool.asked.begin()
@@ -134,7 +134,7 @@ class Environment:
             waiting.set_exception(PoolLost(reason))
 
     def _ended(self) -> asyncio.Future[Outcome] | None:
-        """No operation is under way any more; who waits for it, who may have gone."""
+        """Ends the operation under way; returns the future that waits for it, which may be cancelled."""
         if self._idle.is_set():
             return None
         waiting, self._waiting, self.due = self._waiting, None, math.inf
@@ -169,7 +169,7 @@ class Pool:
         self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
 
     def under(self, header: common_pb2.CommandHeader) -> None:
-        """The authority of what is sent from now on; one stream serves under one lease after another."""
+        """Sets the authority of operations from now on: a Step stream is used under one lease after another."""
         if header.lease_epoch != self._header.lease_epoch:
             self._header, self._told = header, False
 

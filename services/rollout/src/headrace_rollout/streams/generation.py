@@ -12,14 +12,12 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
-from headrace_rollout.config import WAITING_SAMPLES
 from headrace_rollout.engines.base import prefills_of
-from headrace_rollout.engines.conversing import ConversingEngine
 from headrace_rollout.engines.samples import TrajectoryUpdate
-from headrace_rollout.refusal import refusals
+from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
+from headrace_rollout.exchanges.repliers import Repliers
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.streams.base import SampleStream, Serving
-from headrace_rollout.streams.repliers import Repliers
 from headrace_rollout.wire import (
     duration_of,
     fill_chunk,
@@ -27,9 +25,12 @@ from headrace_rollout.wire import (
     groups_of,
     invalid,
     partial_of,
+    refusals,
     stream_of,
 )
 
+WAITING_SAMPLES = 4096
+"""Samples without a row, beyond which a stream's next assignment waits."""
 _POLL_S = 0.02
 _TOKEN_BYTES = 8
 
@@ -53,22 +54,22 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             put([*outputs])
 
         self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
-        self._repliers = self._met(opening.repliers, lambda lost: put([lost]))
+        self._elsewhere = self._open_repliers(opening.repliers, lambda lost: put([lost]))
         self._stages: dict[str, float] = {}
 
-    def _met(
+    def _open_repliers(
         self, named: Sequence[rollout_pb2.Replier], lost: Callable[[rollout_pb2.LostReplier], None]
-    ) -> Repliers | None:
-        """The instances that reply to the stream's samples; None where this one does, or nobody."""
+    ) -> tuple[Repliers, OtherSide] | None:
+        """Connects to the instances that reply to the stream's samples; None where this one does, or nobody."""
         engine = self._engine
-        if not (isinstance(engine, ConversingEngine) and self._run.config.replies_elsewhere):
+        if not (isinstance(engine, ExchangeEngine) and self._run.config.replies_elsewhere):
             if named:
                 raise invalid("repliers: the run's config says that nobody replies elsewhere; name none")
             return None
         repliers = Repliers(named, self._serving.token, lost)
         limits = [each.max_context_tokens for each in named if each.max_context_tokens]
-        engine.replied_to_by(self._stream, repliers, min(limits, default=engine.max_context_tokens))
-        return repliers
+        limit = min(limits, default=engine.max_context_tokens)
+        return repliers, engine.replied_to_by(self._stream, repliers, limit)
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
@@ -93,9 +94,9 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     async def _leave(self) -> None:
         await super()._leave()
-        if self._repliers is not None and isinstance(self._engine, ConversingEngine):
+        if self._elsewhere is not None and isinstance(self._engine, ExchangeEngine):
             self._engine.leave(self._stream)
-            await self._repliers.close()
+            await self._elsewhere[0].close()
 
     def _size(self, output: Produced) -> int:
         if not isinstance(output, TrajectoryUpdate):
@@ -127,9 +128,9 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
         """Where others reply: seconds of answers and of replies since the response before."""
-        if self._repliers is None or not isinstance(self._engine, ConversingEngine):
+        if self._elsewhere is None:
             return
-        now = self._engine.stage_seconds(self._stream)
+        now = self._elsewhere[1].seconds()
         for stage, seconds in now.items():
             response.stages.add(stage=stage, wall_time=duration_of(seconds - self._stages.get(stage, 0.0)))
         self._stages.update(now)

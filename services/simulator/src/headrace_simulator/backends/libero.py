@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from headrace_servicekit.registry import Options
 from pydantic import Field
-from typing_extensions import override
 
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
@@ -89,9 +88,8 @@ class LiberoBackend:
             f"{name}/{index}" for name, suite in self._suites.items() for index in range(suite.n_tasks)
         )
 
-    @override
     def perturbations(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """LIBERO-PRO's, of the suites that it covers."""
+        """By name, the options with which a task is one of LIBERO-PRO's; of the suites that it covers."""
         if name.partition("/")[0] not in _PERTURBED:
             return {}
         return {each: {"perturbation": each} for each in _PERTURBATIONS}

@@ -18,7 +18,8 @@ from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused,
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
-from headrace_coordinator.run.step.scoring.scoring import sampled, score_all, score_item
+from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
+from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 

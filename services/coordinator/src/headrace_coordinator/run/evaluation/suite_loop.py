@@ -26,8 +26,9 @@ from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
-from headrace_coordinator.run.step.scoring.scoring import sampled, score_all, score_item
+from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.step import RunFailed
+from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.waits import WaitTimeout

@@ -1,34 +1,41 @@
-"""What a committed step says of itself: certificate, step view, trajectories as text."""
+"""What is recorded of a committed step: its certificate, the view of it, and some of its trajectories as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import StepView
-from headrace_schema.workflow import GraphSection
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops, expand
+from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.ledger.reward_flow import stage_figures
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.learning import members_of
-from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.learning import identities
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Trajectories
 
 
 def certify(
-    run: RunState, opened: ev.StepOpened, response: trainer.CommitStepResponse, slots: list[Slot]
+    context: RunContext,
+    opened: ev.StepOpened,
+    response: trainer.CommitStepResponse,
+    slots: list[Slot],
+    trajectories: Trajectories,
 ) -> ev.Certificate:
-    """Attests an update from the ledger's slots and the trainer's counts."""
+    """Attests an update from the ledger's slots and the trainer's counts.
+
+    With several reward stages it counts what each scored. Trajectories that were scored before the coordinator last
+    started are left out there: only their reward is known.
+    """
+    run = context.state
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
     passed = _pass_rates(slots)
+    by_stage = list(stage_figures(context.spec.graph, _stage_rewards(trained, trajectories)))
     return ev.Certificate(
         number=opened.number,
         parent=opened.base,
@@ -38,7 +45,7 @@ def certify(
         attempt=opened.attempt,
         trained=compact((slot.prompt, slot.sample, slot.attempt) for slot in trained),
         dropped=compact_drops((s.prompt, s.sample, s.reason) for s in slots if s.state == DROPPED),
-        set_digest=set_digest(members_of(trained)),
+        set_digest=set_digest(identities(trained)),
         tokens=response.token_count,
         tokens_by_version=dict(response.tokens_by_version),
         max_staleness=response.max_staleness,
@@ -49,24 +56,16 @@ def certify(
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
         refilled=run.ledger.refilled,
         helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
+        scored_by_stage={stage: count for stage, count, _ in by_stage},
+        reward_by_stage={stage: mean for stage, _, mean in by_stage},
     )
 
 
-def with_stages(certificate: ev.Certificate, graph: GraphSection, batch: Batch) -> ev.Certificate:
-    """The certificate with what each of several reward stages saw of the answers that were trained.
-
-    Answers that were scored before the coordinator last started have their reward alone.
-    """
-    if not batch.stage_rewards:
-        return certificate
-    trained = [(prompt, sample) for prompt, sample, _ in expand(certificate.trained)]
-    known = [batch.stage_rewards[key] for key in trained if key in batch.stage_rewards]
-    found = list(stage_figures(graph, known))
-    return msgspec.structs.replace(
-        certificate,
-        scored_by_stage={stage: count for stage, count, _ in found},
-        reward_by_stage={stage: mean for stage, _, mean in found},
-    )
+def _stage_rewards(slots: Iterable[Slot], trajectories: Trajectories) -> Iterator[dict[str, float]]:
+    for slot in slots:
+        trajectory = trajectories.get((slot.prompt, slot.sample))
+        if trajectory is not None and trajectory.stage_rewards is not None:
+            yield trajectory.stage_rewards
 
 
 def _length_bucket(tokens: int) -> str:
@@ -88,7 +87,7 @@ def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
 
 
 def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], str]) -> dict[str, float]:
-    """Share of failures by bucket: what the algorithm did not keep is none."""
+    """Share of failures by bucket; a group that the algorithm filtered is no failure."""
     total: dict[str, int] = {}
     dropped: dict[str, int] = {}
     for slot in slots:
@@ -130,17 +129,17 @@ def step_view(
 
 
 def settled_lines(
-    context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
+    context: RunContext, certificate: ev.Certificate, slots: list[Slot], trajectories: Trajectories
 ) -> list[SettledTrajectory]:
     """The step's trained trajectories as text: as many as are kept of a step."""
     found = [
-        (slot, scored.shown)
+        (slot, trajectory, trajectory.shown)
         for slot in slots
         if slot.state == ACCUMULATED
-        and (scored := batch.scored.get((slot.prompt, slot.sample)))
-        and scored.shown
+        and (trajectory := trajectories.get((slot.prompt, slot.sample)))
+        and trajectory.shown
     ]
-    kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda pair: pair[0].prompt)
+    kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda each: each[0].prompt)
     return [
         SettledTrajectory(
             step=certificate.ordinal,
@@ -153,13 +152,13 @@ def settled_lines(
             reference=context.item(slot.prompt).answer,
             reward=slot.reward,
             parts=shown.parts,
-            stage_rewards=batch.stage_rewards.get((slot.prompt, slot.sample), {}),
+            stage_rewards=trajectory.stage_rewards or {},
             finish_reason=common.FinishReason.Name(shown.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=slot.tokens,
-            versions=shown.versions,
+            versions=list(trajectory.versions),
             log_probs=[round(value, 4) for value in shown.log_probs],
             text_bytes=shown.text_bytes.tolist(),
             advantage=shown.advantage,
         )
-        for slot, shown in kept
+        for slot, trajectory, shown in kept
     ]

@@ -1,152 +1,230 @@
-"""Rewards in, whole groups out: a group settles once every member is finished with a final reward, or is dropped."""
+"""What the parts of one step attempt share: its trajectories, and its groups from settled to learned or dropped.
+
+Every event about a group of the open step is appended here. Calls no instance.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from math import isfinite
+import asyncio
+from collections.abc import Iterable
 
-from headrace.reward.v1 import reward_pb2 as reward
+from headrace_planner.elastic.outlook import Terms
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import plan_refill
-from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
+from headrace_coordinator.domain.ledger.slot_index import DROPPED
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.trajectories import Relay
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.trajectories import Trajectories
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import Notifier
 
-
-@dataclass(slots=True)
-class Shown:
-    """What people see of a trajectory beside its slot."""
-
-    completion: str
-    finish_reason: int
-    versions: list[tuple[int, int]]
-    log_probs: array[float]
-    text_bytes: array[int]
-    advantage: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
+GROUPS_AT_ONCE = 64
 
 
-@dataclass(slots=True)
-class Scored:
-    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+class SettledGroups:
+    """The queue of settled groups: the trainer group takes from it, and helpers borrow from it."""
 
-    oldest: int
-    shown: Shown | None
-    reward: float | None = None
+    def __init__(self, context: RunContext, trajectories: Trajectories, *, streams: bool) -> None:
+        self._context = context
+        self._trajectories = trajectories
+        self._ledger = context.state.ledger
+        # Where the trainer group is about to have more devices at once, all of them learn the rest.
+        placement = context.placement
+        self._hold_when_closed = streams and placement.hybrid and placement.resident
+        self.waiting: list[int] = []
+        """Groups that nobody learns yet."""
+        self.sent: set[int] = set()
+        """Groups that the trainer group was given and has not answered yet."""
+        self.lent: set[int] = set()
+        """Groups that helpers learn, or have learned."""
+        self.shared = False
+        """Whether helpers learn beside the trainer group, which then has no more groups at once than it works on."""
+        self._held = False
+        self.closed = asyncio.Event()
+        """Set once no more groups will settle."""
+        self.grown = Notifier()
+        """Tells that a group has settled, or that none will any more."""
+        self.changed = Notifier()
+        """Tells that the trainer group may find groups to take, or the queue's end."""
+
+    @property
+    def backlog(self) -> bool:
+        """Whether the trainer group has groups to work on."""
+        return bool(self._ledger.index.settled - self.lent)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the trainer group has been given everything."""
+        return self.closed.is_set() and not self.waiting
+
+    def tokens(self, prompts: Iterable[int]) -> int:
+        """Tokens of all trajectories of some groups."""
+        return sum(slot.tokens for prompt in prompts for slot in self._ledger.group(prompt))
+
+    def put(self, prompts: Iterable[int]) -> None:
+        """Adds groups that have settled."""
+        self.waiting += prompts
+        self.changed.beat()
+        self.grown.beat()
+
+    def take(self) -> list[int]:
+        """Groups to send to the trainer group now; none while it has enough, or waits for more devices.
+
+        Where helpers share the work, about half of what the ranks compute at once, so that the rest stays to be lent.
+        """
+        if not self.waiting or self._held:
+            return []
+        count = min(GROUPS_AT_ONCE, len(self.waiting))
+        if self.shared:
+            at_once = self._context.spec.trainer.micro_batch_tokens * self._context.workers.ranks
+            if self.tokens(self.sent) >= at_once:
+                return []
+            fitting = (at for at in range(1, count) if self.tokens(self.waiting[: at + 1]) > at_once // 2)
+            count = next(fitting, count)
+        prompts, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.sent.update(prompts)
+        return sorted(prompts) if self._context.spec.deterministic else prompts
+
+    def lend(self, prompts: Iterable[int]) -> None:
+        """A helper learns groups that wait."""
+        self.lent.update(prompts)
+        self.waiting = [prompt for prompt in self.waiting if prompt not in self.lent]
+        self._trajectories.release(())  # Who waits for the trainer group to take their messages looks again.
+
+    def give_back(self, prompts: Iterable[int]) -> None:
+        """A helper failed with groups that were lent: those that are still settled wait again."""
+        back = [prompt for prompt in prompts if prompt in self.lent]
+        self.lent.difference_update(back)
+        self.waiting += [prompt for prompt in back if prompt in self._ledger.index.settled]
+        self.changed.beat()
+
+    def collect(self) -> list[int]:
+        """Lets every settled group wait that is not lent, those that were sent included; returns them."""
+        self.sent.clear()
+        self.waiting = sorted(self._ledger.index.settled - self.lent)
+        return self.waiting
+
+    def close(self) -> None:
+        """No more groups will settle."""
+        self._held = self._hold_when_closed
+        self.changed.beat()
+        self.closed.set()
+        self.grown.beat()
+
+    def go_on(self) -> None:
+        """The trainer group has the devices that it waits for."""
+        self._held = False
+        self.changed.beat()
 
 
-@dataclass
-class Batch:
-    """What a step attempt has gathered so far."""
-
-    scored: dict[SlotKey, Scored] = field(default_factory=dict)
-    stage_rewards: dict[SlotKey, dict[str, float]] = field(default_factory=dict)
-    """What each stage gave an answer, in a workflow with several reward stages."""
-    refused: int = 0
-    """Chunks and results for slots that wait for something else."""
-
-
-class Settle:
-    """Ends the open groups of one step attempt."""
+class AttemptState:
+    """One attempt at the open step."""
 
     def __init__(
         self,
         context: RunContext,
-        relay: Relay,
-        batch: Batch,
-        news: Notifier,
-        on_settled: Callable[[int], None],
-        on_complete: Callable[[], None],
+        timer: StepTimer,
+        published: Published,
+        trajectories: Trajectories,
+        *,
+        streams: bool,
     ) -> None:
-        self._context = context
-        self._ledger = context.state.ledger
-        self._relay = relay
-        self._batch = batch
-        self._news = news
-        self._on_settled = on_settled
-        self._on_complete = on_complete
+        """`streams`: groups are learned while others are generated. `published`: the version that generates."""
+        self.context = context
+        self.timer = timer
+        self.published = published
+        self.trajectories = trajectories
+        self.streams = streams
+        self.ledger = context.state.ledger
+        self.groups = SettledGroups(context, trajectories, streams=streams)
+        self.work = Notifier()
+        """Tells that there may be samples to hand out, or another rollout for them, or that no group is open."""
+        self.joining: list[RolloutClient] = []
+        """Rollouts that decode on the trainer group's devices, or are about to."""
+        self.tail_expected = (0.0, 0.0)
+        """When the last device went to a helper, and in how many seconds all is decoded by the pace without helpers."""
+        self.refused = 0
+        """Trajectories and scores for slots that wait for something else."""
 
-    def take_scores(self, results: Iterable[reward.ScoreResult]) -> None:
-        """Final results, in any order."""
-        touched: dict[int, None] = {}
-        for result in results:
-            key = (result.sample.prompt_ordinal, result.sample.sample_index)
-            slot, scored = self._ledger.slot(*key), self._batch.scored.get(key)
-            if slot is None or scored is None or slot.attempt != result.attempt or slot.state != FINISHED:
-                self._batch.refused += 1
-            elif result.status == reward.SCORE_STATUS_SCORER_BROKEN:
-                self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
-            elif not isfinite(result.reward):
-                self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
-            else:
-                scored.reward = result.reward
-                if scored.shown:
-                    scored.shown.parts = dict(result.parts)
-                touched[key[0]] = None
-        complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
-        for prompt, _ in complete:
-            self._context.tail.grouped([slot.tokens for slot in self._ledger.group(prompt)])
-        self._settle([group for group in complete if not self._filtered(*group)])
+    @property
+    def draining(self) -> bool:
+        """Whether the trainer group is about to take messages that are kept."""
+        return self.streams and not self.joining and self.groups.backlog
 
-    def _filtered(self, prompt: int, rewards: list[float]) -> bool:
-        """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
-        if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
-            return False
-        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
-        return True
+    def terms(self, *, shared: bool) -> Terms | None:
+        """What the run has measured of its pace; None before that is enough.
 
-    def refill(self) -> None:
-        """Opens the next groups in place of those that were dropped, if the algorithm asks for it."""
-        context, ledger = self._context, self._ledger
-        limit = context.workers.leader.max_refill * ledger.prompts_per_step
-        now, whole = context.event_log.now(), context.spec.deterministic
-        context.event_log.post(*plan_refill(ledger, context.run_id, limit, now, whole=whole))
+        `shared`: the trainer group learns once answers are complete, and not while others decode.
+        """
+        owners = sum(len(worker.devices) for worker in self.context.workers.trainers)
+        return self.context.tail.terms(max(1, owners), self.ledger.group_size, shared=shared)
 
-    def _rewards(self, prompt: int) -> list[float]:
-        """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
-        rewards: list[float] = []
-        for slot in self._ledger.group(prompt):
-            scored = self._batch.scored.get((prompt, slot.sample))
-            if slot.state != FINISHED or scored is None or scored.reward is None:
-                return []
-            rewards.append(scored.reward)
-        return rewards
+    def settle(self, groups: list[tuple[int, list[float]]]) -> None:
+        """Every trajectory of these groups is finished, with its final reward."""
+        if groups:
+            at, run = self.context.event_log.now(), self.context.run_id
+            self.context.event_log.post(ev.GroupsSettled(at=at, run=run, groups=groups))
+            self.groups.put([prompt for prompt, _ in groups])
+            self._group_closed()
 
-    def _settle(self, groups: list[tuple[int, list[float]]]) -> None:
-        if not groups:
-            return
-        now, run = self._context.event_log.now(), self._context.run_id
-        self._context.event_log.post(ev.GroupsSettled(at=now, run=run, groups=groups))
-        for prompt, _ in groups:
-            self._on_settled(prompt)
-        self._ended()
+    def accumulate(self, prompts: list[int], helper: str = "") -> None:
+        """The trainer group has these groups' gradients, which came from a `helper` where one is named."""
+        self._release(prompts)
+        if prompts:
+            self.context.event_log.post(
+                ev.GroupsAccumulated(
+                    at=self.context.event_log.now(),
+                    run=self.context.run_id,
+                    step=self.ledger.step,
+                    attempt=self.ledger.attempt,
+                    prompts=prompts,
+                    helper=helper,
+                )
+            )
 
     def drop(self, prompt: int, reason: str, detail: str, reward: float = 0.0) -> None:
-        """The group will not be trained; nothing for one that is no longer open."""
-        if prompt not in self._ledger.index.open:
+        """The group will not be trained; nothing for one that is dropped already."""
+        if self.ledger.group(prompt)[0].state == DROPPED:
             return
-        self._context.event_log.post(
+        was_open = prompt in self.ledger.index.open
+        self.context.event_log.post(
             ev.GroupDropped(
-                at=self._context.event_log.now(),
-                run=self._context.run_id,
-                step=self._ledger.step,
+                at=self.context.event_log.now(),
+                run=self.context.run_id,
+                step=self.ledger.step,
                 prompt=prompt,
                 reason=reason,
                 detail=detail,
                 reward=reward,
             )
         )
-        self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
-        self._ended()
+        self._release([prompt])
+        if was_open:
+            self._group_closed()
 
-    def _ended(self) -> None:
-        """The last group says so at once: streams still have to end before the stage returns."""
+    def refill(self) -> None:
+        """Opens the next groups in place of those that were dropped, if the algorithm asks for it."""
+        context, ledger = self.context, self.ledger
+        limit = context.workers.leader.max_refill * ledger.prompts_per_step
+        now, whole = context.event_log.now(), context.spec.deterministic
+        context.event_log.post(*plan_refill(ledger, context.run_id, limit, now, whole=whole))
+
+    def _group_closed(self) -> None:
+        """Closes the queue with the last open group at once: streams of work take longer to end."""
         self.refill()
-        if not self._ledger.index.open:
-            self._on_complete()
-        self._news.beat()
+        if not self.ledger.index.open:
+            self.complete()
+        self.work.beat()
+
+    def complete(self) -> None:
+        """Nothing more is generated."""
+        moved_at, expected_s = self.tail_expected
+        if expected_s and not self.groups.closed.is_set():
+            self.context.tail.tailed(self.context.event_log.monotonic() - moved_at, expected_s)
+        self.groups.close()
+
+    def _release(self, prompts: list[int]) -> None:
+        size = self.ledger.group_size
+        self.trajectories.release((prompt, sample) for prompt in prompts for sample in range(size))

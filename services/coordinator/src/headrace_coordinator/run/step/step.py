@@ -1,4 +1,4 @@
-"""One step: from open slots to a recorded version. Reads like section 5 of ARCHITECTURE.md."""
+"""One step: as many attempts as it takes, then the commit, the record and its checks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,11 @@ from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, 
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view, with_stages
-from headrace_coordinator.run.step.generation import Generation
-from headrace_coordinator.run.step.learning import (
-    AttemptLost,
-    Learning,
-    LostBodies,
-    members_of,
-    under_lease,
-)
-from headrace_coordinator.run.step.moving.borrowing import Borrowing
-from headrace_coordinator.run.step.moving.helping import Helping
-from headrace_coordinator.run.step.moving.sharing import Sharing
-from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.run.step.attempt import Attempt
+from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view
+from headrace_coordinator.run.step.learning import AttemptLost, MessagesLost, identities, under_lease
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Relay
+from headrace_coordinator.run.step.trajectories import Trajectories
 from headrace_coordinator.run.workers.clients import Published
 
 STEP_ATTEMPTS = 3
@@ -53,33 +43,30 @@ class Step:
         self._ledger = context.state.ledger
         self._published = published
         self._timer = timer
-        self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self._trajectories = Trajectories(context.spec.limits.in_flight_bytes)
         self._nonfinite = 0
         self.observed: list[ev.Observed] = []
-        """What the step, once it has ended, says of its items' pass rates."""
+        """Pass rates of the step's items, for a curriculum; set when the step ends."""
         self.view: StepView | None = None
         """The committed step as people see it; none for one that was skipped."""
         self.learned_after_s = 0.0
-        """Of its seconds of learning, those after the last answer was made."""
+        """The seconds of learning after the last answer was made."""
 
     async def run(self) -> Published:
-        """Until the step is committed and recorded, or skipped; the version that the next one begins with.
+        """Until the step is committed and recorded, or skipped; returns the version that the next one begins with.
 
-        Raises what recovery must handle. The timer begins with the next step.
+        Raises the faults that the run loop recovers from. The timer restarts for the next step.
         """
         while True:
             opened = self._open()
             try:
-                batch = await self._gather()
-            except (LostBodies, AttemptLost) as lost:
+                await self._attempt().run()
+            except (MessagesLost, AttemptLost) as lost:
                 await self._again(str(lost))
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            response, published = await under_lease(
-                self._context,
-                lambda: self._decision(opened, batch),  # noqa: B023 - awaited here
-            )
+            response, published = await under_lease(self._context, lambda: self._decision(opened))  # noqa: B023
             if published is not None:
                 return published
             self._nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
@@ -87,24 +74,24 @@ class Step:
             if self._nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
 
-    async def _decision(
-        self, opened: ev.StepOpened, batch: Batch
-    ) -> tuple[trainer.CommitStepResponse, Published | None]:
-        decision = asyncio.ensure_future(self._decide(opened, batch))
+    def _attempt(self) -> Attempt:
+        may_help = not self._nonfinite
+        return Attempt(self._context, self._timer, self._published, self._trajectories, may_help=may_help)
+
+    async def _decision(self, opened: ev.StepOpened) -> tuple[trainer.CommitStepResponse, Published | None]:
+        decision = asyncio.ensure_future(self._decide(opened))
         self._context.decision = decision
         return await asyncio.shield(decision)
 
-    async def _decide(
-        self, opened: ev.StepOpened, batch: Batch
-    ) -> tuple[trainer.CommitStepResponse, Published | None]:
-        """Commits and records: whoever stops the step lets this end first, so that no update is thrown away."""
+    async def _decide(self, opened: ev.StepOpened) -> tuple[trainer.CommitStepResponse, Published | None]:
+        """Commits and records: whoever stops the step waits for this to end, so that no update is thrown away."""
         response = await self._commit(opened)
         if response.result == trainer.COMMIT_RESULT_COMMITTED:
-            return response, await self.record(opened, response, batch)
+            return response, await self.record(opened, response)
         return response, None
 
     def _open(self) -> ev.StepOpened:
-        """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""
+        """Posts StepOpened, which the attempt's first assignment and its BeginStep wait to be durable."""
         lineage = self._context.state.lineage
         opened = ev.StepOpened(
             at=self._event_log.now(),
@@ -117,90 +104,8 @@ class Step:
         self._event_log.post(opened)
         return opened
 
-    async def _gather(self) -> Batch:
-        context, ledger = self._context, self._ledger
-        # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
-        # whole batch at the commit does its infer pass of each group as that comes.
-        waits = context.spec.deterministic or context.spec.graph.whole_batch
-        streamed = context.placement.streams and not waits
-        batched = waits or context.waits_for_batch
-        joins = streamed and context.placement.hybrid
-
-        def settled(prompt: int) -> None:
-            learning.put(prompt)
-            helping.news()
-            borrowing.news()
-
-        def complete() -> None:
-            if (
-                joins and context.placement.resident
-            ):  # Devices change hands at once, and all of them learn the rest.
-                learning.hold()
-            learning.close()
-            helping.close()
-            borrowing.close()
-
-        generation = Generation(
-            context,
-            self._relay,
-            self._timer,
-            self._published,
-            on_settled=settled,
-            on_complete=complete,
-            draining=lambda: streamed and not borrowing.joining and learning.backlog,
-            joining=lambda: borrowing.joining,
-        )
-        learning = Learning(context, self._relay, self._timer, generation.batch)
-        helping = Helping(
-            context, self._timer, self._published, learning, wanted=not batched and not self._nonfinite
-        )
-        borrowing = Borrowing(context, self._timer, self._published, learning, streams=streamed)
-        sharing = Sharing(context)
-
-        async def generate() -> None:
-            await generation.run()
-            complete()
-            sharing.close()
-            if joins and (learning.backlog or batched):
-                with self._timer.stage("switch"):
-                    await context.placement.hand_devices_to_trainers(complete=True)
-            learning.go_on()
-
-        async def learn() -> None:
-            await borrowing.run(generation.look)
-            await self._begin()
-            await learning.run()
-
-        if helping.wanted or borrowing.wanted:
-            context.tail.begin(self._event_log.monotonic())
-        if streamed:
-            await gather_all(generate(), learn(), helping.run())
-        else:
-            await gather_all(generate(), helping.run(), sharing.run(), borrowing.run(generation.look))
-            with self._timer.stage("switch"), helping.switching():
-                await context.placement.hand_devices_to_trainers(complete=True)
-            await self._begin()
-        context.tail.end(moved=helping.moved or borrowing.moved)
-        await helping.contribute()
-        if learning.collect() or not streamed:
-            await learning.run()
-        helping.owners_learned()
-        await self._event_log.flush()
-        if ledger.unsettled():
-            raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
-        return generation.batch
-
-    async def _begin(self) -> None:
-        ledger, lineage = self._ledger, self._context.state.lineage
-        await self._event_log.flush()
-        leader = self._context.workers.leader
-        await under_lease(
-            self._context,
-            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
-        )
-
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
-        digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
+        digest = set_digest(identities(self._ledger.members(ACCUMULATED)))
         limit = self._context.spec.limits.step_timeout_s
         with self._timer.stage("learn", self._context.workers.leader.devices):
             return await self._context.workers.leader.commit(
@@ -221,13 +126,10 @@ class Step:
             observed=self.observed,
         )
 
-    async def record(
-        self, opened: ev.StepOpened, response: trainer.CommitStepResponse, batch: Batch
-    ) -> Published:
-        """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
+    async def record(self, opened: ev.StepOpened, response: trainer.CommitStepResponse) -> Published:
+        """Appends version, trained slots and certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
-        certificate = certify(context.state, opened, response, slots)
-        certificate = with_stages(certificate, context.spec.graph, batch)
+        certificate = certify(context, opened, response, slots, self._trajectories)
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
@@ -254,11 +156,13 @@ class Step:
         async def project() -> None:
             try:
                 await asyncio.sleep(PROJECT_AFTER_S)
-            finally:  # whatever becomes of the calls, the step is recorded
+            finally:  # Where the calls fail, the step is recorded all the same.
                 context.projection.step(view)
-                context.projection.trajectories(settled_lines(context, certificate, slots, batch))
+                context.projection.trajectories(
+                    settled_lines(context, certificate, slots, self._trajectories)
+                )
 
-        # While the trainer works, the rest of the step's books are closed.
+        # While the trainer works, retention ends and the files are written.
         published: Published
         published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
         self._check_drop_rate()
@@ -295,7 +199,7 @@ class Step:
         )
 
     def _mismatch_is_bounded(self, certificate: ev.Certificate) -> None:
-        """At every step: an engine that samples from other weights than it says, or computes another model, shows."""
+        """Finds an engine that samples from other weights than it says, or computes another model; at every step."""
         found, bound = certificate.log_prob_mismatch_kl, self._context.spec.limits.max_mismatch_kl
         if found is None or bound is None or found <= bound:
             return
@@ -322,12 +226,12 @@ class Step:
 
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
-        for member in self._context.workers.producers:
+        for worker in self._context.workers.producers:
             try:
-                await member.end_retention(keys)
+                await worker.end_retention(keys)
             except (InstanceDown, CallRefused) as fault:
                 # Retention ends with the process too; it must not undo a recorded step.
-                self._context.note(f"retention at {member.instance.instance} was not ended: {fault}")
+                self._context.note(f"retention at {worker.instance.instance} was not ended: {fault}")
 
     def _check_drop_rate(self) -> None:
         ledger, spec = self._context.state.ledger, self._context.spec

@@ -21,7 +21,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything: the next step begins now."""
+        """Forgets every interval: the next step begins now."""
         self._started = self._clock()
         self._stages: dict[str, list[Interval]] = defaultdict(list)
         self._devices: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
@@ -38,7 +38,7 @@ class StepTimer:
                 self.add(name, part, devices)
 
     def waited(self, interval: Interval, devices: Iterable[str]) -> None:
-        """Time in the line for devices that other runs share; no stage that is being timed counts it too."""
+        """Adds time spent waiting for devices that other runs share; stages that are being timed then leave it out."""
         self.add(WAIT_LEASE, interval, devices)
 
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
@@ -48,7 +48,7 @@ class StepTimer:
             self._devices[device][name].append(interval)
 
     def rested(self, interval: Interval, devices: Iterable[str]) -> None:
-        """A part of a stage's time in which the devices had nothing to do: it stays the stage's time."""
+        """Marks an interval of a stage in which the devices had nothing to do; it still counts as the stage's time."""
         for device in devices:
             self._rests[device].append(interval)
 
@@ -90,7 +90,7 @@ class StepTimer:
         return _together(self._devices)
 
     def rests(self) -> list[tuple[str, list[str], float, float]]:
-        """The same of what the devices rested in the stages' time; without a stage."""
+        """The same for the intervals in which devices had nothing to do; without a stage."""
         return _together({device: {"": intervals} for device, intervals in self._rests.items()})
 
 

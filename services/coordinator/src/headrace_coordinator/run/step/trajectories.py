@@ -1,74 +1,145 @@
-"""Bodies on their way from producers to the trainer: bounded by bytes, verified by digest.
+"""The finished trajectories of one step: a record each, and the messages of as many as the byte budget allows.
 
-Keeps nothing for long: what does not fit stays with its producer and is fetched when it is needed.
+A message beyond the budget stays with its producer, which retains it, and is fetched when the trainer group needs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
-SizedBody = tuple[common.Trajectory, int]
+
+@dataclass(slots=True)
+class Shown:
+    """What people are shown of a trajectory, beside its slot and its reward."""
+
+    completion: str
+    finish_reason: int
+    log_probs: array[float]
+    """The engine's log-probs of the first LOG_PROBS_KEPT sampled tokens."""
+    text_bytes: array[int]
+    """The bytes of text that each of these tokens is; empty where the producer does not say."""
+    advantage: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: common.Trajectory) -> Shown:
+        """The part of a message that is shown."""
+        log_probs, text_bytes = array("f"), array("I")
+        for segment in message.segments:
+            if segment.policy_number:
+                log_probs.extend(segment.tokens.log_probs[: LOG_PROBS_KEPT - len(log_probs)])
+                text_bytes.extend(segment.tokens.text_bytes[: LOG_PROBS_KEPT - len(text_bytes)])
+        return cls(message.completion_text, message.finish_reason, log_probs, text_bytes)
 
 
-class Relay:
-    """Bodies in flight by slot, at most `limit_bytes` of them."""
+@dataclass(slots=True)
+class Trajectory:
+    """A finished answer, or a finished episode: what the ledger does not have of its slot."""
+
+    slot: Slot
+    message: common.Trajectory | None
+    """As the producer sent it; None once it is released, and where only the producer keeps it."""
+    size: int
+    """Bytes of the message."""
+    tokens: int
+    versions: Sequence[tuple[int, int]]
+    """(number of a version, tokens that it sampled), in order; empty once scored, unless it is shown."""
+    oldest: int = 0
+    """Number of the oldest version that sampled it."""
+    shown: Shown | None = None
+    reward: float | None = None
+    """None until it is scored."""
+    stage_rewards: dict[str, float] | None = None
+    """What each stage gave it, in a workflow with several reward stages."""
+
+    @property
+    def key(self) -> SlotKey:
+        """The key of its slot."""
+        return self.slot.prompt, self.slot.sample
+
+    @property
+    def received(self) -> common.Trajectory:
+        """Its message, before that is released."""
+        assert self.message is not None
+        return self.message
+
+
+class Trajectories(dict[SlotKey, Trajectory]):
+    """The trajectories of one step by slot; keeps at most `limit_bytes` of messages."""
 
     def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
         self._limit = limit_bytes
-        self._bodies: dict[SlotKey, SizedBody] = {}
-        self._used = 0
-        self._freed = asyncio.Event()
-        self.spilled = 0
+        self._kept_bytes = 0
+        self._released = asyncio.Event()
 
     @property
     def full(self) -> bool:
-        """Whether what is kept has reached the limit."""
-        return self._used >= self._limit
+        """Whether the messages that are kept have reached the limit."""
+        return self._kept_bytes >= self._limit
 
-    async def wait_for_room(self, draining: Callable[[], bool]) -> None:
-        """Holds a producer's stream back while the relay is full and the trainer is about to drain it (G7)."""
-        while self.full and draining():
-            self._freed.clear()
-            await self._freed.wait()
+    async def released(self) -> None:
+        """Waits for the next release."""
+        self._released.clear()
+        await self._released.wait()
 
-    def put(self, slot: SlotKey, body: common.Trajectory, size: int) -> None:
-        """Keeps a body of `size` bytes until `drop`; one beyond the limit is left with its producer."""
-        self.drop([slot])
-        if self._used + size > self._limit:
-            self.spilled += 1
-            return
-        self._bodies[slot] = (body, size)
-        self._used += size
+    def put(self, trajectory: Trajectory) -> None:
+        """Keeps the record, and its message until `release` if the message fits."""
+        self.release([trajectory.key])
+        self[trajectory.key] = trajectory
+        if self._kept_bytes + trajectory.size > self._limit:
+            trajectory.message = None
+        else:
+            self._kept_bytes += trajectory.size
 
-    def drop(self, slots: Iterable[SlotKey]) -> None:
-        """The trainer has them, or nobody needs them."""
-        for slot in slots:
-            _, size = self._bodies.pop(slot, (None, 0))
-            self._used -= size
-        self._freed.set()
+    def release(self, keys: Iterable[SlotKey]) -> None:
+        """Forgets messages that the trainer group has, or that nobody needs. Ends every wait for a release."""
+        for key in keys:
+            trajectory = self.get(key)
+            if trajectory is not None and trajectory.message is not None:
+                trajectory.message = None
+                self._kept_bytes -= trajectory.size
+        self._released.set()
 
-    async def bodies(
+    async def messages(
         self, slots: Iterable[Slot], producers: Iterable[RolloutClient]
-    ) -> dict[SlotKey, SizedBody]:
-        """Bodies of finished slots with their sizes, fetched from retention where the relay has none.
+    ) -> dict[SlotKey, common.Trajectory]:
+        """Messages of finished slots, fetched from the producers where they are not kept here.
 
-        Left out are those that nobody has: a producer may hold another attempt, which is another body.
+        Leaves out those that no producer has: one with another attempt, or another digest, is another trajectory.
         """
         wanted = {(slot.prompt, slot.sample): slot for slot in slots}
-        found = {key: self._bodies[key] for key in wanted if key in self._bodies}
+        found = {key: kept.message for key in wanted if (kept := self.get(key)) and kept.message is not None}
         for producer in producers:
             missing = [key for key in wanted if key not in found]
-            for body in await producer.fetch(missing) if missing else ():
-                slot = wanted[body.sample.prompt_ordinal, body.sample.sample_index]
-                digest, size = digest_and_size(body)
-                if (slot.attempt, slot.digest) == (body.attempt, digest):
-                    found[slot.prompt, slot.sample] = (body, size)
+            for message in await producer.fetch(missing) if missing else ():
+                slot = wanted[message.sample.prompt_ordinal, message.sample.sample_index]
+                if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
+                    found[slot.prompt, slot.sample] = message
         return found
+
+
+def sampled(message: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
+    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order.
+
+    An action that was executed counts as a token.
+    """
+    total, spans = 0, []
+    for segment in message.segments:
+        if number := segment.policy_number:
+            episode = segment.WhichOneof("body") == "actions"
+            count = sum(segment.actions.valid_mask.data) if episode else len(segment.tokens.token_ids)
+            spans.append((number, count))
+            total += count
+    return total, spans

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
+from headrace_servicekit.process.worker_pipes import JSON_CODEC
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
@@ -18,7 +20,6 @@ from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Requ
 from headrace_rollout.engines.hosted.processes import descendants, kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.sglang.arguments import engine_args
-from headrace_rollout.engines.sglang.messages import CODEC, Message
 from headrace_rollout.engines.sglang.options import SglangOptions
 
 HOST = "headrace_rollout.engines.sglang.host"
@@ -74,7 +75,7 @@ class SglangBackend(Backend):
             arguments = engine_args(self._config, self._options, start)
         except ValueError as error:
             raise BackendFailed(str(error)) from error
-        self._worker, self._gone = await Worker.start(HOST, CODEC), ""
+        self._worker, self._gone = await Worker.start(HOST, JSON_CODEC), ""
         self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
         cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
         if cache_tokens < arguments["context_length"]:

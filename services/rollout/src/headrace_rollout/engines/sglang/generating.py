@@ -13,10 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-from headrace_rollout.engines.sglang.messages import Message
 
 FREEZE_S = 30.0
 

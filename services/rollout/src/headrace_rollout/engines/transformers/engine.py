@@ -20,10 +20,10 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
-from headrace_rollout.engines.plugins import TransformersOptions
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.decoder import Decoder
+from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.transformers.policy_model import PolicyModel, passes
 from headrace_rollout.engines.weight_memory import HOST
 

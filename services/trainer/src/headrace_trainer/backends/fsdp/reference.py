@@ -20,7 +20,7 @@ from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 
 class Reference:

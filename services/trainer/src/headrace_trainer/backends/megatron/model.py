@@ -26,7 +26,7 @@ from headrace_trainer.backends.megatron.groups import Groups
 from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
 from headrace_trainer.backends.megatron.shards import Shards
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 Read = Callable[[str], Tensor]
 """A whole canonical tensor by name."""

@@ -1,7 +1,7 @@
-"""Devices of the open step that idle, or whose turn is over, given to another run that shares them.
+"""Gives devices to another run that shares them, while this run generates: when they idle, or its turn is over.
 
-Who waits for them is the lease manager's to know, and when this run gives way `domain.sharing`'s. Between two stages a
-run that shares holds nothing anyway.
+The lease manager knows who waits for them, and `domain.devices.sharing` decides when this run gives way. Between two
+stages a run that shares holds no device anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.waits import WaitTimeout
 
 LOOK_S = 1.0
-"""A turn ends without an event: it is looked at again after so long."""
+"""No event tells that a turn is over: this is how often it is looked at."""
 
 
 class Sharing:
@@ -27,8 +27,8 @@ class Sharing:
         self._finished = 0
         spec = context.spec
         self._wanted = spec.placement.share
-        # Episodes and exchanges begin anew elsewhere, and a fixed order of decoding is not broken: they keep what they
-        # work on.
+        # Episodes and conversations would begin anew elsewhere, and a deterministic run decodes in a fixed order: these
+        # give way only where nothing is in hand.
         self._in_parts = not spec.deterministic and context.modality.resumable
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Sharing:
         self._context.event_log.wake()
 
     async def run(self) -> None:
-        """Until closed: gives way whenever another run is due."""
+        """Works until it is closed: gives way whenever another run is due."""
         while self._wanted and not self._over:
             try:
                 await self._context.event_log.wait_until(
@@ -49,11 +49,11 @@ class Sharing:
                 await self._context.lending.release_to_other_run()
 
     def _due(self) -> bool:
-        held = [member for member in self._context.workers.rollouts if member.lease_epoch]
+        held = [worker for worker in self._context.workers.rollouts if worker.lease_epoch]
         if not held:
             return False
-        self._note_turn(tuple(member.lease_epoch for member in held))
-        devices = [device for member in held for device in member.devices]
+        self._note_turn(tuple(worker.lease_epoch for worker in held))
+        devices = [device for worker in held for device in worker.devices]
         waiter = self._context.fleet.lease_manager.next_for(devices, self._context.run_id)
         if waiter is None:
             return False
@@ -67,5 +67,5 @@ class Sharing:
             self._turn, self._began, self._finished = epochs, self._clock(), self._done()
 
     def _done(self) -> int:
-        """Slots of the step that need no device any more."""
+        """How many slots of the step need no device any more."""
         return len(self._context.state.ledger.slots) - self._index.waiting - self._index.assigned

@@ -1,4 +1,4 @@
-"""What a run's own steps say of its pace, as the elastic policy wants to know it.
+"""Measures the pace of a run's own steps, for the elastic policy.
 
 Knows no instance and decides nothing. Times are seconds on one clock, lengths are tokens.
 """
@@ -16,29 +16,29 @@ from headrace_planner.profiling.measured import group_correlation
 from headrace_planner.profiling.profiles import Profile
 
 FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
-"""Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
+"""Fewest answers from which a pace is fitted; how many of the newest lengths, and points of the fit, are kept."""
 GROUPS_KEPT = 128
-"""Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
+"""Newest groups from which the correlation of lengths in a group is fitted; before there are FEWEST it counts as 1."""
 PIECES_KEPT = 256
-"""Newest pieces that helpers learned."""
+"""How many of the newest pieces that helpers learned are kept."""
 SMALL_PART = 0.25
-"""Of the tokens of the largest step that the trainer group has learned."""
+"""A step of fewer tokens, as a part of the largest step that the trainer group has learned, is not measured."""
 MOST_BESIDE = 2.0
-"""Decoding beside helpers is taken to be slower, or faster, by no more: a tail of few tokens says little."""
+"""Decoding beside helpers counts as slower, or faster, by at most this factor: a tail of few tokens says little."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FORWARD = 1 / 3
-"""Of what a token takes to learn: the forward pass alone, which a moved answer's tokens take once more."""
+"""The forward pass's part of what a token takes to learn: a moved answer's tokens are computed once more."""
 
 Finish = tuple[float, int]
 """(seconds since the replica began, tokens) of one answer."""
 
 
 class _Repeated:
-    """What is measured again and again, such as the seconds of one kind of change.
+    """A quantity that is measured again and again, such as the seconds of one kind of change.
 
-    0 until there were two: what was never tried would else look too dear to try, and so would what is done once, the
-    first time.
+    Its median is 0 until there were two measurements: the first one, which includes what is done once, would make the
+    change look too expensive to try again.
     """
 
     def __init__(self) -> None:
@@ -46,22 +46,22 @@ class _Repeated:
         self._kept: deque[float] = deque(maxlen=8)
 
     def add(self, value: float) -> None:
-        """It was measured."""
+        """Adds a measurement; the first one is not kept."""
         self._seen += 1
         if self._seen > 1:
             self._kept.append(value)
 
     @property
     def median(self) -> float:
-        """Of all but the first."""
+        """Median of the newest measurements; 0 while there are none."""
         return median(self._kept) if self._kept else 0.0
 
 
 class Tail:
-    """Figures of one run, over all of its steps; each is the median, or the newest, of what was measured."""
+    """The pace of one run over all of its steps; each figure is the median, or the newest, of its measurements."""
 
     fewest_steps = 2
-    """Steps that are measured before anything is said: the first has what is done once."""
+    """Steps that are measured before there are terms: the first one includes what is done once."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
@@ -74,7 +74,7 @@ class Tail:
         self._helped: deque[tuple[float, int]] = deque(maxlen=PIECES_KEPT)
         self._joined, self._contributed, self._switched, self._borrowed = (_Repeated() for _ in range(4))
         self._beside = _Repeated()
-        """Of tails beside helpers: what they took, over what was expected."""
+        """Seconds of tails beside helpers, over the seconds that were expected."""
         self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
         """Whether the newest answers that moved had to be computed again."""
         self._finished: dict[str, list[Finish]] = {}
@@ -83,7 +83,7 @@ class Tail:
     # --- what is measured
 
     def begin(self, now: float) -> None:
-        """A step's rollouts begin, all at once."""
+        """The rollouts begin a step, all at once."""
         self._finished, self._began, self._alike = {}, now, None
 
     def finished(self, replica: str, tokens: int, now: float, prompt: int = 0) -> None:
@@ -97,7 +97,7 @@ class Tail:
         self._groups.append(tuple(tokens))
 
     def end(self, *, moved: bool) -> None:
-        """All answers of the step are finished. Where devices have `moved`, only their lengths are of use."""
+        """All answers of the step are finished. Where devices have `moved`, only the lengths are used."""
         replicas, self._finished, self._began = self._finished, {}, math.inf
         self._lengths.extend(tokens for each in replicas.values() for _, tokens in each)
         for finished in () if moved else replicas.values():
@@ -112,7 +112,7 @@ class Tail:
     def learned(self, seconds: float, tokens: int, devices: int) -> None:
         """The trainer group learned its part of a step on so many devices."""
         self._step_tokens = max(self._step_tokens, tokens)
-        # A few tokens that helpers left say more of what is done once a step than of the pace.
+        # A few tokens that helpers left would measure what is done once a step, not the pace.
         if seconds > 0 and tokens > SMALL_PART * self._step_tokens:
             self._learned.append((seconds / tokens, max(1, devices)))
 
@@ -122,40 +122,40 @@ class Tail:
             self._helped.append((seconds, tokens))
 
     def joined(self, seconds: float) -> None:
-        """From the decision to move a device until it helped."""
+        """Seconds from the decision to move a device until it helped."""
         self._joined.add(seconds)
 
     def contributed(self, seconds: float) -> None:
-        """To take a helper's gradient and to add it."""
+        """Seconds to take a helper's gradient."""
         self._contributed.add(seconds)
 
     def switched(self, seconds: float) -> None:
-        """From the end of decoding until the trainer group had the devices."""
+        """Seconds from the end of decoding until the trainer group had the devices."""
         self._switched.add(seconds)
 
     def moved(self, *, cached: bool) -> None:
-        """A begun answer goes on elsewhere, together with its cache or not."""
+        """A begun answer goes on elsewhere, with its cache or without."""
         self._moved.append(not cached)
 
     def tailed(self, seconds: float, expected_s: float) -> None:
-        """From a step's last move to a helper until all was decoded, and what the pace without helpers let expect."""
+        """Seconds from a step's last move to a helper until all was decoded, and those expected by the pace without."""
         if seconds > 0 and expected_s > 0:
             self._beside.add(seconds / expected_s)
 
     def borrowed(self, seconds: float) -> None:
-        """From the decision that the trainer group's devices decode until they could."""
+        """Seconds from the decision that the trainer group's devices decode until they could."""
         self._borrowed.add(seconds)
 
     # --- what follows
 
     @property
     def begun(self) -> bool:
-        """Whether so many steps were measured as are before anything moves."""
+        """Whether enough steps were measured for devices to move."""
         return len(self._learned) >= self.fewest_steps
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest answer that is finished in the open step: what still decodes has about as many."""
+        """Tokens of the longest answer that is finished in the open step; others will have about as many."""
         return max((tokens for each in self._finished.values() for _, tokens in each), default=0)
 
     @property
@@ -164,10 +164,10 @@ class Tail:
         return max(1.0, sum(self._lengths) / max(1, len(self._lengths)))
 
     def helper_s(self, tokens: int) -> float:
-        """Seconds that a helper takes for groups of so many tokens, at the mean pace of what helpers have learned.
+        """Seconds that a helper takes for groups of so many tokens, at the mean pace of the helpers so far.
 
-        A few pieces say little, because groups of equal rewards leave nothing to learn: what they lack of the tokens of
-        one step counts at the trainer group's pace, which several devices together are slower by.
+        A few pieces say little, because groups of equal rewards leave nothing to learn: until helpers have learned the
+        tokens of one step, the rest of these counts at the trainer group's seconds a token times its devices.
         """
         if not self._learned:
             return 0.0
@@ -177,9 +177,9 @@ class Tail:
         return tokens * (owners * missing + spent) / (missing + helped)
 
     def terms(self, owners: int, group_size: int, *, shared: bool) -> Terms | None:
-        """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group.
+        """What the policy decides by; None before enough was measured. `owners`: devices of the trainer group.
 
-        `shared`: that learns once answers are complete, and not while others decode.
+        `shared`: the trainer group learns once answers are complete, and not while others decode.
         """
         if len(self._points) < FEWEST or not self.begun:
             return None
@@ -192,7 +192,7 @@ class Tail:
         costs = MoveCosts(
             notice_s=join_s,
             gradient_bytes=self._contributed.median,
-            link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
+            link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are measured.
             resume_item_s=FORWARD
             * self.helper_s(1)
             * self.mean
@@ -210,7 +210,7 @@ class Tail:
                 lengths=lengths,
                 load_s=self._borrowed.median,
             ),
-            # What was measured of a change to the trainer group begins with the notice where it is side by side.
+            # Where both sides have devices, the measured seconds of a change include the notice.
             self._learn(owners, 0.0 if shared else join_s),
             group_size,
             owners,
@@ -220,7 +220,7 @@ class Tail:
         )
 
     def _correlation(self, size: int) -> float:
-        """How alike the lengths of a group are; fitted once a step, and only where it is asked for."""
+        """Correlation of the lengths in a group; fitted once a step, and only when it is needed."""
         if self._alike is None:
             whole = [group for group in self._groups if len(group) == size]
             self._alike = group_correlation(whole) if len(whole) >= FEWEST else 1.0
@@ -253,6 +253,6 @@ def _fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
         fixed, each = (ta * bb - tb * ab) / determinant, (tb * aa - ta * ab) / determinant
         if fixed >= 0 and each >= 0:
             return fixed, each
-    # One cost alone explains the points; which of the two, the smaller error says.
+    # One of the two costs alone explains the points: the one with the smaller error.
     alone = [(ta / aa, 0.0), (0.0, tb / bb)]
     return min(alone, key=lambda law: sum((t - law[0] * a - law[1] * b) ** 2 for t, a, b in points))

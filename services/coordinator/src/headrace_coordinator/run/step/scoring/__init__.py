@@ -1,1 +1,1 @@
-"""The score stage: finished trajectories to reward instances, and their results back."""
+"""Scoring inside a step: finished trajectories to reward instances, and their rewards back."""

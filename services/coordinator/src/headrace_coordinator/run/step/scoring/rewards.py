@@ -1,83 +1,100 @@
-"""Carries a step's answers through a workflow with several reward stages.
+"""From a finished trajectory to its final reward, and from the rewards of a whole group to the settled group.
 
-`domain/ledger/reward_flow.py` says where each goes. Knows no reward instance: it asks through `Scoring`, and hands one
-result for each answer on.
+In a workflow with several reward stages, `domain/ledger/reward_flow.py` says which stage sees a trajectory next and
+what it is worth; this module asks. Knows no reward instance.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import isfinite
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 
-from headrace_coordinator.domain.ledger.reward_flow import Key, Question, RewardFlow
-from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.state import Batch
+from headrace_coordinator.domain.ledger.reward_flow import Question, RewardFlow
+from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
+from headrace_coordinator.run.step.scoring.scoring import Scoring, score_item
+from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.trajectories import Trajectory
+from headrace_coordinator.run.workers.clients import SlotKey
 
-Ask = Callable[[reward.ScoreItem], None]
-Deliver = Callable[[list[reward.ScoreResult]], None]
 
+class Rewards:
+    """The rewards of one step attempt."""
 
-class ScoreStages:
-    """The reward stages of one step attempt. `ask` gives a question to the reward instances."""
-
-    def __init__(self, context: RunContext, batch: Batch, ask: Ask, deliver: Deliver) -> None:
-        spec = context.spec
-        self._flow = RewardFlow(spec.graph, spec.algorithm.group_size)
+    def __init__(self, attempt: AttemptState) -> None:
+        context, spec = attempt.context, attempt.context.spec
+        self._attempt = attempt
+        self._context = context
+        self._scoring = Scoring(context.staffing, attempt.timer, self._take, spec.main_stage)
+        self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if spec.reward.stages else None
         self._main = spec.main_stage
         self._ends_truncated = spec.reward.truncated_reward is not None
-        self._open = context.state.ledger.index.open
-        self._batch = batch
-        self._ask = ask
-        self._deliver = deliver
-        self._items: dict[Key, reward.ScoreItem] = {}
-        self._parts: dict[Key, dict[str, float]] = {}
-        self._on_the_way: dict[int, list[Key]] = defaultdict(list)
+        # With several stages, of trajectories without their final reward:
+        self._items: dict[SlotKey, reward.ScoreItem] = {}
+        self._parts: dict[SlotKey, dict[str, float]] = {}
+        self._unscored: dict[int, list[SlotKey]] = defaultdict(list)
 
-    def put(self, item: reward.ScoreItem) -> None:
-        """A finished answer begins its way."""
-        key = _key(item)
+    async def run(self) -> None:
+        """Works until it is closed and every trajectory has its reward, or its group is dropped."""
+        await self._scoring.run()
+
+    def close(self) -> None:
+        """No more trajectories will come."""
+        self._scoring.close()
+
+    def ask(self, trajectory: Trajectory, message: common.Trajectory) -> None:
+        """Asks for the reward of a finished trajectory."""
+        key, question = trajectory.key, self._context.item(trajectory.slot.prompt)
+        item = score_item(question, message, trajectory.tokens, evaluation=False)
+        if self._flow is None:
+            self._scoring.put(item)
+            return
         self._items[key], self._parts[key] = item, {}
-        self._on_the_way[key[0]].append(key)
+        self._unscored[key[0]].append(key)
         cut = self._ends_truncated and item.finish_reason == common.FINISH_REASON_LENGTH
-        self._put(self._flow.enter(key, self._main if cut else ""))
+        self._ask_stages(self._flow.enter(key, self._main if cut else ""))
 
-    def take(self, results: Iterable[reward.ScoreResult]) -> None:
-        """Results of single stages; answers that are through go on with the reward that theirs add up to."""
-        through: list[reward.ScoreResult] = []
+    def _ask_stages(self, questions: Iterable[Question]) -> None:
+        for key, stage in questions:
+            if key[0] in self._attempt.ledger.index.open:
+                item = reward.ScoreItem(stage="" if stage == self._main else stage)
+                item.MergeFrom(self._items[key])
+                self._scoring.put(item)
+
+    def _take(self, results: list[reward.ScoreResult]) -> None:
+        if self._flow is None:
+            self._settle(results)
+        elif final := self._final(self._flow, results):
+            self._settle(final)
+
+    def _final(self, flow: RewardFlow, results: Iterable[reward.ScoreResult]) -> list[reward.ScoreResult]:
+        """Takes results of single stages; returns final results, whose rewards are what the stages add up to."""
+        final: list[reward.ScoreResult] = []
         for result in results:
             key, stage = _key(result), result.stage or self._main
             prefix = f"{result.stage}/" if result.stage else ""
             self._parts[key].update({prefix + part: score for part, score in result.parts.items()})
             if result.status == reward.SCORE_STATUS_SCORER_BROKEN or not isfinite(result.reward):
                 result.detail = f"stage {stage}: {result.detail}"
-                through.append(result)  # It ends the group, of which nothing more is asked.
+                final.append(result)  # It ends the group, of which nothing more is asked.
             else:
-                self._put(self._flow.scored(key, stage, result.reward))
-                through += self._through(key[0])
-        if through:
-            self._deliver(through)
+                self._ask_stages(flow.scored(key, stage, result.reward))
+                final += self._through(flow, key[0])
+        return final
 
-    def _put(self, questions: Iterable[Question]) -> None:
-        for key, stage in questions:
-            if key[0] in self._open:
-                item = reward.ScoreItem(stage="" if stage == self._main else stage)
-                item.MergeFrom(self._items[key])
-                self._ask(item)
-
-    def _through(self, prompt: int) -> Iterator[reward.ScoreResult]:
-        """Results of a group's answers that no stage will see any more, each once."""
-        staying: list[Key] = []
-        for key in self._on_the_way[prompt]:
-            value = self._flow.final(key)
+    def _through(self, flow: RewardFlow, prompt: int) -> Iterator[reward.ScoreResult]:
+        """Final results of those of a group's trajectories that no stage will see any more, each once."""
+        staying: list[SlotKey] = []
+        for key in self._unscored[prompt]:
+            value = flow.final(key)
             if value is None:
                 staying.append(key)
                 continue
             item = self._items.pop(key)
-            self._batch.stage_rewards[key] = self._flow.rewards(key)
+            self._attempt.trajectories[key].stage_rewards = flow.rewards(key)
             yield reward.ScoreResult(
                 sample=item.sample,
                 attempt=item.attempt,
@@ -85,8 +102,47 @@ class ScoreStages:
                 reward=value,
                 parts=self._parts[key],
             )
-        self._on_the_way[prompt] = staying
+        self._unscored[prompt] = staying
+
+    def _settle(self, results: Iterable[reward.ScoreResult]) -> None:
+        """Notes final rewards, in any order, and settles or drops the groups that are complete with them."""
+        attempt, touched = self._attempt, dict[int, None]()
+        for result in results:
+            key = _key(result)
+            slot, trajectory = attempt.ledger.slot(*key), attempt.trajectories.get(key)
+            if slot is None or trajectory is None or slot.attempt != result.attempt or slot.state != FINISHED:
+                attempt.refused += 1
+            elif result.status == reward.SCORE_STATUS_SCORER_BROKEN:
+                attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
+            elif not isfinite(result.reward):
+                attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
+            else:
+                trajectory.reward = result.reward
+                if trajectory.shown:
+                    trajectory.shown.parts = dict(result.parts)
+                touched[key[0]] = None
+        complete = [(prompt, rewards) for prompt in touched if (rewards := self._of_group(prompt))]
+        for prompt, _ in complete:
+            self._context.tail.grouped([slot.tokens for slot in attempt.ledger.group(prompt)])
+        attempt.settle([group for group in complete if not self._filtered(*group)])
+
+    def _of_group(self, prompt: int) -> list[float]:
+        """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
+        rewards: list[float] = []
+        for slot in self._attempt.ledger.group(prompt):
+            trajectory = self._attempt.trajectories.get((prompt, slot.sample))
+            if slot.state != FINISHED or trajectory is None or trajectory.reward is None:
+                return []
+            rewards.append(trajectory.reward)
+        return rewards
+
+    def _filtered(self, prompt: int, rewards: list[float]) -> bool:
+        """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
+        if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
+            return False
+        self._attempt.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
+        return True
 
 
-def _key(message: reward.ScoreItem | reward.ScoreResult) -> Key:
-    return message.sample.prompt_ordinal, message.sample.sample_index
+def _key(result: reward.ScoreResult) -> SlotKey:
+    return result.sample.prompt_ordinal, result.sample.sample_index

@@ -1,9 +1,8 @@
-"""Finished trajectories to the reward services and their results back; retries a broken scorer, then gives up."""
+"""Asks the reward instances of a run for scores, and asks again where an instance is lost or a scorer broken."""
 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -13,7 +12,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.staffing import Staffing
-from headrace_coordinator.run.step.scoring.streams import Lane, Question, now
+from headrace_coordinator.run.step.scoring.streams import Question, ScoreStream, now
 from headrace_coordinator.run.step.timer import StepTimer
 
 SCORER_RETRIES = 2
@@ -23,58 +22,27 @@ GRACE_S = 60.0
 LOOK_S = 5.0
 
 
-def score_item(item: DataItem, body: common.Trajectory, tokens: int, *, evaluation: bool) -> reward.ScoreItem:
-    """What the reward service needs of a trajectory, of which a policy sampled `tokens`."""
+def score_item(
+    item: DataItem, message: common.Trajectory, tokens: int, *, evaluation: bool
+) -> reward.ScoreItem:
+    """What a reward instance needs of a trajectory, of which a policy sampled `tokens`."""
     return reward.ScoreItem(
-        sample=body.sample,
-        attempt=body.attempt,
+        sample=message.sample,
+        attempt=message.attempt,
         prompt=item.question,
-        completion=body.completion_text,
+        completion=message.completion_text,
         reference=item.answer,
         metadata_json=item.metadata_json,
-        finish_reason=body.finish_reason,
+        finish_reason=message.finish_reason,
         token_count=tokens,
         evaluation=evaluation,
     )
 
 
-def sampled(body: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
-    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order.
-
-    An action that was executed counts as a token.
-    """
-    total, spans = 0, []
-    for segment in body.segments:
-        if number := segment.policy_number:
-            episode = segment.WhichOneof("body") == "actions"
-            count = sum(segment.actions.valid_mask.data) if episode else len(segment.tokens.token_ids)
-            spans.append((number, count))
-            total += count
-    return total, spans
-
-
-def first_log_probs(body: common.Trajectory, most: int) -> array[float]:
-    """The engine's log-probs of the first sampled tokens."""
-    found = array("f")
-    for part in body.segments:
-        if part.policy_number:
-            found.extend(part.tokens.log_probs[: most - len(found)])
-    return found
-
-
-def first_text_bytes(body: common.Trajectory, most: int) -> array[int]:
-    """The bytes of text that each of the first sampled tokens is; empty where the producer does not say."""
-    found = array("I")
-    for part in body.segments:
-        if part.policy_number:
-            found.extend(part.tokens.text_bytes[: most - len(found)])
-    return found
-
-
 class Scoring:
-    """Scores what is put in, on every reward instance of the run, until `close`.
+    """Scores items on every reward instance of the run, until `close`.
 
-    `main_stage`: the name of the stage that items without one are of.
+    `main_stage`: the stage of items that name none.
     """
 
     def __init__(
@@ -89,7 +57,7 @@ class Scoring:
         self._timer = timer
         self._deliver = deliver
         self._waiting: list[reward.ScoreItem] = []
-        self._lanes = staffing.lanes
+        self._streams = staffing.score_streams
         self._broken: Counter[Question] = Counter()
         self._closed = False
         self._main_stage = main_stage
@@ -98,90 +66,90 @@ class Scoring:
         self._busy_since: dict[str, float] = {}
 
     def put(self, item: reward.ScoreItem) -> None:
-        """Scores one answer soon, together with whatever else waits."""
+        """Adds an item, which is asked soon, together with all others that wait."""
         self._waiting.append(item)
-        self._lanes.news.beat()
+        self._streams.news.beat()
 
     def close(self) -> None:
-        """No more answers will come."""
+        """No more items will come."""
         self._closed = True
-        self._lanes.news.beat()
+        self._streams.news.beat()
 
     @property
     def _finished(self) -> bool:
-        return self._closed and not self._waiting and not any(lane.asked for lane in self._lanes.all)
+        return self._closed and not self._waiting and not any(stream.asked for stream in self._streams.all)
 
     @property
     def _limit_s(self) -> float:
         return self._workers.spec.limits.step_timeout_s
 
     async def run(self) -> None:
-        """Until closed and everything has its result. A lost instance's questions go to another one."""
+        """Works until it is closed and every item has its result. A lost instance's items go to another one."""
         draining = self._workers.fleet.any_draining
-        staying = [member for member in self._workers.rewards if not draining([member])]
-        self._lanes.begin(self, staying, self._limit_s)
+        staying = [worker for worker in self._workers.rewards if not draining([worker])]
+        self._streams.begin(self, staying, self._limit_s)
         try:
             while not self._finished:
-                news = self._lanes.news.next()
+                news = self._streams.news.next()
                 if self._waiting:
-                    await self._open_lanes()
-                futures: set[asyncio.Future[None]] = {news, *(lane.task for lane in self._lanes.all)}
+                    await self._open_streams()
+                futures: set[asyncio.Future[None]] = {news, *(stream.task for stream in self._streams.all)}
                 await asyncio.wait(futures, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for lane in list(self._lanes.all):
-                    await self._look_after(lane)
+                for stream in list(self._streams.all):
+                    await self._remove_ended(stream)
         finally:
             if self._finished:
-                self._lanes.rest()
+                self._streams.rest()
             else:
-                await self._lanes.end()  # What they were asked, nobody wants to know.
+                await self._streams.end()  # Nobody needs the results any more.
 
-    async def _open_lanes(self) -> None:
-        open_to = {lane.member.incarnation for lane in self._lanes.live}
+    async def _open_streams(self) -> None:
+        open_to = {stream.worker.incarnation for stream in self._streams.live}
         if not open_to:
             await self._staffing.staff_rewards()
-        for member in self._workers.rewards:
-            if member.incarnation not in open_to:
-                self._lanes.open(member, self._limit_s)
+        for worker in self._workers.rewards:
+            if worker.incarnation not in open_to:
+                self._streams.open(worker, self._limit_s)
 
-    async def _look_after(self, lane: Lane) -> None:
-        """Ends a lane whose instance is gone or silent; takes a lane that has ended out of service."""
-        patience = self._workers.spec.reward.timeout_s * len(lane.asked) + GRACE_S
-        silent = bool(lane.asked) and now() - lane.heard_at > patience
-        if silent or not self._workers.fleet.alive(lane.member.incarnation):
-            lane.task.cancel()
-        elif not lane.task.done():
+    async def _remove_ended(self, stream: ScoreStream) -> None:
+        """Ends a stream whose instance is gone or silent; asks the items of one that has ended elsewhere."""
+        patience = self._workers.spec.reward.timeout_s * len(stream.asked) + GRACE_S
+        silent = bool(stream.asked) and now() - stream.heard_at > patience
+        if silent or not self._workers.fleet.alive(stream.worker.incarnation):
+            stream.task.cancel()
+        elif not stream.task.done():
             return
-        lane.over = True
-        await asyncio.wait({lane.task})
-        self._lanes.all.remove(lane)
-        error = None if lane.task.cancelled() else lane.task.exception()
+        stream.over = True
+        await asyncio.wait({stream.task})
+        self._streams.all.remove(stream)
+        error = None if stream.task.cancelled() else stream.task.exception()
         if error is not None and not isinstance(error, InstanceDown):
             raise error
-        if lane.asked or error is not None or lane.task.cancelled():
-            self._waiting[:0] = lane.asked.values()
-            for item in lane.asked.values():
+        if stream.asked or error is not None or stream.task.cancelled():
+            self._waiting[:0] = stream.asked.values()
+            for item in stream.asked.values():
                 self._count(item.stage, -1)
-            if lane.member in self._workers.rewards:
-                self._workers.rewards.remove(lane.member)
-            await self._workers.fleet.fate(lane.member.incarnation)
+            if stream.worker in self._workers.rewards:
+                self._workers.rewards.remove(stream.worker)
+            await self._workers.fleet.fate(stream.worker.incarnation)
 
-    # --- one lane
+    # --- one stream
 
-    def share(self, lane: Lane) -> list[reward.ScoreItem]:
-        """What waits, up to this lane's fair part of everything that is open."""
-        everything = len(self._waiting) + sum(len(each.asked) for each in self._lanes.all)
-        fair = -(-everything // len(self._lanes.live))
-        count = max(0, min(BATCH, fair - len(lane.asked)))
+    def share(self, stream: ScoreStream) -> list[reward.ScoreItem]:
+        """Items that wait, up to this stream's fair part of all that have no result."""
+        everything = len(self._waiting) + sum(len(each.asked) for each in self._streams.all)
+        fair = -(-everything // len(self._streams.live))
+        count = max(0, min(BATCH, fair - len(stream.asked)))
         items, self._waiting = self._waiting[:count], self._waiting[count:]
-        if items and not lane.asked:
-            lane.heard_at = now()
+        if items and not stream.asked:
+            stream.heard_at = now()
         for item in items:
-            lane.asked[_question(item)] = item
+            stream.asked[_question(item)] = item
             self._count(item.stage, 1)
         return items
 
     def _count(self, stage: str, change: int) -> None:
-        """A stage's time is that in which some of its questions are open."""
+        """Counts the open questions of a stage; its time is that in which there are some."""
         clock = self._workers.fleet.event_log.monotonic
         if not self._open[stage]:
             self._busy_since[stage] = clock()
@@ -189,12 +157,12 @@ class Scoring:
         if not self._open[stage]:
             self._timer.add(stage or self._main_stage, (self._busy_since.pop(stage), clock()))
 
-    def take(self, lane: Lane, results: Iterable[reward.ScoreResult]) -> None:
-        """Final results go on; a broken scorer is asked again."""
+    def take(self, stream: ScoreStream, results: Iterable[reward.ScoreResult]) -> None:
+        """Delivers final results; a broken scorer is asked again."""
         final: list[reward.ScoreResult] = []
         for result in results:
             question = _question(result)
-            item = lane.asked.pop(question, None)
+            item = stream.asked.pop(question, None)
             if item is None:
                 continue
             self._count(item.stage, -1)
@@ -205,7 +173,7 @@ class Scoring:
                 final.append(result)
         if final:
             self._deliver(final)
-        self._lanes.news.beat()
+        self._streams.news.beat()
 
 
 def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:

@@ -1,6 +1,7 @@
 """Score streams of one run, kept open from one step to the next as long as they are used.
 
-Opening a stream costs as much as asking it: a run of short steps asks over the same one. Knows nothing of results.
+Opening a stream takes as long as asking over it: a run of short steps uses the same one again. Knows nothing of
+results.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ IDLE_S = 1.0
 
 
 @dataclass(eq=False)
-class Lane:
+class ScoreStream:
     """The stream to one instance, and what it was asked."""
 
-    member: RewardClient
+    worker: RewardClient
     opened_at: float
     heard_at: float
     task: asyncio.Task[None] = field(init=False)
@@ -37,71 +38,71 @@ class Lane:
 class Asker(Protocol):
     """Who has questions now."""
 
-    def share(self, lane: Lane) -> list[reward.ScoreItem]:
-        """Questions for a lane; they are noted in its `asked`."""
+    def share(self, stream: ScoreStream) -> list[reward.ScoreItem]:
+        """Questions for a stream, which are noted in its `asked`."""
 
-    def take(self, lane: Lane, results: Iterable[reward.ScoreResult]) -> None:
-        """A lane's results."""
+    def take(self, stream: ScoreStream, results: Iterable[reward.ScoreResult]) -> None:
+        """Takes a stream's results."""
 
 
-class Lanes:
+class ScoreStreams:
     """A run's open Score streams, for one asker at a time."""
 
     def __init__(self) -> None:
-        self.all: list[Lane] = []
+        self.all: list[ScoreStream] = []
         self.news = Notifier()
         self._asker: Asker | None = None
 
     @property
-    def live(self) -> list[Lane]:
-        """Lanes that take questions."""
-        return [lane for lane in self.all if not lane.over]
+    def live(self) -> list[ScoreStream]:
+        """Streams that take questions."""
+        return [stream for stream in self.all if not stream.over]
 
-    def begin(self, asker: Asker, members: Sequence[RewardClient], lifetime_s: float) -> None:
-        """From now on `asker` asks; streams that are older, or to none of `members`, end in order."""
+    def begin(self, asker: Asker, workers: Sequence[RewardClient], lifetime_s: float) -> None:
+        """From now on `asker` asks; streams that are older, or to none of `workers`, end in order."""
         assert self._asker is None, "two askers at once"
         self._asker = asker
-        for lane in self.live:
-            known = any(lane.member is member for member in members)
-            lane.over = not known or now() - lane.opened_at > lifetime_s
+        for stream in self.live:
+            known = any(stream.worker is worker for worker in workers)
+            stream.over = not known or now() - stream.opened_at > lifetime_s
         self.news.beat()
 
     def rest(self) -> None:
         """Nobody asks for now."""
         self._asker = None
 
-    def open(self, member: RewardClient, lifetime_s: float) -> None:
+    def open(self, worker: RewardClient, lifetime_s: float) -> None:
         """Opens a stream, which is asked for `lifetime_s` and has as long again to answer."""
-        lane = Lane(member, now(), now())
-        lane.task = asyncio.ensure_future(self._converse(lane, 2 * lifetime_s))
-        self.all.append(lane)
+        stream = ScoreStream(worker, now(), now())
+        stream.task = asyncio.ensure_future(self._exchange(stream, 2 * lifetime_s))
+        self.all.append(stream)
 
     async def end(self) -> None:
         """Ends all streams at once."""
         self._asker = None
-        lanes, self.all = self.all, []
-        for lane in lanes:
-            lane.over = True
-            lane.task.cancel()
-        await asyncio.gather(*(lane.task for lane in lanes), return_exceptions=True)
+        streams, self.all = self.all, []
+        for stream in streams:
+            stream.over = True
+            stream.task.cancel()
+        await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
 
-    async def _converse(self, lane: Lane, limit_s: float) -> None:
+    async def _exchange(self, stream: ScoreStream, limit_s: float) -> None:
         try:
-            async for response in lane.member.score(self._questions(lane), limit_s):
-                lane.heard_at = now()
+            async for response in stream.worker.score(self._questions(stream), limit_s):
+                stream.heard_at = now()
                 if self._asker is not None:
-                    self._asker.take(lane, response.results)
+                    self._asker.take(stream, response.results)
         finally:
-            lane.over = True
+            stream.over = True
 
-    async def _questions(self, lane: Lane) -> AsyncIterator[Sequence[reward.ScoreItem]]:
-        # gRPC still reads this when the stream is broken: a lane that is over takes nothing more.
-        while not lane.over:
+    async def _questions(self, stream: ScoreStream) -> AsyncIterator[Sequence[reward.ScoreItem]]:
+        # gRPC still reads this when the stream is broken: one that is over takes nothing more.
+        while not stream.over:
             news = self.news.next()
-            if items := self._asker.share(lane) if self._asker is not None else []:
+            if items := self._asker.share(stream) if self._asker is not None else []:
                 yield items
-            elif not (await asyncio.wait({news}, timeout=IDLE_S))[0] and not lane.asked:
-                lane.over = True
+            elif not (await asyncio.wait({news}, timeout=IDLE_S))[0] and not stream.asked:
+                stream.over = True
 
 
 def now() -> float:
