@@ -87,6 +87,22 @@ def test_files_that_pages_name_are_there():
     assert not wrong, "\n".join(wrong)
 
 
+def test_modules_that_pages_name_by_their_path_are_there():
+    """`learning/step.py` of a service's page, `coordinator/run/` of any page."""
+    packages = {path.name: path for source in SOURCES for path in source.glob("headrace*") if path.is_dir()}
+    wrong = []
+    for place, line in lines():
+        own = re.match(r"(?:services|libs)/(\w+)/README", place)
+        for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*/[a-z_]+(?:/|\.py))`", line):
+            service, _, rest = name.partition("/")
+            roots = [packages[f"headrace_{own[1]}"] / name] if own else []
+            roots += [packages[f"headrace_{service}"] / rest] if f"headrace_{service}" in packages else []
+            roots += [ROOT / name]
+            if (own or f"headrace_{service}" in packages) and not any(each.exists() for each in roots):
+                wrong.append(f"{place}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("page", ["docs/architecture/bugs.md"])
 def test_tests_that_commands_run_are_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
