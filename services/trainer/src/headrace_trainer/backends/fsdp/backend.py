@@ -22,9 +22,9 @@ from headrace_trainer.backends._base import (
 )
 from headrace_trainer.backends.fsdp.models import FsdpModels
 from headrace_trainer.backends.fsdp.reference import Reference
-from headrace_trainer.backends.fsdp.sharding import CRITIC
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.backends.shared.model import LossOf
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.samples import Rows

@@ -35,9 +35,9 @@ from headrace_trainer.backends._base import (
 from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
-from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.shared.fit import ALPHA, check_fit
+from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
 from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW

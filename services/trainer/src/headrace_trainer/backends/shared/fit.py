@@ -10,10 +10,11 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection
 
 from headrace_trainer.backends._base import StateReader
-from headrace_trainer.backends.fsdp.sharding import CRITIC
 from headrace_trainer.backends.shared.optimizer import MOMENTS
 from headrace_trainer.errors import Refusal
 
+CRITIC = "critic."
+"""What names of a critic's weights begin with, beside the policy's."""
 ALPHA = "alpha"
 """Stands among the parts of adapters for the number that scales them."""
 
