@@ -61,7 +61,7 @@ class LoraLinear(nn.Linear):
 
 
 class _MergedLinear(torch.autograd.Function):
-    """A linear function with the merged weight, which is made anew in each forward and kept by none."""
+    """A linear function with the merged weight, which is computed anew in each forward and not kept."""
 
     @staticmethod
     def forward(

@@ -166,7 +166,7 @@ def load_tokenizer(config: ModelSection) -> TextCodec:
 
 
 def _generation_config(config: ModelSection) -> GenerationConfig | None:
-    # Read for its end ids alone; its temperature and top-p are somebody else's choice.
+    # Read for its end ids alone: temperature and top-p are the run's.
     if config.gguf_file is not None:
         return None
     try:

@@ -21,7 +21,7 @@ from headrace_reward import judge
 from headrace_reward.config import PoolSettings
 from headrace_reward.scorers.base import Answer, ScorerError
 
-# A child that died may have been killed from outside: who was in it deserves a second one before it is blamed.
+# A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
 _TRIES = 2
 
 

@@ -84,7 +84,7 @@ class _Recorded:
     waiting: list[asyncio.Future[Verdict]] = field(default_factory=list)
 
     def ask(self) -> asyncio.Future[Verdict]:
-        """The verdict for one caller, who may go away without taking it from the others."""
+        """The verdict for one caller; others still get it when that caller is cancelled."""
         asked: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         if self.verdict is None:
             self.waiting.append(asked)
@@ -183,7 +183,9 @@ class Run:
             status, reward = Status.ANSWER_FAILED, self.section.failed_reward
         else:
             weighted = zip(self.section.sets()[name], self._parts[name], strict=True)
-            status, reward = Status.OK, sum(entry.weight * found.scores[part] for entry, part in weighted)
+            # fsum: weights of .7, .2 and .1 of full scores are 1, which `sum` misses.
+            status = Status.OK
+            reward = math.fsum(entry.weight * found.scores[part] for entry, part in weighted)
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
             return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)

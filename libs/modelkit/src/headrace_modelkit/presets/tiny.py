@@ -15,7 +15,7 @@ from headrace_modelkit.loading import save_model
 
 
 def is_complete(directory: Path) -> bool:
-    """A model directory appears by one rename, so what is needed is there or nothing is."""
+    """Whether a directory holds a preset. It appears by one rename, so it is whole or not there."""
     return all(
         (directory / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json")
     )

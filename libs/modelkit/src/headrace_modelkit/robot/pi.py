@@ -194,7 +194,7 @@ class Pi0Policy(PiPolicy):
 
     @property
     def vlm(self) -> Any:
-        """The language model and its eyes, a part of `model`."""
+        """The language model and its image encoder, a part of `model`."""
         return self.model.model.vlm
 
     @override

@@ -38,7 +38,7 @@ class _Outgoing:
 
 
 class LeaseHolder:
-    """The leases of one instance. `on_failure` is told when a device's state is no longer known."""
+    """The leases of one instance. `on_failure` is called when the state of a device is unknown."""
 
     def __init__(
         self,

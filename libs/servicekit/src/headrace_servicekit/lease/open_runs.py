@@ -198,7 +198,7 @@ class OpenRuns:
         return opening.built
 
     async def _close(self, opening: Opening) -> None:
-        """Waits until the run is closed, beginning with it if nobody has. A closing outlives its caller."""
+        """Closes the run, or waits where that has begun. A closing goes on when its caller is cancelled."""
         if opening.phase is not OpenPhase.CLOSING:
             building, opening.phase = opening.work, OpenPhase.CLOSING
             opening.work = _task(self._end(opening, building), f"close {opening.run}")

@@ -9,12 +9,12 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 FIRST, LAST = 20_000, 32_000
 KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Ports that the kernel gives to whoever asks for any port: a listener on port 0, an outgoing connection."""
+"""Ports that the kernel chooses where a process asks for any: a listener on port 0, an outgoing connection."""
 TRIES = 50
 
 
 def free_port() -> int:
-    """A port that nobody listens on now; where there is one, of those that the kernel gives to nobody by itself.
+    """A free port; if possible, one that the kernel does not choose by itself.
 
     Whoever binds it does so seconds later, and again after each restart: one of the kernel's may be taken by then.
     """
@@ -34,7 +34,7 @@ def _kernels_first() -> int:
 
 
 def _bound(port: int) -> int:
-    """The port that a socket was bound to for a moment; 0 where somebody has it."""
+    """The port that a socket was bound to for a moment; 0 where it is in use."""
     with socket.socket() as probe:
         try:
             probe.bind((LOOPBACK, port))

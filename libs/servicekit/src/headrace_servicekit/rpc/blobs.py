@@ -1,4 +1,4 @@
-"""Bodies by reference: kept by their producer, taken by whoever holds the reference, verified by digest.
+"""Bodies by reference: kept by their producer, read by those that have the reference, verified by digest.
 
 On the producer's host the reader opens the file on the shared tmpfs, elsewhere it asks the producer by gRPC. Knows
 nothing of what a body means or of when its retention ends.

@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def in_use(self) -> bool:
-        """Somebody in this process references bytes that `lend` or `write` gave."""
+        """Whether bytes that `lend` or `write` gave are referenced in this process."""
         with self._lock:
             self._given = [given for given in self._given if given() is not None]
             return bool(self._given)

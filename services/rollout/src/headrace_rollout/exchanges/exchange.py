@@ -127,7 +127,7 @@ class Exchange:
         return None
 
     def _cut_to_answer(self) -> None:
-        """Drops what was given behind the last answer: nobody answers it."""
+        """Drops the given tokens behind the last answer, which no answer follows."""
         while self.spans and self.spans[-1][0] == GIVEN:
             _, count = self.spans.pop()
             del self.tokens[-count:], self.log_probs[-count:]

@@ -145,6 +145,10 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
         setattr(module, name, buffer.to(device))
 
 
+class NotFinite(Exception):
+    """An observation holds a value that is no finite number: its episode is of no use. The message names it."""
+
+
 class Views:
     """Maps observations by their names in the environment to the names of an episode."""
 
@@ -157,7 +161,7 @@ class Views:
     def __call__(self, observation: Arrays) -> dict[str, np.ndarray]:
         """STATE, (S,) float32, and IMAGE + camera, (H, W, 3) uint8: those that the policy reads.
 
-        ValueError, which names the key of the spec, where the environment has no such observation.
+        ValueError, which names the key of the spec, where the environment has no such observation. NotFinite.
         """
         found: dict[str, np.ndarray] = {}
         if self._reads_state:
@@ -167,6 +171,9 @@ class Views:
                     "environment.state: the environment has images alone, and the policy reads a state"
                 )
             found[STATE] = np.concatenate([part.astype(np.float32).reshape(-1) for part in parts])
+            if not np.isfinite(found[STATE]).all():
+                names = self._state_of(observation)
+                raise NotFinite(_first_not_finite(dict(zip(names, parts, strict=True))))
         for camera in self._wanted:
             source = camera if self._cameras is None else self._cameras.get(camera, "")
             where = f"environment.cameras: {camera!r}"
@@ -180,6 +187,14 @@ class Views:
         if self._state is not None:
             return self._state
         return sorted(name for name, array in observation.items() if not is_image(array))
+
+
+def _first_not_finite(parts: Mapping[str, np.ndarray]) -> str:
+    for name, part in parts.items():
+        values = part.astype(np.float32).reshape(-1)
+        if (wrong := ~np.isfinite(values)).any():
+            return f"observation {name!r} holds {values[wrong.argmax()]} at element {int(wrong.argmax())}"
+    raise AssertionError("all parts are finite")
 
 
 def is_image(array: np.ndarray) -> bool:

@@ -128,7 +128,7 @@ class Environment:
             waiting.set_result(outcome)
 
     def lose(self, reason: str) -> None:
-        """Whoever waits for an outcome gets PoolLost."""
+        """Raises PoolLost where an outcome is awaited."""
         waiting = self._ended()
         if waiting is not None and not waiting.done():
             waiting.set_exception(PoolLost(reason))
@@ -198,7 +198,7 @@ class Pool:
             self.watch(first.due)
 
     def lose(self, reason: str) -> None:
-        """Nothing is sent any more; whoever waits gets PoolLost."""
+        """Sends nothing any more and raises PoolLost where an outcome is awaited."""
         if not self.reason:
             self.reason = reason
             if self._watch is not None:

@@ -23,7 +23,7 @@ from headrace_servicekit.rpc.tensors import decode_tensor
 
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.robot.model import Decision, Row, Views
+from headrace_rollout.robot.model import Decision, NotFinite, Row, Views
 from headrace_rollout.robot.pool import Environment, EnvironmentLost, Outcome, Pool, PoolLost, arrays_of
 from headrace_rollout.robot.turns import Decide, Turns
 
@@ -193,6 +193,8 @@ class EpisodeRunner:
             return EndedEpisode(sample, episode, video=video)
         except EnvironmentLost as lost:
             return EndedEpisode(sample, failure=str(lost))
+        except NotFinite as error:
+            return EndedEpisode(sample, failure=f"{environment.name}: {error}")
         except (PoolLost, Refused, _NotHeld):  # Refused: the policy was released meanwhile
             return EndedEpisode(sample)
         except ServiceError as error:

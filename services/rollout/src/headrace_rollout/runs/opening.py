@@ -172,7 +172,7 @@ def _exchange_engine(
 
 @contextmanager
 def _naming_reply() -> Iterator[None]:
-    """Whoever reads a model speaks of `model.path`; this one is the reply's."""
+    """Names `reply.path` in errors about the second model, which say `model.path`."""
     try:
         yield
     except ModelNotReadable as error:

@@ -21,6 +21,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
+from headrace_simulator.spaces import in_shape
 
 FRAMES_PER_S = 20
 MAX_BYTES = 16 * 1024 * 1024
@@ -197,7 +198,7 @@ class Episodes:
         """Executes actions, (length, action shape), until the episode ends."""
         done: list[Transition] = []
         truncated = False
-        for action in actions:
+        for action in in_shape(self.environment.action_space, actions, chunk=True):
             done.append(self._step(action))
             self._picture()
             self._steps += 1

@@ -59,7 +59,7 @@ class ChildHost:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         try:
-            # The start outlives the one who waits for it.
+            # The start goes on when the caller is cancelled.
             child = await asyncio.shield(self._starting)
         except (HostFault, HostLost):
             self._starting = None

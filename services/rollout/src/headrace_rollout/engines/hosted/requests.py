@@ -269,7 +269,7 @@ class Requests:
                 self._process.heard(len(self._running))
                 policy = self._policy()
                 if sample.ended or policy is None:
-                    continue  # stopped from outside: what still comes is nobody's
+                    continue  # stopped from outside: tokens that still come are dropped
                 if not stream.holds():
                     break
                 self._process.made_progress()

@@ -17,7 +17,7 @@ from headrace_rollout.engines.sglang.options import FIXED_ARGUMENTS, OWN_ARGUMEN
 LOADER = "headrace_rollout.engines.sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
 SPARE_TOKENS = 8
-"""SGLang takes no prompt of the last few tokens of its context, where a run may have one: it is told of more."""
+"""SGLang refuses prompts that leave less than a few tokens of its context; a run may have one. So it gets more."""
 
 
 def check_extra(arguments: Mapping[str, Any]) -> None:

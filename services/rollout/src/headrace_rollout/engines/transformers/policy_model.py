@@ -72,7 +72,7 @@ class PolicyModel(HeldModel):
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
 
     def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
-        """(P, D) hidden states at each context's last token; the cache stores the rest as it was told."""
+        """(P, D) hidden states at each context's last token; the cache stores what its plan says."""
         lengths = [len(context) for context in contexts]
         # Causal attention never looks right, so padding behind a context needs no mask.
         hidden_PTD = self.hidden(padded(contexts, self.device), past_key_values=self.cache)

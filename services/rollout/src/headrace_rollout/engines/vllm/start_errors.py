@@ -19,7 +19,7 @@ from vllm.logger import DEFAULT_LOGGING_CONFIG
 
 CONFIG_PATH = "VLLM_LOGGING_CONFIG_PATH"
 OPERATORS = (CONFIG_PATH, "VLLM_CONFIGURE_LOGGING")
-"""With one of these set, vLLM's log is somebody else's to arrange."""
+"""Variables with which an operator configures vLLM's log; it is left alone then."""
 _RECORD = "\x1e"
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)
 _REFUSED_VALUE = re.compile(r"Value error, (.+?)(?: \[type=|\n|$)")
