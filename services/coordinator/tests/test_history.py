@@ -197,13 +197,14 @@ async def test_the_newest_events_come_first_in_pages_and_without_slots(opened):
     assert whole[2].data["certificate"]["trained"] == 4
 
 
-async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
+async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened, tmp_path):
     one = await opened()
     one.event_log.post(submitted(), restored(1))
     await train(one.event_log, 10)
     one.event_log.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
     await one.event_log.flush()
     before, ids = one.reads.run("r"), await one.events()
+    before = before.model_copy(update={"run_directory": str(tmp_path / "runs/r")})
     await one.reads.archive.once()
     each = one
     for again in (False, True):
@@ -300,3 +301,31 @@ async def test_what_is_written_while_its_reader_is_cancelled_is_there_once(tmp_p
     go.set()
     await history.write()
     assert await history.page("r", 0) == [(1, event)] and not history.backlog
+
+
+async def test_a_data_directory_may_be_moved_while_its_coordinator_is_down(server, tmp_path):
+    one = await Opened.on(server, tmp_path / "before")
+    asked = {
+        "spec": {"samples": 1},
+        "model": "m",
+        "items": 1,
+        "checkpoint_run": "r",
+        "checkpoint_directory": str(tmp_path / "before/runs/r/checkpoints/c"),
+    }
+    one.event_log.post(
+        submitted(str(tmp_path / "before/runs/r")),
+        submitted(str(tmp_path / "before/runs/gone"), "gone"),
+        submitted(str(tmp_path / "before/runs/e"), "e", asked),
+        *ended("gone"),
+    )
+    await train(one.event_log, 3)
+    await one.reads.archive.once()
+    await one.kill()
+    (tmp_path / "before").rename(tmp_path / "after")
+    two = await Opened.on(server, tmp_path / "after")
+    await two.kill()
+    for name in ("r", "gone", "e"):
+        assert two.reads.run(name).run_directory == str(tmp_path / "after/runs" / name)
+    checkpoint = two.event_log.state.runs["e"].evaluation.checkpoint_directory
+    assert checkpoint == str(tmp_path / "after/runs/r/checkpoints/c")
+    assert not (tmp_path / "before").exists()

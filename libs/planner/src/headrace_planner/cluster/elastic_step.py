@@ -312,7 +312,7 @@ class ElasticStep:
         return True
 
     def _finish(self) -> float:
-        """From the last output's end to the step's: learns what is left, adds gradients up, gives devices back."""
+        """Ends the step after the last output: learns what is left, adds gradients up, returns devices to stages."""
         decoded = max(decoder.last for decoder in self.decoders)
         for decoder in self.decoders:
             self._label(decoder, decoder.last)

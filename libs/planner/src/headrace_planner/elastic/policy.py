@@ -74,9 +74,9 @@ class Move:
 def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
     """Moves to begin at `now` (seconds); none is the usual answer.
 
-    At a step's begin, owners that would wait for data decode. Later the policy compares: to give devices back now,
-    later, or never. It moves now when this is predicted to end the step first, by the damping's margin. When nothing
-    decodes any more, rollouts on devices of their own help owners that have more groups left than they.
+    At a step's begin, owners that would wait for data decode. Later the policy compares schedules in which devices stop
+    decoding now, later, or never, and moves them now when this is predicted to end the step first, by the damping's
+    margin. When nothing decodes any more, rollouts on devices of their own help owners with the groups that are left.
 
     >>> from headrace_planner import Lengths, Profile
     >>> lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 1: 260})

@@ -86,6 +86,7 @@ class EventLog:
         events = [(number, ev.decode(payload), payload) for number, payload in stored.events]
         for _, event, _ in events:
             self.state.apply(event)
+        self.history.locate(self.state.runs.values())
         await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
         known = max(stored.epoch, self.state.epoch)
         if seen.epoch > known or seen.sequence > stored.sequence:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.store.run_files import Item, RunFiles
 from headrace_coordinator.store.segments import Line, write_synced
 from headrace_coordinator.waits import Notifier
@@ -140,6 +141,16 @@ class History:
     def directory(self, run: str) -> Path:
         """Where a run's history lies."""
         return self._runs / run / NAME
+
+    def locate(self, runs: Iterable[RunState]) -> None:
+        """Sets the paths of runs below the data directory, which may have been moved since they were submitted."""
+        if self._temporary is not None:
+            return
+        for run in runs:
+            run.directory = str(self._runs / run.id)
+            if (asked := run.evaluation) is not None and asked.checkpoint_directory:
+                name = Path(asked.checkpoint_directory).name
+                asked.checkpoint_directory = str(self._runs / asked.checkpoint_run / "checkpoints" / name)
 
     async def page(self, run: str, after: int) -> list[Item]:
         """Durable events with numbers above `after`, in order: some of them, or none when there are none."""
