@@ -12,7 +12,7 @@ import pytest
 from headrace.client import Instance, Leases
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
-from headrace_cli.show.listing import runs_list
+from headrace_cli.show.runs import runs_list
 from rich.console import Console
 
 RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"

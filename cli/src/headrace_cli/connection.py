@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.client.tokens import fleet_token, same_place
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
-from headrace_cli.errors import EXIT_MISTAKE, CommandError, refused
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
@@ -86,6 +86,6 @@ def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
                 raise CommandError(
                     f"{error.message}; {TOKEN_HINT}",
                     reason=error.reason,
-                    exit_code=EXIT_MISTAKE,
+                    exit_code=EXIT_USER_ERROR,
                 ) from error
             raise refused(error) from error

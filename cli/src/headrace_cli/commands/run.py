@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands import timeline
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
@@ -18,12 +16,9 @@ from headrace_cli.output import console, error_console, print_json
 if TYPE_CHECKING:
     from headrace.client import Client, Run
 
-    from headrace_cli.watching import Reporter
-
 PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
 
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
-app.command("timeline")(timeline.timeline)
 
 
 Sets = Annotated[
@@ -134,7 +129,7 @@ def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_js
     if as_json:
         print_json({"runs": [item.raw for item in runs]})
         return
-    from headrace_cli.show.listing import runs_list
+    from headrace_cli.show.runs import runs_list
 
     console().print(runs_list(runs, console().width) if runs else "no runs")
 
@@ -187,6 +182,7 @@ def _stream_events(client: Client, run_id: str) -> Run:
 
 
 def _draw(client: Client, run_id: str) -> Run:
+    from headrace_cli.show.reporters import make_reporter
     from headrace_cli.watching import follow
 
     reporter = make_reporter()
@@ -198,17 +194,6 @@ def _draw(client: Client, run_id: str) -> Run:
 
     console().print(run_table(run))
     return run
-
-
-def make_reporter(*, on_error_stream: bool = False) -> Reporter:
-    """A picture on a terminal, lines elsewhere."""
-    if sys.stdout.isatty() and not on_error_stream:
-        from headrace_cli.show.live import LiveReporter
-
-        return LiveReporter(console())
-    from headrace_cli.show.plain import PlainReporter
-
-    return PlainReporter(error_console() if on_error_stream else console())
 
 
 def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
@@ -334,18 +319,3 @@ def certificates(
     from headrace_cli.show.runs import certificates_table
 
     console().print(certificates_table(found) if found else "no updates yet")
-
-
-@app.command("plan")
-def show_plan(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
-    """Show how the run uses its devices, and why."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.plan(run)
-    if as_json:
-        print_json(found)
-        return
-    from headrace_cli.show.runs import run_plan_table
-
-    console().print(run_plan_table(found))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
     from headrace.client import Certificate, Evaluation, Event, Run, Step, Trajectory
+    from rich.console import RenderableType
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
@@ -19,6 +21,9 @@ STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s",
 LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
 """Columns that a narrow terminal does without, in this order."""
 WIDE_COLUMNS = 112
+WIDE = 100
+"""Columns from which on the reason has room beside the figures."""
+NARROW_COLUMNS = ("run", "state", "place", "step", "age")
 
 
 def run_table(run: Run) -> Table:
@@ -147,32 +152,6 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
     )
 
 
-def run_plan_table(plan: dict[str, Any]) -> Table:
-    """How a run uses its devices."""
-    measured: dict[str, float] = plan["measured_s"]
-    seconds = [
-        f"{name} {predicted:.3g} s" + (f" (last step {measured[name]:.3g} s)" if name in measured else "")
-        for name, predicted in plan["predicted_s"].items()
-    ]
-    others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
-    rows: list[tuple[object, object]] = [
-        ("placement", ", ".join(filter(None, (plan["mode"], plan.get("flow"), plan.get("memory"))))),
-        ("chosen by", plan["chosen_by"]),
-        ("from step", plan["from_step"]),
-        ("why", plan["reason"]),
-        ("generate on", _short(plan["rollout"])),
-        ("learn on", _short(plan["trainer"])),
-        ("predicted", "\n".join(seconds)),
-        ("a step with", "\n".join(others)),
-        ("proposal", plan["proposal"]),
-    ]
-    return table(("", ""), [row for row in rows if str(row[1])])
-
-
-def _short(devices: Sequence[str]) -> str:
-    return ", ".join(device.rpartition("/")[2] for device in devices)
-
-
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
     """One line an update."""
     rows = [
@@ -244,3 +223,52 @@ def age(since: float) -> str:
 def _tail(text: str, characters: int = 40) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= characters else "…" + flat[-characters:]
+
+
+def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
+    """Each run with its state, place in the queue, progress, and why or what it waits for; `width` in columns."""
+    return _table(runs) if width >= WIDE else _lines(runs, width)
+
+
+def _table(runs: Sequence[Run]) -> RenderableType:
+    ranked = any(run.priority for run in runs)
+    rows = [
+        (
+            run.id,
+            state_text(run.state),
+            run.place or "",
+            *([run.priority] if ranked else []),
+            f"{run.step}/{run.steps}",
+            heldout_change(run),
+            age(run.created_at),
+            sentence(run),
+        )
+        for run in runs
+    ]
+    priority = [">priority"] if ranked else []
+    return table(("run", "state", ">place", *priority, ">step", "held-out", ">age", "why"), rows)
+
+
+def _lines(runs: Sequence[Run], width: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = [_cells(run) for run in runs]
+    widths = [max(len(row[i]) for row in (NARROW_COLUMNS, *rows)) for i in range(len(NARROW_COLUMNS))]
+    parts = [Text("  ".join(_padded(NARROW_COLUMNS, widths)), style="bold")]
+    for run, cells in zip(runs, rows, strict=True):
+        name, state, *rest = _padded(cells, widths)
+        parts.append(Text("  ").join([Text(name), state_text(state, run.state), Text("  ".join(rest))]))
+        why = sentence(run) + (f" (priority {run.priority})" if run.priority else "")
+        # Wrapped here: a console that writes to a file wraps nothing.
+        parts += [Text(f"  {line}", style="dim") for line in wrap(why, width - 2, break_on_hyphens=False)]
+    return Group(*parts)
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    place = str(run.place) if run.place else ""
+    return run.id, run.state, place, f"{run.step}/{run.steps}", age(run.created_at)
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
