@@ -116,6 +116,12 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
         assert words in line
 
 
+def test_a_log_of_an_unknown_instance_names_those_that_there_are(headrace, long_run):
+    result = headrace("run", "logs", "r-1", "--instance", "rollout-7")
+    assert result.returncode == 2 and result.stdout == ""
+    assert "no instance 'rollout-7'" in result.stderr and "rollout-0, trainer-0" in result.stderr
+
+
 def test_a_watch_on_a_pipe_prints_every_step(headrace, long_run):
     said = headrace("run", "watch", "r-1").stdout
     assert [f"step {number}/100 " in said for number in range(1, 101)] == [True] * 100

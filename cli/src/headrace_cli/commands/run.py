@@ -10,7 +10,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
-from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -281,9 +281,12 @@ def logs(
 
 
 def _names_of(client: Client, instance: str) -> list[str]:
-    """How events name an instance: by its name, and by the id of its process."""
-    found = [item for item in client.instances() if item.name.rpartition("/")[2] == instance]
-    return [instance, *(item.incarnation for item in found if item.incarnation)]
+    """How events name an instance: by its name, and by the id of its process. CommandError where none has the name."""
+    known = {item.name.rpartition("/")[2]: item.incarnation for item in client.instances()}
+    if instance not in known:
+        names = ", ".join(sorted(known)) or "none; start some with `headrace up`"
+        raise user_error("--instance", f"there is no instance {instance!r}", f"the fleet has {names}")
+    return [instance, *filter(None, [known[instance]])]
 
 
 @app.command()
