@@ -55,6 +55,14 @@ def find_target(url: str | None, data_dir: Path) -> Target:
     return Target(url or guess, token, url is not None)
 
 
+def process_ids(target: Target, data_dir: Path) -> dict[str, int]:
+    """Process ids by instance; empty unless the target is the fleet on the data directory."""
+    state = living_state(DataDir.at(data_dir))
+    if state is None or not same_place(target.url, state.url):
+        return {}
+    return {process.name: process.pid for process in state.processes if process.pid}
+
+
 @contextmanager
 def saying(what: str) -> Iterator[None]:
     """Says on standard error what the command waits for, once it has waited for a while."""

@@ -282,11 +282,12 @@ def logs(
 
 def _names_of(client: Client, instance: str) -> list[str]:
     """How events name an instance: by its name, and by the id of its process. CommandError where none has the name."""
-    known = {item.name.rpartition("/")[2]: item.incarnation for item in client.instances()}
-    if instance not in known:
-        names = ", ".join(sorted(known)) or "none; start some with `headrace up`"
-        raise user_error("--instance", f"there is no instance {instance!r}", f"the fleet has {names}")
-    return [instance, *filter(None, [known[instance]])]
+    known = [(item.name.rpartition("/")[2], item.incarnation) for item in client.instances()]
+    names = sorted({name for name, _ in known})
+    if instance not in names:
+        fix = f"the fleet has {', '.join(names) or 'none'}"
+        raise user_error("--instance", f"there is no instance {instance!r}", fix)
+    return [instance, *(incarnation for name, incarnation in known if name == instance and incarnation)]
 
 
 @app.command()
