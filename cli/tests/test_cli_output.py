@@ -33,6 +33,19 @@ def test_completion_is_offered(headrace):
     assert "--install-completion" in headrace("--help").stdout
 
 
+def completed(headrace, words):
+    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    return headrace(**asked).stdout.split()
+
+
+def test_run_ids_are_completed(headrace, coordinator):
+    runs = [{"id": f"{name}-1a2b3c", "state": "RUNNING"} for name in ("sums", "sorts", "other")]
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": runs})
+    assert completed(headrace, "headrace run get s") == ["sums-1a2b3c", "sorts-1a2b3c"]
+    coordinator.routes["GET /v1/runs"] = (500, {"message": "not now"})
+    assert completed(headrace, "headrace run get s") == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
