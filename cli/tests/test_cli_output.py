@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from headrace.client import Instance, Leases
+from headrace.client import Certificate, Instance, Leases, Trajectory
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
-from headrace_cli.show.runs import runs_list
+from headrace_cli.show.runs import certificates_table, runs_list, trajectories_list
 from rich.console import Console
 
 RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"
@@ -92,6 +92,46 @@ def test_a_runs_id_is_in_one_piece(scripted_run, width):
     run.submitted_at, run.spec = time.time(), {"name": "x"}
     view = run.view() | {"id": RUN_ID, "waiting_for": ["a lease on " + "host/cpu:0, " * 20]}
     assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
+
+
+def trajectory(**fields):
+    answer = {
+        "prompt": "a question " * 20,
+        "completion": "an\nanswer " * 30,
+        "reference": "42",
+        "reward": 0.5,
+    }
+    return Trajectory.from_json(answer | {"step": 3, "tokens": 12, "finish_reason": "EOS"} | fields)
+
+
+def test_trajectories_fit_80_columns_and_episodes_are_told_in_words():
+    episode = json.dumps({"return": 7.25, "success": True, "steps": 31})
+    lost = json.dumps({"return": 0.0, "success": False, "steps": 0, "error": "the simulator ended"})
+    found = [trajectory(), *(trajectory(prompt="reach", reference="", completion=c) for c in (episode, lost))]
+    lines = drawn(trajectories_list(found, 80), 80)
+    assert len(lines) == 6 and max(map(len, lines)) <= 80
+    assert (
+        lines[0].startswith("step 3, prompt 0, sample 0: reward 0.500, 12 tokens")
+        and "→ an\\nanswer" in lines[1]
+    )
+    assert "12 actions" in lines[2] and "episode succeeded after 31 steps, return 7.25" in lines[3]
+    assert "episode lost: the simulator ended" in lines[5]
+    wide = " ".join(drawn(trajectories_list(found, 160), 160))
+    assert "prompt ends" in wide and "episode succeeded" in wide
+
+
+def test_versions_and_attempts_are_counted_as_people_count():
+    leapt = 1 << 20  # a restarted coordinator's counters
+
+    def certificate(step, number, live):
+        version = {"number": number, "parent": 0, "ordinal": step, "digest": "d"}
+        return Certificate.from_json({"step": step, "version": version, "attempt": number, "live": live})
+
+    made = [certificate(1, 1, True), certificate(2, 2, False), certificate(2, leapt + 3, True)]
+    rows = [
+        line.split()[:4] for line in drawn(certificates_table(made), 200) if "yes" in line or "aband" in line
+    ]
+    assert rows == [["1", "1", "1", "yes"], ["2", "2", "1", "abandoned"], ["2", "2", "2", "yes"]]
 
 
 @pytest.fixture

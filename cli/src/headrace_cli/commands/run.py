@@ -305,9 +305,9 @@ def trajectories(
     if as_json:
         print_json({"trajectories": [item.raw for item in found]})
         return
-    from headrace_cli.show.runs import trajectories_table
+    from headrace_cli.show.runs import trajectories_list
 
-    console().print(trajectories_table(found) if found else "no settled trajectories")
+    console().print(trajectories_list(found, console().width) if found else "no settled trajectories")
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,7 @@ def run_table(run: Run) -> Table:
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
         ("forked from", origin(run)),
-        ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
+        ("policy", f"version {run.policy.ordinal}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
         (
             "slots",
@@ -139,11 +141,15 @@ def _brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
-    """Prompts, answers and rewards."""
+def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
+    """Prompts, answers and rewards: a table on a wide terminal, two lines a trajectory on a narrow one."""
+    return _trajectories_table(trajectories) if width >= WIDE else _trajectory_lines(trajectories, width)
+
+
+def _trajectories_table(trajectories: Sequence[Trajectory]) -> RenderableType:
     rows = [
         (item.step, item.prompt_ordinal, item.sample_index, f"{item.reward:.3f}", _tail(item.prompt),
-         repr(item.completion)[1:-1], item.reference, item.finish_reason, item.tokens)
+         _answer(item), item.reference, item.finish_reason, item.tokens)
         for item in trajectories
     ]  # fmt: skip
     return table(
@@ -152,41 +158,72 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
     )
 
 
+def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts = []
+    for item in trajectories:
+        what = "actions" if _episode(item) else "tokens"
+        head = f"step {item.step}, prompt {item.prompt_ordinal}, sample {item.sample_index}"
+        line = f"{head}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}"
+        parts.append(Text(line[:width], style="bold"))
+        reference = f" (reference {item.reference})" if item.reference else ""
+        said = f"{_tail(item.prompt)} → {_answer(item)}{reference}"
+        parts.append(Text("  " + (said if len(said) <= width - 2 else said[: width - 3] + "…")))
+    return Group(*parts)
+
+
+def _episode(item: Trajectory) -> dict[str, Any] | None:
+    """What the rollout says of an episode; None for an answer in words."""
+    try:
+        found = json.loads(item.completion)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"return", "success", "steps"} <= found.keys() else None
+
+
+def _answer(item: Trajectory) -> str:
+    """An answer on one line; an episode in words."""
+    if (episode := _episode(item)) is None:
+        return repr(item.completion)[1:-1]
+    if episode.get("error"):
+        return f"episode lost: {episode['error']}"
+    ended = "succeeded" if episode["success"] else "did not succeed"
+    return f"episode {ended} after {episode['steps']} steps, return {episode['return']:.4g}"
+
+
+CERTIFICATE_COLUMNS = (
+    *(">step", ">version", ">attempt", "live", ">trained", ">dropped", ">filtered", ">refilled"),
+    *(">tokens", ">staleness", ">mismatch", ">its KL", "set digest"),
+)
+
+
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
-    """One line an update."""
-    rows = [
-        (
-            item.step,
-            item.version.number,
-            item.attempt,
-            "yes" if item.live else "abandoned",
-            len(item.trained),
-            len(item.dropped),
-            sum(reason == FILTERED for _, _, reason in item.dropped),
-            item.refilled,
-            item.tokens,
-            item.max_staleness,
-            "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
-            "" if item.log_prob_mismatch_kl is None else f"{item.log_prob_mismatch_kl:.2g}",
-            item.set_digest[:16],
+    """One line an update; versions and attempts are counted from 1, versions along the live lineage."""
+    attempts = Counter[int]()
+    rows = []
+    for item in certificates:
+        attempts[item.step] += 1
+        mean, kl = item.log_prob_mismatch_mean, item.log_prob_mismatch_kl
+        rows.append(
+            (
+                item.step,
+                item.version.ordinal,
+                attempts[item.step],
+                "yes" if item.live else "abandoned",
+                len(item.trained),
+                len(item.dropped),
+                sum(reason == FILTERED for _, _, reason in item.dropped),
+                item.refilled,
+                item.tokens,
+                item.max_staleness,
+                "not compared" if mean is None else f"{mean:.2g}",
+                "" if kl is None else f"{kl:.2g}",
+                item.set_digest[:16],
+            )
         )
-        for item in certificates
-    ]
-    headers = (
-        ">step",
-        ">version",
-        ">attempt",
-        "live",
-        ">trained",
-        ">dropped",
-        ">filtered",
-        ">refilled",
-        ">tokens",
-        ">staleness",
-        ">mismatch",
-        ">its KL",
-    )
-    return table((*headers, "set digest"), rows)
+    return table(CERTIFICATE_COLUMNS, rows)
 
 
 def heldout(run: Run) -> list[Evaluation]:
