@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from headrace.client import Certificate, Instance, Leases, Trajectory
+from headrace.client import Certificate, Event, Instance, Leases, Trajectory
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
+from headrace_cli.show.reporters import event_line
 from headrace_cli.show.runs import certificates_table, runs_list, trajectories_list
 from rich.console import Console
 
@@ -167,6 +168,33 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
     for name, words in (("rollout-0", "slots_assigned"), ("trainer-0", "is slow")):
         (line,) = headrace("run", "logs", "r-1", "--instance", name).stdout.splitlines()
         assert words in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
+        ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
+        ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        (
+            "step_committed",
+            {
+                "certificate": {},
+                "view": {"step": 3, "reward_mean": 0.5, "trained": 32, "dropped": 1},
+            },
+            "step 3: reward 0.500, 32 trained, 1 dropped",
+        ),
+        (
+            "evaluated",
+            {"view": {"kind": "heldout", "step": 5, "score": 0.75, "answers": 80}},
+            "heldout at step 5: 0.750 over 80 answers",
+        ),
+        ("checkpoint_saved", {"name": "lineage-1/step-3", "step": 3}, "name=lineage-1/step-3 step=3"),
+    ],
+)
+def test_events_are_told_in_words_within_80_columns(kind, data, words):
+    line = event_line(Event.from_json({"id": 1234, "type": kind, "time": 0.0, "run": "runs/r", "data": data}))
+    assert line.endswith(f" {words}") and kind in line and len(line) <= 80
 
 
 def test_a_log_of_an_unknown_instance_names_those_that_there_are(headrace, long_run):

@@ -265,7 +265,7 @@ def logs(
     as_json: JsonFlag = False,
 ) -> None:
     """Print a run's events as they happen, until it ends."""
-    from headrace_cli.show.runs import event_line
+    from headrace_cli.show.reporters import event_line
 
     with connect(find_target(url, data_dir)) as client:
         client.get(run)

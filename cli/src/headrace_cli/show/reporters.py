@@ -1,13 +1,14 @@
-"""Reporters of a run that goes on: a picture that is drawn again on a terminal, lines elsewhere."""
+"""A run that goes on: a picture that is drawn again on a terminal, lines elsewhere, and lines of its events."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -21,10 +22,11 @@ from headrace_cli.show.runs import confidence, heldout, step_line, steps_table
 from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
-    from headrace.client import Step, Trajectory
+    from headrace.client import Event, Step, Trajectory
     from rich.console import Console
 
 STEP_ROWS = 12
+BRIEF_CHARACTERS, TYPE_COLUMNS = 40, 17
 SPARK_WIDTH = 60
 BLOCKS = "▁▂▃▄▅▆▇█"
 FIGURES = {
@@ -102,6 +104,40 @@ class PlainReporter:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def event_line(event: Event) -> str:
+    """One event as a line of a log: in words, or by its keys, of lists and mappings the size. `--json` has all."""
+    at = time.strftime("%H:%M:%S", time.localtime(event.time))
+    keys = (f"{key}={_brief(value)}" for key, value in event.data.items())
+    return (
+        f"{at} {event.id:>6} {event.type:<{TYPE_COLUMNS}} {_words(event.type, event.data) or ' '.join(keys)}"
+    )
+
+
+def _words(kind: str, data: dict[str, Any]) -> str:
+    """What an event says, of the kinds that a person looks for; empty for others."""
+    match kind, data:
+        case "run_state_changed", {"state": state, **rest}:
+            return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
+        case "noted", {"text": text}:
+            return str(text)
+        case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
+            dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
+            return f"step {step}: reward {_score(reward)}, {view.get('trained', 0)} trained{dropped}"
+        case "evaluated", {"view": {"kind": name, "step": step, "score": score, "answers": answers}}:
+            return f"{name} at step {step}: {_score(score)} over {answers} answers"
+    return ""
+
+
+def _score(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class LiveReporter:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
-    from headrace.client import Certificate, Evaluation, Event, Run, Step, Trajectory
+    from headrace.client import Certificate, Evaluation, Run, Step, Trajectory
     from rich.console import RenderableType
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
-BRIEF_CHARACTERS = 40
 FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
@@ -125,20 +124,6 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
         + (f" held-out={score:.3f}" if score is not None else "")
         + f" tokens/s={step.tokens_per_s:.0f} staleness={step.max_staleness} wall={step.wall_s:.2f}s {stages}"
     )
-
-
-def event_line(event: Event) -> str:
-    """One event as a line of a log; lists and mappings by their size, `--json` has them whole."""
-    at = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return f"{at} {event.id:>6} {event.type:<24} " + " ".join(
-        f"{key}={_brief(value)}" for key, value in event.data.items()
-    )
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
