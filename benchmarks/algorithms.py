@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,8 @@ def table(runs: dict[str, dict[str, Found]]) -> Iterable[str]:
             yield f"| `{name}` | {seed} | {' | '.join(f'{found[key]:.3f}' for key in keys)} | {clip} |"
 
 
-def parse() -> argparse.Namespace:
-    """The options."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those of the command line where `arguments` is None."""
     known = sorted(EXAMPLES)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,12 +153,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
     parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
     parser.add_argument("--draw", type=Path, help="SVG file for the curves")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, make_run: Callable[..., Found] = run) -> None:
     """Command line."""
-    options = parse()
+    options = parse(arguments)
     runs: dict[str, dict[str, Found]] = {}
     if options.record is not None and options.record.exists():
         runs = json.loads(options.record.read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def main() -> None:
                 continue
             say(f"{name}, seed {seed}: {machine()}")
             taught = [f"trainer.reference.path={teacher}"] if name == "distill" else []
-            found = run(name, seed, options.steps, model, [*taught, *options.set])
+            found = make_run(name, seed, options.steps, model, [*taught, *options.set])
             check(name, found)
             runs.setdefault(name, {})[str(seed)] = found
             if options.record is not None:

@@ -252,7 +252,7 @@ def open_engine(engine: Any, model: Path) -> None:
 
 
 def figures(syncs: Sequence[Sync]) -> dict[str, float]:
-    """See the module's docstring."""
+    """The figures that the module's docstring names."""
     memcpy_s = min(sync.memcpy for sync in syncs)
     fastest = {transport: min(sync.total(transport) for sync in syncs) for transport in (SHM, GRPC)}
     return {

@@ -1,5 +1,5 @@
-"""PROTOCOL's table of natural keys, walked row by row with real services: a repetition changes nothing,
-and the same key with another body is an error."""
+"""The natural key of each RPC, with real services: a repetition changes nothing, and the same key with another
+request is an error."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.client.errors import Problem
 
 from headrace_cli.connection import CHECKING, Target, connect, saying
-from headrace_cli.errors import EXIT_MISTAKE, CommandError
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError
 
 if TYPE_CHECKING:
     from headrace.client import Client
@@ -78,4 +78,4 @@ def check_schema(spec: dict[str, Any]) -> None:
     except ValidationError as error:
         problems = [Problem(item.key, item.problem, item.fix) for item in explain(error, RunSpec)]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the spec"
-        raise CommandError(count, reason="INVALID", exit_code=EXIT_MISTAKE, problems=problems) from error
+        raise CommandError(count, reason="INVALID", exit_code=EXIT_USER_ERROR, problems=problems) from error

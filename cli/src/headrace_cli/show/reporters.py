@@ -1,12 +1,14 @@
-"""A run as a picture that renews itself: progress, last steps, what devices do, what is waited for."""
+"""A run that goes on: a picture that is drawn again on a terminal, lines elsewhere, and lines of its events."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -14,16 +16,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace_cli.output import STATE_STYLES, state_text
+from headrace_cli.output import STATE_STYLES, console, error_console, state_text
 from headrace_cli.show.fleet import short_name
-from headrace_cli.show.runs import heldout, steps_table
-from headrace_cli.watching import Snapshot
+from headrace_cli.show.runs import confidence, heldout, step_line, steps_table
+from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
-    from headrace.client import Step, Trajectory
+    from headrace.client import Event, Step, Trajectory
     from rich.console import Console
 
 STEP_ROWS = 12
+BRIEF_CHARACTERS, TYPE_COLUMNS = 40, 17
 SPARK_WIDTH = 60
 BLOCKS = "▁▂▃▄▅▆▇█"
 FIGURES = {
@@ -36,6 +39,105 @@ FIGURES = {
 }
 """Figures of the trainer that the live view shows, with their labels."""
 BAR_WIDTH = 24
+
+
+def make_reporter(*, on_error_stream: bool = False) -> Reporter:
+    """A picture on a terminal, lines elsewhere."""
+    if sys.stdout.isatty() and not on_error_stream:
+        return LiveReporter(console())
+    return PlainReporter(error_console() if on_error_stream else console())
+
+
+class PlainReporter:
+    """Prints what is new, once."""
+
+    wants_sample = False
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._state = ""
+        self._waiting: list[str] = []
+        self._shown = 0
+        self._evaluated: set[tuple[str, int]] = set()
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._print(text)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Prints new states, steps and evaluations."""
+        run = snapshot.run
+        if run.state != self._state:
+            self._state = run.state
+            self._print(f"run {run.id} is {run.state}" + (f": {run.reason}" if run.reason else ""))
+        if run.waiting_for != self._waiting and run.waiting_for and not run.ended:
+            place = f"place {run.place} in the queue; " if run.place else ""
+            self._print(f"{place}waits for " + "; ".join(run.waiting_for))
+        self._waiting = run.waiting_for
+        self._steps(snapshot)
+        self._evaluations(snapshot)
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+    def _steps(self, snapshot: Snapshot) -> None:
+        scores = {item.step: item.score for item in heldout(snapshot.run)}
+        if snapshot.steps and snapshot.steps[-1].step < self._shown:
+            self._print(f"rewound to step {snapshot.steps[-1].step}")
+            self._shown = snapshot.steps[-1].step
+        for step in snapshot.steps:
+            if step.step <= self._shown:
+                continue
+            self._shown = step.step
+            self._print(step_line(step, snapshot.run.steps, scores))
+
+    def _evaluations(self, snapshot: Snapshot) -> None:
+        baseline = snapshot.run.baseline_prefill
+        for item in [*([baseline] if baseline else []), *heldout(snapshot.run)]:
+            if (item.kind, item.step) not in self._evaluated:
+                self._evaluated.add((item.kind, item.step))
+                parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
+                self._print(
+                    f"{item.kind} at step {item.step}: {item.score:.3f}{confidence(item)} over {item.answers} answers "
+                    f"({parts})"
+                )
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def event_line(event: Event) -> str:
+    """One event as a line of a log: in words, or by its keys, of lists and mappings the size. `--json` has all."""
+    at = time.strftime("%H:%M:%S", time.localtime(event.time))
+    keys = (f"{key}={_brief(value)}" for key, value in event.data.items())
+    return (
+        f"{at} {event.id:>6} {event.type:<{TYPE_COLUMNS}} {_words(event.type, event.data) or ' '.join(keys)}"
+    )
+
+
+def _words(kind: str, data: dict[str, Any]) -> str:
+    """What an event says, of the kinds that a person looks for; empty for others."""
+    match kind, data:
+        case "run_state_changed", {"state": state, **rest}:
+            return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
+        case "noted", {"text": text}:
+            return str(text)
+        case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
+            dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
+            return f"step {step}: reward {_score(reward)}, {view.get('trained', 0)} trained{dropped}"
+        case "evaluated", {"view": {"kind": name, "step": step, "score": score, "answers": answers}}:
+            return f"{name} at step {step}: {_score(score)} over {answers} answers"
+    return ""
+
+
+def _score(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class LiveReporter:
