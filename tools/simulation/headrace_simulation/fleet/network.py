@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceClient, InstanceDown
+from typing_extensions import override
 
 QUIESCED_RETRY_S = 0.2
 KEEPALIVE_S = 20.0
@@ -53,8 +54,8 @@ class Written:
             yield request
 
 
-class SimulatedInstanceClient:
-    """A `InstanceClient` to one imaginary instance."""
+class SimulatedInstanceClient(InstanceClient):
+    """Calls one imaginary instance. Any call may be delivered twice, or executed and its reply lost."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class SimulatedInstanceClient:
     def _happens(self, probability: float) -> bool:
         return self._faulty and self._rng.random() < probability
 
+    @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `InstanceClient.call`. Any call may be delivered twice, or executed and its reply lost."""
         self.calls[method] += 1
         self._heard(method, request)
         await self._travel(timeout)
@@ -117,21 +118,9 @@ class SimulatedInstanceClient:
                 raise InstanceDown(self._instance.incarnation, f"{method}: killed") from None
             raise
 
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.stream`."""
-        return self._responses(method, requests, timeout)
-
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.listen`."""
-
-        async def one() -> AsyncIterator[Any]:
-            yield request
-
-        return self._responses(method, one(), timeout)
-
-    async def _responses(
-        self, method: str, requests: AsyncIterator[Any], timeout: float
-    ) -> AsyncIterator[Any]:
+    @override
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        requests = sent if isinstance(sent, AsyncIterator) else _one(sent)
         self.calls[method] += 1
         await self._travel(timeout)
         written = Written(requests)
@@ -170,5 +159,6 @@ class SimulatedInstanceClient:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def close(self) -> None:
-        """See `InstanceClient.close`."""
+
+async def _one(request: Any) -> AsyncIterator[Any]:
+    yield request
