@@ -55,7 +55,7 @@ class SentRequests:
 
 
 class SimulatedInstanceClient(InstanceClient):
-    """An `InstanceClient` to one simulated instance."""
+    """Calls one imaginary instance. Any call may be delivered twice, or executed and its reply lost."""
 
     def __init__(
         self,
@@ -83,7 +83,6 @@ class SimulatedInstanceClient(InstanceClient):
 
     @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """Sends a call, which may be delivered twice, or executed and its reply lost."""
         self.calls[method] += 1
         self._heard(method, request)
         await self._travel(timeout)
@@ -120,19 +119,8 @@ class SimulatedInstanceClient(InstanceClient):
             raise
 
     @override
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        return self._responses(method, requests, timeout)
-
-    @override
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        async def one() -> AsyncIterator[Any]:
-            yield request
-
-        return self._responses(method, one(), timeout)
-
-    async def _responses(
-        self, method: str, requests: AsyncIterator[Any], timeout: float
-    ) -> AsyncIterator[Any]:
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        requests = sent if isinstance(sent, AsyncIterator) else _one(sent)
         self.calls[method] += 1
         await self._travel(timeout)
         sent = SentRequests(requests)
@@ -171,5 +159,6 @@ class SimulatedInstanceClient(InstanceClient):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    @override
-    async def close(self) -> None: ...
+
+async def _one(request: Any) -> AsyncIterator[Any]:
+    yield request

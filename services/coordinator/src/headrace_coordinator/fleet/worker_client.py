@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
@@ -63,6 +63,16 @@ class WorkerClient:
             command_sequence=(self.coordinator_epoch << 32) + number,
         )
 
+    async def call(self, method: str, request: Any, timeout: float) -> Any:
+        """Calls the instance under the run's authority; returns the method's response message."""
+        request.header.CopyFrom(self.header())
+        return await self.instance_client.call(method, request, timeout)
+
+    def stream(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
+        """The responses to one request, under the run's authority."""
+        request.header.CopyFrom(self.header())
+        return self.instance_client.stream(method, request, timeout)
+
     def lost_lease(self) -> None:
         """Notes that its lease was revoked: it has nothing on its devices any more."""
         self.lease_epoch, self.awake, self.kept = 0, False, False
@@ -70,4 +80,4 @@ class WorkerClient:
     async def close_run(self) -> None:
         """Ends everything that the instance does for the run and frees what it keeps of it."""
         method, request = _CLOSE[self.instance.kind]
-        await self.instance_client.call(method, request(header=self.header()), CLOSE_S)
+        await self.call(method, request(), CLOSE_S)

@@ -36,25 +36,25 @@ from headrace_coordinator.store.event_log import EventLog
 
 
 class Projection(Protocol):
-    """Derived files of a run; a failing disk never stops it."""
+    """Writes the derived files of a run; an error of the disk does not stop the run."""
 
     def spec(self, spec: dict[str, Any]) -> None:
-        """What was submitted."""
+        """Writes the spec that was submitted."""
 
     def step(self, view: StepView) -> None:
-        """One committed step."""
+        """Writes one committed step."""
 
     def evaluation(self, view: EvaluationView) -> None:
-        """One evaluation."""
+        """Writes one evaluation."""
 
     def trajectories(self, views: list[SettledTrajectory]) -> None:
-        """SettledTrajectory trajectories of one step."""
+        """Writes the settled trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
-        """What was done since the last part, and who held what."""
+        """Writes what was done since the last part, and which leases were held."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends the files."""
 
 
 class RunContext:
@@ -88,7 +88,7 @@ class RunContext:
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
-        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
@@ -103,11 +103,11 @@ class RunContext:
 
     @property
     def waits_for_batch(self) -> bool:
-        """Whether learning begins once the step's answers are complete: the algorithm's wish, or the workflow's."""
+        """Whether learning begins once the step's answers are complete, as the algorithm or the workflow needs it."""
         return self.spec.graph.whole_batch or self.workers.leader.barrier == trainer.BARRIER_BATCH
 
     async def record_abort(self, reason: str) -> None:
-        """Appends StepAborted for the attempt in hand."""
+        """Appends StepAborted for the open attempt."""
         ledger = self.state.ledger
         await self.event_log.commit(
             ev.StepAborted(
@@ -126,7 +126,7 @@ class RunContext:
         return self.curriculum.item(prompt) if self.curriculum else self.dataset.train_item(prompt)
 
     def observed(self, slots: Iterable[Slot]) -> list[ev.Observed]:
-        """What a curriculum wants to know of a step: how many answers to each item passed."""
+        """For a curriculum: how many answers to each item of a step passed."""
         if self.curriculum is None:
             return []
         rewards: dict[int, list[float]] = {}
@@ -140,7 +140,7 @@ class RunContext:
         ]
 
     async def recall(self) -> None:
-        """Tells a curriculum what the live steps of the run's history observed, and nothing else."""
+        """Tells a curriculum the pass rates of the steps in the run's history that were not rewound."""
         if self.curriculum is None:
             return
         steps: list[tuple[int, list[ev.Observed]]] = []
@@ -163,20 +163,20 @@ class RunContext:
         return self.item(prompt).question
 
     def saw_length(self, prompt: int, tokens: int) -> None:
-        """An answer's length, from which later epochs expect theirs."""
+        """Notes an answer's length, the estimate for later epochs."""
         question = self.item(prompt).question
         answers, total = self._lengths.get(question, (0, 0))
         self._lengths[question] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
-        """Mean length of the item's answers so far; the limit for a new one."""
+        """Mean length of the item's answers so far, in tokens; the most that it may have for a new item."""
         answers, total = self._lengths.get(self.item(prompt).question, (0, 0))
         return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     # --- what is shown
 
     def keep_time(self, kind: Kind, step: int, timer: StepTimer) -> None:
-        """Adds what the timer has to the timeline, with the leases that ended; the timer begins anew."""
+        """Adds the timer's spans to the timeline, with the leases that ended; the timer restarts."""
         clock = self.event_log.now() - self.event_log.monotonic()
         self.projection.timeline(
             Part(

@@ -1,4 +1,4 @@
-"""What differs between a run of texts and a run of episodes: prompts, streams, and whom a rollout works with.
+"""What differs between a run of texts and a run of episodes: prompts, streams, and the peers of a rollout.
 
 The one place of `run` that asks which of both a run is. Only a run of texts has repliers, only one of episodes has
 simulators.
@@ -69,13 +69,13 @@ class Modality(Protocol):
         """Rollouts have opened the run, and said how many trajectories they can make at once."""
 
     async def prepare(self, worker: RolloutClient, published: Published) -> None:
-        """Before a stream: whoever the rollout works with is there, on its devices. Raises `Unstaffed`."""
+        """Before a stream: the rollout's simulators or repliers are there, on their devices. Raises `Unstaffed`."""
 
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        """Whether a rollout says that somebody it works with answers no more; `recover` is to be called then."""
+        """Whether a rollout says that a simulator or replier answers it no more; `recover` is to be called then."""
 
     async def recover(self, worker: RolloutClient) -> bool:
-        """After a stream: whether it lost somebody; waits a little for their end to be noticed."""
+        """After a stream: whether it lost a simulator or replier; waits a little for its exit to be noticed."""
 
 
 class Texts(Modality):

@@ -41,7 +41,7 @@ class Staffing:
 
     async def staff(self) -> None:
         """Every worker is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
-        # What waits for nobody else goes on side by side: each loads its libraries or starts processes for seconds.
+        # Instances of different kinds open the run side by side: each loads libraries or starts processes for seconds.
         await gather_all(self._modality.open_environments(), self.staff_rewards())
         demand = demand_of(self.workers.state)
         await gather_all(
@@ -89,7 +89,7 @@ class Staffing:
         )
         opened = [trainer.incarnation for trainer in workers.trainers if trainer.opened]
         if opened == workers.grant.trainers:
-            return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
+            return  # No trainer was lost. With a replacement, all open the run and form a new group.
         workers.trainers = [
             client_of(workers, TrainerClient, instance, rank=rank)
             for rank, instance in enumerate(workers.alive(workers.grant.trainers))

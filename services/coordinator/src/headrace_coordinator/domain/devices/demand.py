@@ -19,9 +19,9 @@ class Demand(msgspec.Struct, frozen=True):
     fewest_rollouts: int
     trainers: int
     helpers: int
-    """Trainers beside the group, as many as nobody else waits for."""
+    """Trainers beside the group: as many as there are while no run waits."""
     decoders: int
-    """Rollouts without devices of their own, likewise."""
+    """Rollouts without devices of their own: as many as there are while no run waits."""
     engine: str
     backend: str
     algorithm: str
@@ -29,7 +29,7 @@ class Demand(msgspec.Struct, frozen=True):
     """Backend of simulators; empty: none is needed."""
     disaggregated: bool
     side_by_side: bool
-    """Whether devices for both sides are of use."""
+    """Whether it can use devices for both sides at once."""
     shares: bool
     """Whether other runs that share may be granted its devices too."""
     rollout_devices: tuple[str, ...]
@@ -41,7 +41,7 @@ class Demand(msgspec.Struct, frozen=True):
     fewest_repliers: int = 0
     reply_devices: tuple[str, ...] = ()
     fair: bool = False
-    """Whether it keeps no more of the devices that it has than its fair part."""
+    """Whether it keeps at most its fair part of the devices that it has."""
 
     @property
     def algorithms(self) -> str:

@@ -58,7 +58,7 @@ class WorkerLeases:
         patience: float | None = None,
         waited: Callable[[float], None] = lambda began: None,
     ) -> None:
-        """Leases to `workers` the devices that they were assigned: all or none. See `LeaseManager.acquire`."""
+        """Leases their assigned devices to `workers`: all or none. Parameters as of `LeaseManager.acquire`."""
         run, timeout = self.workers.run, self.workers.fleet_timeout
         requests = [LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host) for w in workers]
         epochs = await self._manager.acquire(requests, timeout, patience, waited)
@@ -112,14 +112,14 @@ class WorkerLeases:
         """Rollouts that hold their devices can generate with a version."""
         behind = [r for r in rollouts if not r.awake or r.installed != published.version.number]
         with self.moving():
-            await gather_all(*(rollout.make_room() for rollout in behind))
+            await gather_all(*(rollout.wake_weights() for rollout in behind))
         await gather_all(*(rollout.install(published) for rollout in behind))
         with self.moving():
-            await gather_all(*(rollout.go_on() for rollout in behind))
+            await gather_all(*(rollout.wake_cache() for rollout in behind))
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Counts the body's seconds among those in which memory moves."""
+        """Counts the seconds of the body as `moved_s`."""
         clock = self.workers.fleet.event_log.monotonic
         began = clock()
         try:

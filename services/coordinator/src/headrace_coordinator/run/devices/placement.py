@@ -84,7 +84,7 @@ class Placement:
             if not self.workers.in_turns:
                 await self.lease_trainers()
 
-    # --- parts of a change, for whoever holds the leases' lock
+    # --- parts of a change; the caller holds the leases' lock
 
     async def lease_trainers(self) -> None:
         """The trainers take their devices and wake; decoders on them, and in turns the rollouts, release theirs."""

@@ -190,24 +190,24 @@ class SuiteLoop(RunLoop):
             evaluation=True,
         )
 
-    def _line(self, body: common.Trajectory, score: reward.ScoreResult) -> SettledTrajectory:
+    def _line(self, answered: common.Trajectory, score: reward.ScoreResult) -> SettledTrajectory:
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
-        tokens, versions = sampled(body)
-        item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
+        tokens, versions = sampled(answered)
+        item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,
             version=VERSION,
-            prompt_ordinal=body.sample.prompt_ordinal,
-            sample_index=body.sample.sample_index,
-            attempt=body.attempt,
+            prompt_ordinal=answered.sample.prompt_ordinal,
+            sample_index=answered.sample.sample_index,
+            attempt=answered.attempt,
             prompt=item.question,
-            completion=body.completion_text,
+            completion=answered.completion_text,
             reference=item.answer,
             reward=score.reward,
             parts=dict(score.parts),
-            finish_reason=common.FinishReason.Name(body.finish_reason).removeprefix("FINISH_REASON_"),
+            finish_reason=common.FinishReason.Name(answered.finish_reason).removeprefix("FINISH_REASON_"),
             tokens=tokens,
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
@@ -216,5 +216,5 @@ class SuiteLoop(RunLoop):
 
 def _episode_of(trajectory: common.Trajectory) -> bytes:
     """The serialized ActionSegment of an episode; empty for one that failed."""
-    bodies = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
-    return bodies[-1].SerializeToString() if bodies else b""
+    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    return episodes[-1].SerializeToString() if episodes else b""

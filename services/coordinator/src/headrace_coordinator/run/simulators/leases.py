@@ -30,7 +30,7 @@ class SimulatorLeases:
         self._workers = workers
 
     def devices(self) -> set[str]:
-        """Devices of the run that simulators have, whoever holds them now."""
+        """Devices of the run that are for simulators, whether or not they hold them now."""
         section, workers = self._workers.section, self._workers
         if not section.simulator:
             return set()
@@ -97,7 +97,7 @@ class SimulatorLeases:
             c.incarnation: c.devices for c in workers.simulators if keep and c.lease_epoch in table.leases
         }
         lost = {*table.quarantined}
-        if kept:  # Within a step nobody waits for a simulator that was lost: the others go on.
+        if kept:  # Within a step a lost simulator is not waited for: the others go on.
             mine = {each.incarnation for each in simulators}
             lost |= {
                 device for lease in self._held() if lease.incarnation not in mine for device in lease.devices

@@ -1,8 +1,8 @@
 """Whether a robot policy and an environment's spaces fit, and what the environment adds to the policy.
 
 What the spec leaves out of a new policy (sizes, bounds, cameras) is the environment's; what it gives must agree. Of a
-policy that a directory holds, `policy.json` is compared, where this host has it; whoever builds the policy checks the
-rest.
+policy that a directory holds, `policy.json` is compared, where this host has it; the instances that build the policy
+check the rest.
 """
 
 from __future__ import annotations

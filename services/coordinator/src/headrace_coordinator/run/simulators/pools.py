@@ -1,7 +1,7 @@
-"""The environments of an embodied run: pools at simulators, one for each (simulator, rollout, task).
+"""The environments of a run of episodes: pools at simulators, one for each (simulator, rollout, task).
 
-Decides where pools are; the rollouts act in them. A simulator that is lost takes its pools along, and they are opened
-elsewhere; one that joins is used once no rollout is at work.
+Decides where pools are; the rollouts act in them. The pools of a simulator that is lost are opened elsewhere; a new
+simulator is used once no rollout is at work.
 """
 
 from __future__ import annotations

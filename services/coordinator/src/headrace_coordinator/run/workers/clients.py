@@ -15,6 +15,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.sections.scoring import RewardSection
+from typing_extensions import override
 
 from headrace_coordinator.fleet.instance_client import InstanceClient
 from headrace_coordinator.fleet.worker_client import CLOSE_S, LOAD_S, QUICK_S, WorkerClient
@@ -47,8 +48,8 @@ class RewardClient(WorkerClient):
 
     async def open_run(self, section: RewardSection) -> None:
         """Loads and tries the scorers, within their own limits."""
-        request = reward.OpenRunRequest(header=self.header(), config_json=section.model_dump_json())
-        await self.instance_client.call("OpenRun", request, section.opening_s + QUICK_S)
+        request = reward.OpenRunRequest(config_json=section.model_dump_json())
+        await self.call("OpenRun", request, section.opening_s + QUICK_S)
 
     def score(
         self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float
@@ -69,19 +70,17 @@ class SimulatorClient(WorkerClient):
     async def open_pool(
         self, request: simulator.OpenPoolRequest, limit_s: float = LOAD_S
     ) -> simulator.OpenPoolResponse:
-        """Makes environments; fills in the authority."""
-        request.header.CopyFrom(self.header())
-        response: simulator.OpenPoolResponse = await self.instance_client.call("OpenPool", request, limit_s)
+        """Makes environments."""
+        response: simulator.OpenPoolResponse = await self.call("OpenPool", request, limit_s)
         return response
 
     async def close_pool(self, pool: str) -> None:
         """Ends the environments of a pool."""
-        request = simulator.ClosePoolRequest(header=self.header(), pool=pool)
-        await self.instance_client.call("ClosePool", request, CLOSE_S)
+        await self.call("ClosePool", simulator.ClosePoolRequest(pool=pool), CLOSE_S)
 
 
-class WatchedInstanceClient:
-    """An `InstanceClient` whose silence is a named wait: a run that stands still says whose answer is missing."""
+class WatchedInstanceClient(InstanceClient):
+    """A client whose silence is a named wait: a run that stands still says whose answer is missing."""
 
     def __init__(self, client: InstanceClient, waits: Waits, run: str, name: str) -> None:
         self._client = client
@@ -89,20 +88,14 @@ class WatchedInstanceClient:
         self._run = run
         self._name = name
 
+    @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `InstanceClient.call`."""
         with self._silence(method):
             return await self._client.call(method, request, timeout)
 
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.stream`."""
-        return self._watched(method, self._client.stream(method, requests, timeout))
-
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.listen`."""
-        return self._watched(method, self._client.listen(method, request, timeout))
-
-    async def _watched(self, method: str, responses: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    @override
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        responses = self._client.stream(method, sent, timeout)
         while True:
             with self._silence(method):
                 try:
@@ -110,10 +103,6 @@ class WatchedInstanceClient:
                 except StopAsyncIteration:
                     return
             yield response
-
-    async def close(self) -> None:
-        """See `InstanceClient.close`."""
-        await self._client.close()
 
     def _silence(self, method: str) -> AbstractContextManager[None]:
         return self._waits.named(self._run, f"{self._name} to answer {method}", after=SILENCE_S)

@@ -6,7 +6,7 @@ stages a run that shares holds no device anyway.
 
 from __future__ import annotations
 
-from headrace_coordinator.domain.devices.sharing import gives_way
+from headrace_coordinator.domain.devices.sharing import releases_to
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.waits import WaitTimeout
 
@@ -60,7 +60,7 @@ class Sharing:
         idle = not self._index.waiting and not self._index.assigned
         made = self._in_parts and self._done() > self._finished
         held_s = self._clock() - self._began
-        return gives_way(waiter, self._context.state.priority, held_s, made=made, idle=idle)
+        return releases_to(waiter, self._context.state.priority, held_s, made=made, idle=idle)
 
     def _note_turn(self, epochs: tuple[int, ...]) -> None:
         if epochs != self._turn:
