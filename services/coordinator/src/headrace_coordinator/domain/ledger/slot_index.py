@@ -36,6 +36,11 @@ class Slot(msgspec.Struct):
     failures: int = 0
     """Attempts of this attempt at the step that ended with an error."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Prompt ordinal and sample index."""
+        return self.prompt, self.sample
+
 
 class SlotIndex:
     """Where the slots of an open step stand, by prompt and by holder. Made from the slots; the ledger keeps it so."""
