@@ -1,7 +1,7 @@
 """The three processes of `chunk_stream.py`: `python _chunk_services.py producer|consumer|coordinator SETTINGS`.
 
 Producer and consumer serve the contracts of a rollout and a trainer over servicekit's server, but neither generates
-nor trains. The coordinator's process has its own event log, store, dispatch, relay and streams, a step at a time.
+nor trains. The coordinator's process has its own event log, store, dispatch and streams, a step at a time.
 Nothing here measures but `Watched`, which notes when an acknowledgement is durable.
 """
 

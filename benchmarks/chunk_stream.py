@@ -1,6 +1,6 @@
 """What a message costs on its way through the coordinator: `python benchmarks/chunk_stream.py`.
 
-Headrace: a producer with a rollout's contract, the coordinator's event_log, store, dispatch, relay and streams, and a
+Headrace: a producer with a rollout's contract, the coordinator's event_log, store, dispatch and streams, and a
 consumer with a trainer's contract, a process each, over gRPC with a token, beside the embedded store and its
 append-only file. A message is one chunk that ends a trajectory. It begins when the producer starts to make it and
 ends when the consumer's acknowledgement is durable: its digest was verified by coordinator and consumer, both its

@@ -7,7 +7,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
-from headrace_coordinator.run.step.learning import MESSAGE_BYTES, filled_requests
+from headrace_coordinator.run.step.learning import MESSAGE_BYTES, learn_requests
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Trajectories, Trajectory
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
@@ -27,32 +27,30 @@ def attempt():
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
         spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask"), deterministic=False),
-        workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1)),
+        workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
         placement=SimpleNamespace(joins=False),
     )
-    return AttemptState(context, None, None, Trajectories(0), streams=True)
+    return AttemptState(context, None, None, Trajectories(1 << 40), streams=True)
 
 
-def messages(attempt, size, finish_reason=common_pb2.FINISH_REASON_EOS):
-    """A message of each slot; the records of their trajectories are put into the attempt."""
-    found = {}
+def finish(attempt, size, finish_reason=common_pb2.FINISH_REASON_EOS):
+    """Puts a trajectory of each slot into the attempt."""
     for slot in [slot for prompt in range(9) for slot in attempt.ledger.group(prompt)]:
         message = common_pb2.Trajectory(
             sample=common_pb2.SlotKey(prompt_ordinal=slot.prompt, sample_index=slot.sample),
             completion_text="x" * size,
             finish_reason=finish_reason,
         )
-        found[slot.prompt, slot.sample] = message
         attempt.trajectories.put(Trajectory(slot, message, message.ByteSize(), size, (), oldest=4))
-    return found
 
 
 @pytest.mark.parametrize(
     ("size", "groups_of_messages"),
     [(100, [9]), (MESSAGE_BYTES // 4, [2, 2, 2, 2, 1]), (MESSAGE_BYTES, [1] * 9)],
 )
-def test_messages_hold_whole_groups_in_order_up_to_a_size(attempt, size, groups_of_messages):
-    requests = list(filled_requests(attempt, list(range(9)), messages(attempt, size)))
+async def test_messages_hold_whole_groups_in_order_up_to_a_size(attempt, size, groups_of_messages):
+    finish(attempt, size)
+    requests = [request async for request in learn_requests(attempt, list(range(9)))]
     assert [len(request.groups) for request in requests] == groups_of_messages
     groups = [group for request in requests for group in request.groups]
     assert [group.prompt_ordinal for group in groups] == list(range(9))
@@ -74,27 +72,31 @@ def test_beside_helpers_the_trainer_group_has_little_in_hand(attempt):
     assert pieces == [[0, 1], [2, 3]] and groups.waiting == list(range(4, 9))
 
 
-def test_a_settled_trajectory_carries_message_reward_and_oldest_version(attempt):
-    found = messages(attempt, 10, TRUNCATED)
-    (request,) = filled_requests(attempt, [7], found)
+async def test_a_settled_trajectory_carries_message_reward_and_oldest_version(attempt):
+    finish(attempt, 10, TRUNCATED)
+    [request] = [request async for request in learn_requests(attempt, [7])]
     settled = request.groups[0].members[1]
-    assert settled.trajectory == found[7, 1]
+    assert settled.trajectory == attempt.trajectories[7, 1].received
     assert (settled.reward, settled.masked) == (7.5, True)
     assert settled.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
 
 
-def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(attempt):
-    found = messages(attempt, 100)
-    size = found[0, 0].ByteSize()
+async def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(attempt):
+    finish(attempt, 100)
+    found = list(attempt.trajectories.values())[:4]
+    size = found[0].size
     kept = Trajectories(3 * size)
-    for sample in range(4):
-        prompt, index = divmod(sample, GROUP)
-        slot = attempt.ledger.group(prompt)[index]
-        kept.put(Trajectory(slot, found[prompt, index], size, 100, ()))
+    for trajectory in found:
+        kept.put(trajectory)
     assert [trajectory.message is not None for trajectory in kept.values()] == [True, True, True, False]
-    assert kept.full
+    assert [(await kept.messages([each.slot], [])).keys() for each in found] == [
+        {(0, 0)},
+        {(0, 1)},
+        {(1, 0)},
+        set(),
+    ]
     kept.release([(0, 0), (0, 0), (8, 0)])
-    assert not kept.full and kept[0, 0].message is None and kept[0, 0].size == size
+    assert kept[0, 0].message is None and kept[0, 0].size == size
 
 
 @pytest.mark.parametrize(("limit", "waited"), [(7200.0, 7200.0), (60.0, 900.0)])

@@ -36,6 +36,11 @@ class Slot(msgspec.Struct):
     failures: int = 0
     """Attempts of this attempt at the step that ended with an error."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Prompt ordinal and sample index."""
+        return self.prompt, self.sample
+
 
 class SlotIndex:
     """The slots of an open step by state, prompt and holder. The ledger keeps it up to date."""

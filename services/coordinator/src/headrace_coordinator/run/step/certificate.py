@@ -63,7 +63,7 @@ def certify(
 
 def _stage_rewards(slots: Iterable[Slot], trajectories: Trajectories) -> Iterator[dict[str, float]]:
     for slot in slots:
-        trajectory = trajectories.get((slot.prompt, slot.sample))
+        trajectory = trajectories.get(slot.key)
         if trajectory is not None and trajectory.stage_rewards is not None:
             yield trajectory.stage_rewards
 
@@ -135,9 +135,7 @@ def settled_lines(
     found = [
         (slot, trajectory, trajectory.shown)
         for slot in slots
-        if slot.state == ACCUMULATED
-        and (trajectory := trajectories.get((slot.prompt, slot.sample)))
-        and trajectory.shown
+        if slot.state == ACCUMULATED and (trajectory := trajectories.get(slot.key)) and trajectory.shown
     ]
     kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda each: each[0].prompt)
     return [

@@ -7,7 +7,7 @@ stream, under the lease that it holds then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from math import isfinite
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.step.trajectories import Trajectory
 
 T = TypeVar("T")
 MESSAGE_BYTES = 1 << 20
@@ -74,8 +74,8 @@ class Learning:
         while True:
             news = groups.changed.next()
             if prompts := groups.take():
-                for message in await learn_requests(self._attempt, prompts):
-                    await requests.put(message)
+                async for request in learn_requests(self._attempt, prompts):
+                    await requests.put(request)
             elif groups.exhausted:
                 await requests.put(None)
                 return
@@ -94,7 +94,11 @@ class Learning:
                 attempt.timer.add("learn", (now - seconds, now), leader.devices)
                 # Groups that wait for those before them are not learned twice.
                 self.seconds, heard = self.seconds + min(seconds, now - heard), now
-                self._take(response)
+                answered = [outcome.prompt_ordinal for outcome in response.outcomes]
+                self.tokens += attempt.groups.tokens(answered)
+                attempt.groups.sent.difference_update(answered)
+                attempt.accumulate(learned(attempt, response))
+                attempt.groups.changed.beat()
         except CallRefused as refused:
             if refused.reason == "ATTEMPT_LOST":
                 raise AttemptLost(refused.message) from refused
@@ -106,34 +110,20 @@ class Learning:
         if unanswered := len(ledger.index.settled - attempt.groups.lent - set(attempt.groups.waiting)):
             raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
 
-    def _take(self, response: trainer.LearnResponse) -> None:
-        groups, answered = self._attempt.groups, [outcome.prompt_ordinal for outcome in response.outcomes]
-        self.tokens += groups.tokens(answered)
-        groups.sent.difference_update(answered)
-        self._attempt.accumulate(learned(self._attempt, response))
-        groups.changed.beat()
 
-
-async def learn_requests(attempt: AttemptState, prompts: list[int]) -> Iterator[trainer.LearnRequest]:
-    """Settled groups as messages to a trainer; raises `MessagesLost`."""
+async def learn_requests(attempt: AttemptState, prompts: list[int]) -> AsyncIterator[trainer.LearnRequest]:
+    """Whole settled groups, in order, in requests of about MESSAGE_BYTES; raises `MessagesLost`."""
     slots = [slot for prompt in prompts for slot in attempt.ledger.group(prompt)]
     messages = await attempt.trajectories.messages(slots, attempt.context.workers.producers)
-    if lost := sum((slot.prompt, slot.sample) not in messages for slot in slots):
+    if lost := len(slots) - len(messages):
         raise MessagesLost(f"{lost} settled trajectories are lost with their producer")
-    return filled_requests(attempt, prompts, messages)
-
-
-def filled_requests(
-    attempt: AttemptState, prompts: list[int], messages: dict[SlotKey, common.Trajectory]
-) -> Iterator[trainer.LearnRequest]:
-    """Whole groups, in order, in requests of about MESSAGE_BYTES."""
     request, size = trainer.LearnRequest(), 0
     for prompt in prompts:
         group = request.groups.add(prompt_ordinal=prompt)
         for slot in attempt.ledger.group(prompt):
-            key = (slot.prompt, slot.sample)
-            _fill(group.members.add(), attempt, slot, messages[key])
-            size += attempt.trajectories[key].size
+            trajectory = attempt.trajectories[slot.key]
+            _fill(group.members.add(), attempt, trajectory, messages[slot.key])
+            size += trajectory.size
         if size >= MESSAGE_BYTES:
             yield request
             request, size = trainer.LearnRequest(), 0
@@ -142,11 +132,14 @@ def filled_requests(
 
 
 def _fill(
-    settled: trainer.SettledTrajectory, attempt: AttemptState, slot: Slot, message: common.Trajectory
+    settled: trainer.SettledTrajectory,
+    attempt: AttemptState,
+    trajectory: Trajectory,
+    message: common.Trajectory,
 ) -> None:
     """In place: a message given to a constructor would be copied once for every message around it."""
-    context, key = attempt.context, (slot.prompt, slot.sample)
-    oldest = context.state.lineage.versions[attempt.trajectories[key].oldest]
+    context, slot = attempt.context, trajectory.slot
+    oldest = context.state.lineage.versions[trajectory.oldest]
     settled.trajectory.CopyFrom(message)
     settled.reward = slot.reward
     truncated = message.finish_reason == common.FINISH_REASON_LENGTH
@@ -182,7 +175,7 @@ def _keep_advantages(attempt: AttemptState, slots: list[Slot], outcome: trainer.
     """For people who are shown the trajectories: a trainer need not say advantages, and nothing depends on them."""
     if len(outcome.advantages) == len(slots):
         for slot, advantage in zip(slots, outcome.advantages, strict=True):
-            trajectory = attempt.trajectories.get((slot.prompt, slot.sample))
+            trajectory = attempt.trajectories.get(slot.key)
             if trajectory is not None and trajectory.shown is not None and isfinite(advantage):
                 trajectory.shown.advantage = advantage
 

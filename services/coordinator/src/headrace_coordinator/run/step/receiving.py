@@ -46,9 +46,9 @@ class Receiver:
             return
         found = await self._attempt.trajectories.messages(finished, self._context.workers.producers)
         for slot in finished:
-            if message := found.get((slot.prompt, slot.sample)):
+            if message := found.get(slot.key):
                 self._score(Trajectory(slot, message, message.ByteSize(), *sampled(message)))
-        lost = [slot for slot in finished if (slot.prompt, slot.sample) not in found]
+        lost = [slot for slot in finished if slot.key not in found]
         self._dispatch.take_back(lost)
 
     def take_partials(self, worker: RolloutClient, partials: Iterable[rollout.PartialSample]) -> None:
@@ -85,9 +85,9 @@ class Receiver:
         size = 0
         for message in messages:
             trajectory = self._accepted(message)
-            if trajectory is None or trajectory.key in portion:
+            if trajectory is None or trajectory.slot.key in portion:
                 continue
-            portion[trajectory.key] = trajectory
+            portion[trajectory.slot.key] = trajectory
             size += trajectory.size
             if len(portion) == TAKEN_AT_ONCE or size >= TAKEN_BYTES:
                 yield list(portion.values())
@@ -122,7 +122,7 @@ class Receiver:
         if not good:
             return
         context, tail = self._context, self._context.tail
-        slots = [(*each.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
+        slots = [(*each.slot.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
             context.saw_length(each.slot.prompt, each.tokens)

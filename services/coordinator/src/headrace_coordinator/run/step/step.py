@@ -105,16 +105,14 @@ class Step:
         return opened
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
+        leader, limit = self._context.workers.leader, self._context.spec.limits.step_timeout_s
         digest = set_digest(identities(self._ledger.members(ACCUMULATED)))
-        limit = self._context.spec.limits.step_timeout_s
-        with self._timer.stage("learn", self._context.workers.leader.devices):
-            return await self._context.workers.leader.commit(
-                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest(), limit
-            )
-
-    def _manifest(self) -> bytes:
         dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
-        return ev.encode(self._skipped(dropped))
+        manifest = ev.encode(self._skipped(dropped))
+        with self._timer.stage("learn", leader.devices):
+            return await leader.commit(
+                opened.step, opened.attempt, opened.base, opened.number, digest, manifest, limit
+            )
 
     def _skipped(self, dropped: Drops) -> ev.StepSkipped:
         return ev.StepSkipped(
@@ -225,7 +223,7 @@ class Step:
         self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
 
     async def _end_retention(self, slots: list[Slot]) -> None:
-        keys = [(slot.prompt, slot.sample) for slot in slots]
+        keys = [slot.key for slot in slots]
         for worker in self._context.workers.producers:
             try:
                 await worker.end_retention(keys)

@@ -64,11 +64,6 @@ class Trajectory:
     """What each stage gave it, in a workflow with several reward stages."""
 
     @property
-    def key(self) -> SlotKey:
-        """The key of its slot."""
-        return self.slot.prompt, self.slot.sample
-
-    @property
     def received(self) -> common.Trajectory:
         """Its message, before that is released."""
         assert self.message is not None
@@ -96,8 +91,9 @@ class Trajectories(dict[SlotKey, Trajectory]):
 
     def put(self, trajectory: Trajectory) -> None:
         """Keeps the record, and its message until `release` if the message fits."""
-        self.release([trajectory.key])
-        self[trajectory.key] = trajectory
+        key = trajectory.slot.key
+        self.release([key])
+        self[key] = trajectory
         if self._kept_bytes + trajectory.size > self._limit:
             trajectory.message = None
         else:
@@ -119,14 +115,14 @@ class Trajectories(dict[SlotKey, Trajectory]):
 
         Leaves out those that no producer has: one with another attempt, or another digest, is another trajectory.
         """
-        wanted = {(slot.prompt, slot.sample): slot for slot in slots}
+        wanted = {slot.key: slot for slot in slots}
         found = {key: kept.message for key in wanted if (kept := self.get(key)) and kept.message is not None}
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for message in await producer.fetch(missing) if missing else ():
                 slot = wanted[message.sample.prompt_ordinal, message.sample.sample_index]
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
-                    found[slot.prompt, slot.sample] = message
+                    found[slot.key] = message
         return found
 
 

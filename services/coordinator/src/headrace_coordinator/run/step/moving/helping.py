@@ -186,9 +186,9 @@ class Helping:
             news = self._groups.grown.next()
             if prompts := self._borrow():
                 own.prompts += prompts
-                for message in await learn_requests(self._attempt, prompts):
+                async for request in learn_requests(self._attempt, prompts):
                     answered.clear()
-                    await requests.put(message)
+                    await requests.put(request)
                     await answered.wait()
             elif self._over:
                 await requests.put(None)

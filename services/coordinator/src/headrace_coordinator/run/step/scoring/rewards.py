@@ -28,8 +28,9 @@ class Rewards:
         context, spec = attempt.context, attempt.context.spec
         self._attempt = attempt
         self._context = context
-        self._scoring = Scoring(context.staffing, attempt.timer, self._take, spec.main_stage)
         self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if spec.reward.stages else None
+        deliver = self._settle if self._flow is None else self._take_stages
+        self._scoring = Scoring(context.staffing, attempt.timer, deliver, spec.main_stage)
         self._main = spec.main_stage
         self._ends_truncated = spec.reward.truncated_reward is not None
         # With several stages, of trajectories without their final reward:
@@ -47,7 +48,7 @@ class Rewards:
 
     def ask(self, trajectory: Trajectory, message: common.Trajectory) -> None:
         """Asks for the reward of a finished trajectory."""
-        key, question = trajectory.key, self._context.item(trajectory.slot.prompt)
+        key, question = trajectory.slot.key, self._context.item(trajectory.slot.prompt)
         item = score_item(question, message, trajectory.tokens, evaluation=False)
         if self._flow is None:
             self._scoring.put(item)
@@ -64,14 +65,9 @@ class Rewards:
                 item.MergeFrom(self._items[key])
                 self._scoring.put(item)
 
-    def _take(self, results: list[reward.ScoreResult]) -> None:
-        if self._flow is None:
-            self._settle(results)
-        elif final := self._final(self._flow, results):
-            self._settle(final)
-
-    def _final(self, flow: RewardFlow, results: Iterable[reward.ScoreResult]) -> list[reward.ScoreResult]:
-        """Takes results of single stages; returns final results, whose rewards are what the stages add up to."""
+    def _take_stages(self, results: list[reward.ScoreResult]) -> None:
+        """Takes results of single stages; settles with final ones, whose rewards are what the stages add up to."""
+        assert self._flow is not None
         final: list[reward.ScoreResult] = []
         for result in results:
             key, stage = _key(result), result.stage or self._main
@@ -81,9 +77,10 @@ class Rewards:
                 result.detail = f"stage {stage}: {result.detail}"
                 final.append(result)  # It ends the group, of which nothing more is asked.
             else:
-                self._ask_stages(flow.scored(key, stage, result.reward))
-                final += self._through(flow, key[0])
-        return final
+                self._ask_stages(self._flow.scored(key, stage, result.reward))
+                final += self._through(self._flow, key[0])
+        if final:
+            self._settle(final)
 
     def _through(self, flow: RewardFlow, prompt: int) -> Iterator[reward.ScoreResult]:
         """Final results of those of a group's trajectories that no stage will see any more, each once."""
@@ -130,7 +127,7 @@ class Rewards:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
         rewards: list[float] = []
         for slot in self._attempt.ledger.group(prompt):
-            trajectory = self._attempt.trajectories.get((prompt, slot.sample))
+            trajectory = self._attempt.trajectories.get(slot.key)
             if slot.state != FINISHED or trajectory is None or trajectory.reward is None:
                 return []
             rewards.append(trajectory.reward)
