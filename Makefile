@@ -26,8 +26,9 @@ TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(
 .PHONY: help setup run test lint nightly engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; PYTHON=, TORCH_FIND_LINKS=, TORCH_INDEX_URL= the set-up."
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
+	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine; SIM=metaworld|maniskill|libero the"
+	@echo "  simulator; PYTHON=, TORCH_FIND_LINKS=DIR and TORCH_INDEX_URL=URL the set-up; CHROMIUM=PATH the browser."
 
 setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
 	@:
@@ -52,7 +53,7 @@ run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tin
 test: setup ## All tests of .ci/run: units, seeded simulation, flows, faults, packaging.
 	.venv/bin/python -m ci.parts test
 
-lint: setup ## ruff, mypy, import rules, contracts, generated files.
+lint: setup ## ruff, mypy, import rules, contracts, generated files, paths of one machine, replaced words.
 	.venv/bin/python -m ci.parts lint
 
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
@@ -77,8 +78,9 @@ browser: ## Make .envs/browser with Playwright, and install Chromium where apt-g
 e2e-browser: setup browser ## The dashboard in a real browser: a run's life, every view, axe-core.
 	CI=true .venv/bin/python -m pytest integration_tests/browser
 
-screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
+screenshots: setup browser ## Pictures of the dashboard over real runs into .cache/screenshots, and the documentation's into docs/img.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
+	mv .cache/screenshots/dashboard-*.png docs/img/
 
 simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill or libero).
 	@TORCH_FROM="$(TORCH_FROM)" sh ci/simulators.sh "$(SIM)" "$(PYTHON)"

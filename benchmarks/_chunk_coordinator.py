@@ -21,6 +21,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
+from headrace_coordinator.fleet.instance_client import InstanceClient
 from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
@@ -38,16 +39,16 @@ from headrace_simulation.world import Quiet
 VERSION = common_pb2.PolicyVersion(number=1, digest="weights")
 
 
-class AtOnce:
-    """A `InstanceClient` to a reward service that takes no time."""
+class AtOnce(InstanceClient):
+    """A client of a reward service that takes no time."""
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         """OpenRun."""
         return reward_pb2.OpenRunResponse()
 
-    async def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
         """Score: 1 for everybody."""
-        async for request in requests:
+        async for request in sent:
             results = [
                 reward_pb2.ScoreResult(
                     sample=item.sample, attempt=item.attempt, status=reward_pb2.SCORE_STATUS_OK, reward=1.0
@@ -56,14 +57,11 @@ class AtOnce:
             ]
             yield reward_pb2.ScoreResponse(results=results)
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
 
 class Watched(AttemptState):
     """Notes when each message began and when its acknowledgement is durable; tells a producer that waits for that."""
 
-    def __init__(self, *parts: Any, **modes: bool) -> None:
+    def __init__(self, *parts: Any, **modes: Any) -> None:
         super().__init__(*parts, **modes)
         self.go: asyncio.StreamWriter | None = None
         self.began_at: dict[int, float] = {}
@@ -143,11 +141,11 @@ class Bench:
         context = RunContext(
             self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
         )
-        await context.workers.staff()
+        await context.staffing.staff()
         for member in context.workers.rollouts:
             member.awake = True  # It has no device to take first.
         found = [await self._step(context, pattern) for _ in range(steps)]
-        await context.workers.score_streams.end()
+        await context.staffing.score_streams.end()
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 
@@ -185,7 +183,7 @@ class Bench:
             raise RuntimeError(f"{attempt.refused} chunks were refused")
         keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
         await event_log.commit(
-            ev.StepSkipped(at=event_log.now(), run=context.run_id, step=ledger.step, dropped=[])
+            ev.StepSkipped(at=event_log.now(), run=context.run_id, step=ledger.step, dropped={})
         )
         for member in context.workers.rollouts:
             await member.end_retention(keys)

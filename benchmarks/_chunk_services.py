@@ -80,7 +80,7 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _add(self, response: rollout_pb2.GenerateResponse, slot: tuple[int, int, int]) -> int:
         started = time.monotonic()
-        key = common_pb2.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+        key = common_pb2.SlotKey(prompt_ordinal=slot[0], sample_index=slot[1])
         # Filled where it stands, as the rollout service does: no second copy for retention.
         body = response.chunks.add(sample=key, attempt=slot[2], policy_number=1).finished
         body.sample.CopyFrom(key)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import _tail_reward
+import _rewards
 from _elastic_model import Measured, Model
 from _harness import Fleet, machine, say, table
 from _tail_model import LONGEST, QUANTILES, write_tail_model, write_tail_prompts
@@ -172,7 +172,7 @@ def make_spec(
         "optimizer": {"lr": 1e-12},
         "trainer": {"micro_batch_tokens": MICRO_BATCH, "helpers": helpers},
         "rollout": {"max_concurrency": groups * here.size, **rollout},
-        "reward": {"scorers": [{"name": f"{_tail_reward.__file__}:score"}]},
+        "reward": {"scorers": [{"name": f"{_rewards.__file__}:by_length"}]},
         "placement": placement,
         "checkpoint": {"enabled": False},
         "tracking": {"trajectories_per_step": groups * here.size},  # the lengths of all answers are read back

@@ -90,7 +90,7 @@ ENGINES: dict[str, Callable[[Load], Generate]] = {"transformers": transformers, 
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Command line."""
     name, model, requests, prompt, tokens, dtype = sys.argv[1:]
     os.sched_setaffinity(0, {CORE})
     load = Load(model, int(requests), int(prompt), int(tokens), dtype)

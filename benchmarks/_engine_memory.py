@@ -9,30 +9,25 @@ from typing import Any
 
 from _harness import say
 
-LONG, SHORT, SHORT_ROWS, NEW = 1800, 76, 8, 32
-"""Tokens of the long answer and of each short one with their prompts, and how many of them are new."""
+SHORT_ROWS = 8
 LIMIT_S = 600.0
 
 
-def kv_bytes_vs_needed(model: Path, dtype: str) -> float:
-    """Peak of the cache over the peak of what the running answers' tokens need."""
-    taken, needed = asyncio.run(_mixed(model, dtype))
+def kv_bytes_vs_needed(model: Path, dtype: str, *, long: int = 1800, short: int = 76, new: int = 32) -> float:
+    """Peak of the cache over the peak of what the running answers' tokens need.
+
+    One answer has `long` tokens and SHORT_ROWS have `short`, prompts included; `new` of each are sampled.
+    """
+    taken, needed = asyncio.run(_mixed(model, dtype, long, short, new))
     say(f"cache: at most {taken / 2**20:.1f} MiB for at most {needed / 2**20:.1f} MiB of tokens")
     return taken / needed
 
 
-async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
+async def _mixed(model: Path, dtype: str, long: int, short: int, new: int) -> tuple[int, int]:
     from headrace_modelkit.tokenizer import load_tokenizer
     from headrace_rollout.engines import ENGINES as BUILT_IN
-    from headrace_rollout.engines.base import (
-        Distribution,
-        EngineConfig,
-        Group,
-        Policy,
-        Sample,
-        SampleKey,
-        Stream,
-    )
+    from headrace_rollout.engines.base import EngineConfig, Policy
+    from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey, Stream
     from headrace_rollout.engines.transformers.engine import TransformersEngine
     from headrace_rollout.runs.policy_files import read_policy
     from headrace_rollout.wire import weights_of
@@ -46,9 +41,7 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
     assert isinstance(engine, TransformersEngine)  # No other engine says what its cache takes.
     manifest, body = read_policy(RolloutConfig(model=section), "", "")
     await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
-    lengths = {SampleKey(0, 0): LONG - NEW} | {
-        SampleKey(row, 0): SHORT - NEW for row in range(1, SHORT_ROWS + 1)
-    }
+    lengths = {SlotKey(0, 0): long - new} | {SlotKey(row, 0): short - new for row in range(1, SHORT_ROWS + 1)}
     groups = [Group(key.prompt_ordinal, [1000] * length, [Sample(0, 1)]) for key, length in lengths.items()]
     peak, loop, ended = {"taken": 0, "needed": 0}, asyncio.get_running_loop(), asyncio.Event()
 
@@ -63,7 +56,7 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
         if not lengths:
             loop.call_soon_threadsafe(ended.set)
 
-    stream = Stream(1, Distribution(), NEW, 3, sink, say, chunk_tokens=1)
+    stream = Stream(1, Distribution(), new, 3, sink, say, chunk_tokens=1)
     await engine.submit(stream, groups)
     await asyncio.wait_for(ended.wait(), LIMIT_S)
     await engine.close()

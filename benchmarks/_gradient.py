@@ -12,9 +12,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.group import TrainerGroup, join_trainer_group
-from headrace_trainer.group.leader import LeaderRounds
 from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import Kind, Round
+from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Group, Member
@@ -46,8 +45,9 @@ class Accumulation:
         )
         self._rank = Rank(self._config, trainer_group)
         self._state = steps.StepState()
-        self._lead("restore")
-        self._learner = Learner(self._config, self._rank.algorithm, LeaderRounds(self._lead, self._rank))
+        rounds = Rounds(self._rank, holds_lease=lambda: True, deadlines=False)
+        rounds.restore("", 1, None)
+        self._learner = Learner(self._config, self._rank.algorithm, rounds)
         self._open()
 
     def learn(self, groups: list[Group]) -> None:
@@ -74,10 +74,6 @@ class Accumulation:
     def _open(self) -> None:
         state = steps.restored(steps.StepState(), steps.Version(1, 0, 0, "initial"), {})
         self._state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
-
-    def _lead(self, kind: Kind, **fields: Any) -> object:
-        """A round of a trainer group of one, without its votes and deadlines."""
-        return self._rank.execute(Round(generation=1, number=0, kind=kind, **fields))
 
 
 def gradient_difference(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from _tail_reward import ALIKE, MIXED
+from _rewards import ALIKE, MIXED
 from streaming import CHARACTERS, PROMPT, wide_model
 
 QUANTILES = {0.5: 60, 0.9: 111, 0.95: 127, 1.0: 260}

@@ -1,8 +1,8 @@
 """What the tiny model learns under each algorithm, over seeds: `python benchmarks/algorithms.py --seeds 0 1 2`.
 
-Runs `examples/algorithms/NAME.yaml` (two passes of two minibatches) by `headrace debug`, all services in one process,
-one run after the other, and reads rewards, clip fractions and held-out scores off its events. A run that made one
-optimizer step a version, or whose clip never had work, ends the script: at ratio 1 most algorithms are the same.
+Runs the examples of `examples/algorithms` (two passes of two minibatches) by `headrace debug`, all services in one
+process, one run after the other, and reads rewards, clip fractions and held-out scores off its events. A run that made
+one optimizer step a version, or whose clip never had work, ends the script: at ratio 1 most algorithms are the same.
 
 `--record FILE` adds each run to a JSON file as it ends and skips those that the file has, so that an interrupted
 measurement goes on; `--draw FILE` writes the curves of all recorded runs as an SVG, and the table of `docs/results.md`
@@ -17,14 +17,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from _curves import draw
 from _harness import emit, machine, say
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
+from harness.examples import algorithm_examples
+
+EXAMPLES = algorithm_examples()
 LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
@@ -39,8 +42,9 @@ Found = dict[str, Any]
 
 def run(name: str, seed: int, steps: int, model: Path, more: Sequence[str] = ()) -> Found:
     """One run; raises subprocess.CalledProcessError when it failed."""
-    command = [sys.executable, "-m", "headrace_cli", "debug", str(EXAMPLES / f"{name}.yaml"), "--json"]
-    for override in (*overrides(seed, steps, model), *more):
+    file, changes = EXAMPLES[name]
+    command = [sys.executable, "-m", "headrace_cli", "debug", str(file), "--json"]
+    for override in (*changes, *overrides(seed, steps, model), *more):
         command += ["--set", override]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -137,9 +141,9 @@ def table(runs: dict[str, dict[str, Found]]) -> Iterable[str]:
             yield f"| `{name}` | {seed} | {' | '.join(f'{found[key]:.3f}' for key in keys)} | {clip} |"
 
 
-def parse() -> argparse.Namespace:
-    """The options."""
-    known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those of the command line where `arguments` is None."""
+    known = sorted(EXAMPLES)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,12 +153,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
     parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
     parser.add_argument("--draw", type=Path, help="SVG file for the curves")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, make_run: Callable[..., Found] = run) -> None:
     """Command line."""
-    options = parse()
+    options = parse(arguments)
     runs: dict[str, dict[str, Found]] = {}
     if options.record is not None and options.record.exists():
         runs = json.loads(options.record.read_text(encoding="utf-8"))
@@ -169,7 +173,7 @@ def main() -> None:
                 continue
             say(f"{name}, seed {seed}: {machine()}")
             taught = [f"trainer.reference.path={teacher}"] if name == "distill" else []
-            found = run(name, seed, options.steps, model, [*taught, *options.set])
+            found = make_run(name, seed, options.steps, model, [*taught, *options.set])
             check(name, found)
             runs.setdefault(name, {})[str(seed)] = found
             if options.record is not None:

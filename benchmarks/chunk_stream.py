@@ -84,8 +84,8 @@ def main() -> None:
 # --- Headrace
 
 
-def headrace() -> Rates:
-    """A store and three processes, every kind and pattern on them."""
+def headrace(bursts: Mapping[str, int] = BURSTS, steps: int = STEPS) -> Rates:
+    """A store and three processes, every kind and pattern on them; `bursts` are the messages of a step by kind."""
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, ExitStack() as stack:
         directory = Path(folder)
         store = stack.enter_context(embedded_store(directory))
@@ -100,7 +100,11 @@ def headrace() -> Rates:
             service = stack.enter_context(process(name, settings))
             addresses[kind] = readline(service)
         coordinator = stack.enter_context(process("coordinator", {**settings, "addresses": addresses}))
-        return {(kind, pattern): ask(coordinator, kind, pattern) for kind in SIZES for pattern in PATTERNS}
+        return {
+            (kind, pattern): ask(coordinator, kind, pattern, bursts[kind], steps)
+            for kind in SIZES
+            for pattern in PATTERNS
+        }
 
 
 @contextmanager
@@ -148,10 +152,10 @@ def readline(started: subprocess.Popen[str]) -> str:
     return line
 
 
-def ask(coordinator: subprocess.Popen[str], kind: str, pattern: str) -> float:
-    """Messages a second of one kind and pattern."""
+def ask(coordinator: subprocess.Popen[str], kind: str, pattern: str, burst: int, steps: int) -> float:
+    """Messages a second of one kind and pattern, `burst` in each of the steps."""
     assert coordinator.stdin is not None
-    coordinator.stdin.write(json.dumps([kind, pattern, BURSTS[kind], STEPS + 1, WINDOWS[kind]]) + "\n")
+    coordinator.stdin.write(json.dumps([kind, pattern, burst, steps + 1, WINDOWS[kind]]) + "\n")
     coordinator.stdin.flush()
     return rate(json.loads(readline(coordinator))[1:], pattern)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,16 +32,16 @@ Found = dict[str, Any]
 """Figures of one run, and `curve`: the share of each step's episodes that succeeded, noise of the policy included."""
 
 
-def main() -> None:
-    """Command line."""
-    options = parse()
+def main(arguments: Sequence[str] | None = None, runs_of: Callable[..., Any] | None = None) -> None:
+    """Command line; `runs_of` makes the runs in place of `made`."""
+    options = parse(arguments)
     runs: dict[str, dict[str, Found]] = {}
     if options.record is not None and options.record.exists():
         runs = json.loads(options.record.read_text(encoding="utf-8"))
     for name in options.recipes:
         missing = [seed for seed in options.seeds if str(seed) not in runs.get(name, {})]
         if missing:
-            for seed, found in made(name, missing, options.set, options.limit):
+            for seed, found in (runs_of or made)(name, missing, options.set, options.limit):
                 runs.setdefault(name, {})[str(seed)] = found
                 if options.record is not None:
                     options.record.write_text(json.dumps(runs) + "\n", encoding="utf-8")
@@ -54,8 +54,8 @@ def main() -> None:
     emit("embodied", flat(runs))
 
 
-def parse() -> argparse.Namespace:
-    """The options."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those of the command line where `arguments` is None."""
     known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900.0, help="longest run in seconds")
     parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
     parser.add_argument("--draw", type=Path, help="SVG file for the curves")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def made(name: str, seeds: list[int], sets: list[str], limit_s: float) -> Any:
@@ -106,9 +106,9 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
         raise RuntimeError(f"{run.id} is {run.state}: {run.reason}")
     found = figures(list(client.events(run.id))) | {"curve": successes(client.trajectories(run.id))}
     judged = client.evaluate(judgement(run.id, run.spec["environment"]))
-    give_up_at = time.monotonic() + EVALUATION_S
+    deadline = time.monotonic() + EVALUATION_S
     while not (now := client.evaluation(judged.id)).ended:
-        if time.monotonic() > give_up_at:
+        if time.monotonic() > deadline:
             raise RuntimeError(f"{judged.id} has not ended within {EVALUATION_S:.0f} s")
         time.sleep(0.5)
     if now.result is None:

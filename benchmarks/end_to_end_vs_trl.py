@@ -131,7 +131,7 @@ def main() -> None:
 def measure(workload: Workload, python: Path, options: argparse.Namespace) -> Iterator[tuple[Turn, Turn]]:
     """(Headrace, TRL) of each turn; who begins changes."""
     steps = options.steps or workload.steps
-    spec = make_spec(workload, steps, options.mode)
+    spec = make_spec(workload, steps, options.mode, make_model(workload.preset))
     spec["model"]["path"] = str(initial_weights(spec))
     task = {**make_task(spec), **workload.peer, **options.peer}
     say(f"{workload.title}: {steps} steps a turn, {spec['placement']['mode']}; TRL {task_settings(task)}")
@@ -142,7 +142,7 @@ def measure(workload: Workload, python: Path, options: argparse.Namespace) -> It
         yield found[headrace_turn], found[trl_turn]
 
 
-def make_spec(workload: Workload, steps: int, mode: str | None) -> dict[str, Any]:
+def make_spec(workload: Workload, steps: int, mode: str | None, model: Path) -> dict[str, Any]:
     """The preset without evaluation, checkpoints and export."""
     import yaml
 
@@ -154,7 +154,7 @@ def make_spec(workload: Workload, steps: int, mode: str | None) -> dict[str, Any
     for section, values in workload.changes.items():
         spec[section] = {**spec[section], **values}
     spec["placement"] = {"mode": mode or workload.mode}
-    spec["model"]["path"] = str(make_model(workload.preset))
+    spec["model"]["path"] = str(model)
     return spec
 
 
@@ -269,10 +269,10 @@ def finished(fleet: Fleet, spec: dict[str, Any]) -> Any:
     """The run, once it has succeeded; RuntimeError otherwise."""
     from headrace.client import Client
 
-    give_up_at = time.monotonic() + TURN_S
+    deadline = time.monotonic() + TURN_S
     with Client(fleet.url, fleet.token) as client:
         run = client.submit(spec)
-        while not run.ended and time.monotonic() < give_up_at:
+        while not run.ended and time.monotonic() < deadline:
             time.sleep(LOOK_S)
             run = client.get(run.id)
     if run.state != "SUCCEEDED":

@@ -316,7 +316,7 @@ def _other_version(model: Path, folder: Path) -> Path:
 
 
 def figures(found: dict[str, Found], kv: float | None) -> dict[str, float]:
-    """See the module's docstring."""
+    """The figures that the module's docstring names."""
     flat: dict[str, float] = {}
     for name, of in found.items():
         flat[f"service_vs_bare_{name}"] = of.service.median / of.bare.median

@@ -24,7 +24,8 @@ from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Le
 from headrace_modelkit.devices import torch_devices, used_bytes
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_rollout.engines.base import Distribution, EngineConfig, Policy
+from headrace_rollout.engines.base import EngineConfig, Policy
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.runs.policy_files import read_policy
 from headrace_rollout.wire import weights_of
@@ -33,9 +34,9 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
+from headrace_trainer.group.device import current
 from headrace_trainer.group.group import join_trainer_group
 from headrace_trainer.learning.samples import Sequence
-from headrace_trainer.trainer import current
 
 NO_GPU = 3
 RANK_TIMEOUT_S = 300

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import _uneven_reward
+import _rewards
 from _harness import Fleet, emit, machine, say, table
 from _probe import Probe, spread
 from streaming import write_model, write_prompts
@@ -152,7 +152,7 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
         "trainer": trainer,
         "rollout": {"max_concurrency": work.together},
         # Equal rewards carry no gradient: a step's learning would depend on how many groups have them.
-        "reward": {"scorers": [{"name": f"{_uneven_reward.__file__}:score"}]},
+        "reward": {"scorers": [{"name": f"{_rewards.__file__}:uneven"}]},
         "checkpoint": {"enabled": False},
     }
 

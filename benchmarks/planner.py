@@ -90,7 +90,7 @@ def accuracy(data: Mapping[str, Any], assumptions: Mapping[str, Any]) -> dict[st
 
 
 def row(case: Case, assumptions: Mapping[str, Any]) -> tuple[object, ...]:
-    """See COLUMNS."""
+    """The cells of a row under COLUMNS."""
     values = values_of(assumptions)
     low, high, widest = over_range(case, assumptions)
     return (

@@ -66,7 +66,7 @@ def speedup(times: Times) -> float:
 
 
 def row(dtype: str, times: Times) -> tuple[object, ...]:
-    """See COLUMNS; median seconds."""
+    """The cells of a row under COLUMNS: median seconds."""
     return dtype, median(times[True]), median(times[False]), speedup(times)
 
 

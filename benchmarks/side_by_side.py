@@ -93,8 +93,8 @@ class Load:
             self.longest_gap_vs_median = max(longest_gap(client, run) for run in runs)
 
     def _wait(self, client: Client, runs: list[Run]) -> list[Run]:
-        give_up_at = time.monotonic() + RUN_S
-        while not all(run.ended for run in runs) and time.monotonic() < give_up_at:
+        deadline = time.monotonic() + RUN_S
+        while not all(run.ended for run in runs) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
             cores = [device for lease in client.leases().leases for device in lease.devices]
             self.cores_leased_twice += len(cores) != len(set(cores))

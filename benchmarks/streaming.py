@@ -75,7 +75,7 @@ Steps = tuple[StepTimes, StepTimes, StepTimes]
 
 
 def difference(model: Path, dtype: str) -> float:
-    """See `_gradient.gradient_difference`, at the workload's sizes."""
+    """Relative difference of the gradients of a streamed and a batched step, at the workload's sizes."""
     # Not at the top: --help must not wait for torch.
     import torch
     from _gradient import gradient_difference
@@ -170,10 +170,10 @@ def run(fleet: Fleet, spec: dict[str, Any]) -> list[StepTimes]:
     from headrace.client import Client
 
     used = {kind: CoreUse(fleet.process(kind)) for kind in ("rollout", "trainer", "coordinator", "reward")}
-    give_up_at = time.monotonic() + RUN_S
+    deadline = time.monotonic() + RUN_S
     with Client(fleet.url, fleet.token) as client:
         done = client.submit(spec)
-        while not done.ended and time.monotonic() < give_up_at:
+        while not done.ended and time.monotonic() < deadline:
             time.sleep(LOOK_S)
             for process in used.values():
                 process.look()
@@ -267,7 +267,7 @@ COLUMNS = (
 
 
 def row(waiting: StepTimes, streamed: StepTimes, contention: Contention) -> Iterator[float]:
-    """See COLUMNS; seconds but for the share."""
+    """The cells of a row under COLUMNS: seconds, and one share."""
     yield from (waiting.wall, waiting.generate, waiting.drain, waiting.commit)
     yield from (streamed.wall, streamed.generate, streamed.drain, streamed.commit)
     yield from (

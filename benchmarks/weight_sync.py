@@ -194,7 +194,7 @@ def settled(version: Any, prompt: int) -> list[Any]:
     group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
     for index in range(SAMPLES):
         body = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=index),
+            sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=index),
             attempt=prompt * SAMPLES + index + 1,
             finish_reason=common_pb2.FINISH_REASON_EOS,
         )
@@ -252,7 +252,7 @@ def open_engine(engine: Any, model: Path) -> None:
 
 
 def figures(syncs: Sequence[Sync]) -> dict[str, float]:
-    """See the module's docstring."""
+    """The figures that the module's docstring names."""
     memcpy_s = min(sync.memcpy for sync in syncs)
     fastest = {transport: min(sync.total(transport) for sync in syncs) for transport in (SHM, GRPC)}
     return {

@@ -92,6 +92,7 @@ LINT = [
     _script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
     _script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
     _script("private-paths", "-m", "ci.private_paths"),
+    _script("words", "-m", "ci.words"),
 ]
 
 _UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS.items()]

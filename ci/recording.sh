@@ -1,3 +1,4 @@
+#!/usr/bin/env sh
 # Starts a fleet in a directory of its own, draws `headrace run submit examples/tiny.yaml --watch` into $1, stops the
 # fleet. PYTHON: the interpreter that has the packages.
 set -eu

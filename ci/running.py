@@ -22,7 +22,7 @@ class Running:
 
     def __init__(self, command: list[str], timeout_s: float, log: Path | None = None) -> None:
         self.began = time.monotonic()
-        self._give_up_at = self.began + timeout_s
+        self._deadline = self.began + timeout_s
         self._timeout_s = timeout_s
         self._log = log
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
@@ -39,9 +39,9 @@ class Running:
             )
 
     def poll(self) -> int | None:
-        """The exit status, 124 when it had to be ended at its deadline; None while it runs."""
+        """The exit status, 124 when the deadline ended it; None while it runs."""
         status = self._child.poll()
-        if status is None and time.monotonic() > self._give_up_at:
+        if status is None and time.monotonic() > self._deadline:
             self._say(f"no end after {self._timeout_s:.0f} s; where it hangs:")
             self.end(signal.SIGABRT)  # pytest's faulthandler prints every thread's stack
             return LATE

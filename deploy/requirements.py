@@ -20,6 +20,12 @@ IMAGES = {
         "libs/planner",
         "services/coordinator[reasoning-gym]",
     ),
+    "coordinator-data": (
+        *COMMON,
+        "libs/schema",
+        "libs/planner",
+        "services/coordinator[reasoning-gym,datasets]",
+    ),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),

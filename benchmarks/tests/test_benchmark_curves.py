@@ -1,7 +1,6 @@
 """Learning curves: what counts as a run that could learn, the drawing, and that recorded runs are not repeated."""
 
 import json
-import sys
 from xml.etree import ElementTree
 
 import algorithms
@@ -61,7 +60,6 @@ def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys)
         asked.append((name, seed))
         return algorithms.figures(events([0.25] * 20))
 
-    monkeypatch.setattr(algorithms, "run", run)
     monkeypatch.setattr(algorithms.subprocess, "run", lambda *_, **__: None)  # makes the model
     arguments = [
         "--algorithms",
@@ -75,8 +73,7 @@ def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys)
         "--draw",
         str(picture),
     ]
-    monkeypatch.setattr(sys, "argv", ["algorithms.py", *arguments])
-    algorithms.main()
+    algorithms.main(arguments, run)
     assert sorted(asked) == [("grpo", 1), ("rloo", 0), ("rloo", 1)]
     assert set(json.loads(record.read_text())["rloo"]) == {"0", "1"}
     said = capsys.readouterr()

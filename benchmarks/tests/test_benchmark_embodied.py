@@ -1,7 +1,6 @@
 """What a run of a robot policy is said to have learned, from its events; recorded runs are not made again."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import embodied
@@ -34,7 +33,7 @@ def test_the_curve_is_each_steps_share_of_successes():
     assert embodied.successes(episodes) == [0.5, 1.0]
 
 
-def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys):
+def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, capsys):
     record, picture, asked = tmp_path / "runs.json", tmp_path / "curves.svg", []
     recorded = embodied.figures(list(events())) | {"curve": [0.0, 0.5]}
     record.write_text(json.dumps({"reach": {"0": recorded}}))
@@ -43,10 +42,8 @@ def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys)
         asked.append((name, seeds))
         yield from ((seed, recorded) for seed in seeds)
 
-    monkeypatch.setattr(embodied, "made", made)
     arguments = ["--recipes", "reach", "--seeds", "0", "1", "--record", str(record), "--draw", str(picture)]
-    monkeypatch.setattr(sys, "argv", ["embodied.py", *arguments])
-    embodied.main()
+    embodied.main(arguments, made)
     assert asked == [("reach", [1])]
     assert json.loads(capsys.readouterr().out)["figures"]["reach_heldout_after_seed_1"] == 0.75
     assert picture.read_text().count("<polyline") == 2

@@ -25,13 +25,10 @@ def test_the_ratio_is_of_medians():
     assert "kv_bytes_vs_needed" not in figures({"vllm": found}, None)
 
 
-def test_a_cache_takes_no_less_than_its_tokens_need(tmp_path, monkeypatch):
+def test_a_cache_takes_no_less_than_its_tokens_need(tmp_path):
     torch.manual_seed(0)
     save_model(tiny_model(vocab_size=1024), character_tokenizer(), tmp_path)
-    monkeypatch.setattr("_engine_memory.LONG", 96)
-    monkeypatch.setattr("_engine_memory.SHORT", 40)
-    monkeypatch.setattr("_engine_memory.NEW", 4)
-    assert 1 <= kv_bytes_vs_needed(tmp_path, "float32") < 4
+    assert 1 <= kv_bytes_vs_needed(tmp_path, "float32", long=96, short=40, new=4) < 4
 
 
 @pytest.mark.parametrize(("engines", "status"), [("slow", 2), ("vllm,slow", 2)])

@@ -53,18 +53,16 @@ def test_the_peers_lines_are_told_from_what_trl_prints():
     assert read_turn(lines) == Turn([2.5, 3.0], [0.25, 0.5], 8)
 
 
-def test_both_sides_do_without_evaluation_and_checkpoints(monkeypatch):
-    monkeypatch.setattr("end_to_end_vs_trl.make_model", lambda preset: Path("/models") / preset)
-    spec = make_spec(Workload("tiny", 7, 1, {}, mode="disaggregated"), 7, None)
+def test_both_sides_do_without_evaluation_and_checkpoints():
+    spec = make_spec(Workload("tiny", 7, 1, {}, mode="disaggregated"), 7, None, Path("/models/tiny"))
     assert spec["steps"] == 7 and spec["placement"] == {"mode": "disaggregated"}
     assert "evaluation" not in spec and spec["data"]["heldout"] == 0 and not spec["export"]
     assert spec["checkpoint"] == {"enabled": False}
 
 
-def test_the_long_workload_is_the_preset_with_short_prompts_and_long_answers(monkeypatch):
-    monkeypatch.setattr("end_to_end_vs_trl.make_model", lambda preset: Path("/models") / preset)
+def test_the_long_workload_is_the_preset_with_short_prompts_and_long_answers():
     (long,) = (workload for workload in WORKLOADS if workload.title == "long")
-    spec = RunSpec.model_validate(make_spec(long, 2, None))
+    spec = RunSpec.model_validate(make_spec(long, 2, None, Path("/models/smollm2")))
     assert spec.model.path == "/models/smollm2" and spec.sampling.max_new_tokens == 128
     assert not spec.data.prompt.chat and len(spec.data.prompt.template) < 80
     assert (

@@ -61,8 +61,6 @@ def test_the_messages_have_the_sizes_that_they_claim():
         assert 0.95 < body.ByteSize() / chunk_stream.SIZES[kind] < 1.1
 
 
-def test_messages_of_every_kind_and_pattern_go_through_the_coordinator(monkeypatch):
-    monkeypatch.setattr(chunk_stream, "BURSTS", dict.fromkeys(chunk_stream.SIZES, 4))
-    monkeypatch.setattr(chunk_stream, "STEPS", 1)
-    found = chunk_stream.headrace()
+def test_messages_of_every_kind_and_pattern_go_through_the_coordinator():
+    found = chunk_stream.headrace(dict.fromkeys(chunk_stream.SIZES, 4), steps=1)
     assert found.keys() == rates(1.0, 1.0).keys() and min(found.values()) > 0

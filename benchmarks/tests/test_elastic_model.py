@@ -12,8 +12,8 @@ import pytest
 from _elastic_bound import generating, ideal, learning, least
 from _elastic_here import answers
 from _elastic_model import Measured, Model, decoding
+from _rewards import MIXED, by_length
 from _tail_model import LONGEST, QUANTILES, shares, write_tail_prompts
-from _tail_reward import MIXED, score
 from headrace_planner import (
     DeviceKind,
     Edge,
@@ -97,8 +97,10 @@ def test_one_prompt_in_three_is_learned_from_whatever_their_lengths(tmp_path):
     assert len({row["question"][-1] for row in rows}) == 48
     assert learned == list(range(1, 48, 3))
     row = rows[learned[0]]
-    assert score(row["question"], "ab", row["answer"], {}) != score(row["question"], "abc", row["answer"], {})
-    assert score("", "ab", "alike", {}) == score("", "abc" * LONGEST, "alike", {})
+    assert by_length(row["question"], "ab", row["answer"], {}) != by_length(
+        row["question"], "abc", row["answer"], {}
+    )
+    assert by_length("", "ab", "alike", {}) == by_length("", "abc" * LONGEST, "alike", {})
 
 
 def bounded(devices, items, learn_s=2.9):

@@ -99,8 +99,8 @@ def specs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"side_by_side {core}", side_by_side.make_spec(MODEL, core, 2, 0)
     yield "regroup", regroup.make_spec(2, MODEL)
     yield "growth", growth.make_spec(2)
-    for path in ALGORITHMS.glob("*.yaml"):
-        yield f"algorithms {path.stem}", load_spec(path, overrides(0, 2, MODEL))
+    for name, (path, changes) in ALGORITHMS.items():
+        yield f"algorithms {name}", load_spec(path, [*changes, *overrides(0, 2, MODEL)])
     for path in embodied.EXAMPLES.glob("*.yaml"):
         yield f"embodied {path.stem}", load_spec(path, ["seed=0"])
 

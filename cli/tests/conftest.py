@@ -21,6 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 STANDINS = Path(__file__).parent / "standins"
+# Before what is there: a work tree that is not installed puts its own sources there.
+WITH_STANDINS = os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")])
 
 
 @dataclass
@@ -156,14 +158,10 @@ class Fleet:
 
     data_dir: Path
     port: int
+    environment: dict[str, str] = field(default_factory=lambda: _environment(PYTHONPATH=WITH_STANDINS))
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(self.data_dir)]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        # Before what is there: a work tree that is not installed puts its own sources there.
-        return _environment(PYTHONPATH=os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

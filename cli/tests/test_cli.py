@@ -17,6 +17,8 @@ import yaml
 from headrace.client import Client
 from headrace_cli.connection import connect, find_target
 from headrace_cli.errors import CommandError
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.state import FleetLock, FleetState, ProcessState
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 INVALID = {
@@ -316,6 +318,32 @@ def fleet_file(coordinator, tmp_path):
     state = {"url": coordinator.url, "token_file": str(folder / "http-token")}
     (folder / "fleet.json").write_text(json.dumps(state))
     return folder / "fleet.json"
+
+
+@pytest.fixture
+def living_fleet(coordinator, tmp_path):
+    """A launcher's state on `.headrace` whose lock is held."""
+    data_dir = DataDir.at(tmp_path / ".headrace")
+    data_dir.prepare(0)
+    processes = [ProcessState("rollout-0", "rollout", 4711)]
+    FleetState(1, "running", coordinator.url, "", "", "", "", 0.0, processes=processes).write(data_dir)
+    lock = FleetLock(data_dir.lock_file)
+    assert lock.acquire()
+    yield
+    lock.release()
+
+
+def test_instances_as_json_have_process_ids_and_schemas_on_request(headrace, coordinator, living_fleet):
+    schema = json.dumps({"properties": {"digits": {}}})
+    told = {"engines": ["vllm", f"mine={schema}"]}
+    instance = {"name": "instances/rollout-0", "kind": "rollout", "state": "READY", "capabilities": told}
+    coordinator.routes["GET /v1/instances"] = (200, {"instances": [instance]})
+    (found,) = one_document(headrace("instances", "--json").stdout)["instances"]
+    assert found["capabilities"] == {"engines": ["vllm", "mine"]} and found["pid"] == 4711
+    (found,) = one_document(headrace("instances", "--json", "--schemas").stdout)["instances"]
+    assert found["capabilities"] == told
+    (found,) = one_document(headrace("instances", "--json", "--data-dir", "elsewhere").stdout)["instances"]
+    assert "pid" not in found
 
 
 def tokens_sent(coordinator):

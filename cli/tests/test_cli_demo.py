@@ -111,7 +111,7 @@ def test_demo_that_cannot_start_its_run_leaves_no_fleet(fleet, demo_dir, tmp_pat
 
 
 def test_the_demo_takes_the_faster_placement():
-    from headrace_cli.demo.presets import placement
+    from headrace_cli.demo import placement
 
     assert placement("tiny", 2) == ["placement.mode=disaggregated"]
     assert placement("tiny", 1) == [] and placement("smollm2", 8) == [], "the spec's own: in turns"

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from headrace.client import Instance, Leases
+from headrace.client import Certificate, Event, Instance, Leases, Trajectory
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
-from headrace_cli.show.listing import runs_list
+from headrace_cli.show.reporters import event_line
+from headrace_cli.show.runs import certificates_table, runs_list, trajectories_list
 from rich.console import Console
 
 RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"
@@ -31,6 +32,19 @@ def test_version(headrace):
 
 def test_completion_is_offered(headrace):
     assert "--install-completion" in headrace("--help").stdout
+
+
+def completed(headrace, words):
+    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    return headrace(**asked).stdout.split()
+
+
+def test_run_ids_are_completed(headrace, coordinator):
+    runs = [{"id": f"{name}-1a2b3c", "state": "RUNNING"} for name in ("sums", "sorts", "other")]
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": runs})
+    assert completed(headrace, "headrace run get s") == ["sums-1a2b3c", "sorts-1a2b3c"]
+    coordinator.routes["GET /v1/runs"] = (500, {"message": "not now"})
+    assert completed(headrace, "headrace run get s") == []
 
 
 @pytest.mark.parametrize(
@@ -81,6 +95,46 @@ def test_a_runs_id_is_in_one_piece(scripted_run, width):
     assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
 
 
+def trajectory(**fields):
+    answer = {
+        "prompt": "a question " * 20,
+        "completion": "an\nanswer " * 30,
+        "reference": "42",
+        "reward": 0.5,
+    }
+    return Trajectory.from_json(answer | {"step": 3, "tokens": 12, "finish_reason": "EOS"} | fields)
+
+
+def test_trajectories_fit_80_columns_and_episodes_are_told_in_words():
+    episode = json.dumps({"return": 7.25, "success": True, "steps": 31})
+    lost = json.dumps({"return": 0.0, "success": False, "steps": 0, "error": "the simulator ended"})
+    found = [trajectory(), *(trajectory(prompt="reach", reference="", completion=c) for c in (episode, lost))]
+    lines = drawn(trajectories_list(found, 80), 80)
+    assert len(lines) == 6 and max(map(len, lines)) <= 80
+    assert (
+        lines[0].startswith("step 3, prompt 0, sample 0: reward 0.500, 12 tokens")
+        and "→ an\\nanswer" in lines[1]
+    )
+    assert "12 actions" in lines[2] and "episode succeeded after 31 steps, return 7.25" in lines[3]
+    assert "episode lost: the simulator ended" in lines[5]
+    wide = " ".join(drawn(trajectories_list(found, 160), 160))
+    assert "prompt ends" in wide and "episode succeeded" in wide
+
+
+def test_versions_and_attempts_are_counted_as_people_count():
+    leapt = 1 << 20  # a restarted coordinator's counters
+
+    def certificate(step, number, live):
+        version = {"number": number, "parent": 0, "ordinal": step, "digest": "d"}
+        return Certificate.from_json({"step": step, "version": version, "attempt": number, "live": live})
+
+    made = [certificate(1, 1, True), certificate(2, 2, False), certificate(2, leapt + 3, True)]
+    rows = [
+        line.split()[:4] for line in drawn(certificates_table(made), 200) if "yes" in line or "aband" in line
+    ]
+    assert rows == [["1", "1", "1", "yes"], ["2", "2", "1", "abandoned"], ["2", "2", "2", "yes"]]
+
+
 @pytest.fixture
 def long_run(coordinator, scripted_run):
     run = scripted_run(steps=100, step_s=0.0001)
@@ -114,6 +168,39 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
     for name, words in (("rollout-0", "slots_assigned"), ("trainer-0", "is slow")):
         (line,) = headrace("run", "logs", "r-1", "--instance", name).stdout.splitlines()
         assert words in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
+        ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
+        ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        (
+            "step_committed",
+            {
+                "certificate": {},
+                "view": {"step": 3, "reward_mean": 0.5, "trained": 32, "dropped": 1},
+            },
+            "step 3: reward 0.500, 32 trained, 1 dropped",
+        ),
+        (
+            "evaluated",
+            {"view": {"kind": "heldout", "step": 5, "score": 0.75, "answers": 80}},
+            "heldout at step 5: 0.750 over 80 answers",
+        ),
+        ("checkpoint_saved", {"name": "lineage-1/step-3", "step": 3}, "name=lineage-1/step-3 step=3"),
+    ],
+)
+def test_events_are_told_in_words_within_80_columns(kind, data, words):
+    line = event_line(Event.from_json({"id": 1234, "type": kind, "time": 0.0, "run": "runs/r", "data": data}))
+    assert line.endswith(f" {words}") and kind in line and len(line) <= 80
+
+
+def test_a_log_of_an_unknown_instance_names_those_that_there_are(headrace, long_run):
+    result = headrace("run", "logs", "r-1", "--instance", "rollout-7")
+    assert result.returncode == 2 and result.stdout == ""
+    assert "no instance 'rollout-7'" in result.stderr and "rollout-0, trainer-0" in result.stderr
 
 
 def test_a_watch_on_a_pipe_prints_every_step(headrace, long_run):

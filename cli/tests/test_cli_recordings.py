@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from headrace.client import Client
@@ -20,7 +22,7 @@ def spec(tmp_path):
 def test_recordings_need_a_directory_and_the_extra(headrace, coordinator, spec, monkeypatch):
     alone = headrace("eval", spec, "--rrd")
     assert alone.returncode == 1 and "--rrd needs --videos DIR" in alone.stderr
-    monkeypatch.setattr("headrace_cli.recordings.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rerun", None)  # not installed
     for command in (("eval", spec, "--videos", "films"), ("eval", "videos", "eval-00001a", "films")):
         missing = headrace(*command, "--rrd")
         assert missing.returncode == 1 and "pip install 'headrace[rerun]'" in missing.stderr
@@ -30,7 +32,8 @@ def test_recordings_need_a_directory_and_the_extra(headrace, coordinator, spec, 
 def test_each_video_gets_its_recording(headrace, coordinator, tmp_path, monkeypatch):
     """What is written is the coordinator's episode and video; only rerun-sdk itself is left out (nightly)."""
     written = []
-    monkeypatch.setattr("headrace_cli.recordings.find_spec", lambda name: object())
+    (tmp_path / "rerun.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
         "headrace_cli.recordings.write_rrd",
         lambda path, episode, video, *, name: written.append((path, episode, video, name)),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from headrace.client import Run, Step, Trajectory
 from headrace_cli.output import console
-from headrace_cli.show.live import picture
+from headrace_cli.show.reporters import picture
 from headrace_cli.show.runs import confidence
 from headrace_cli.watching import Snapshot
 from headrace_schema.resources.views import EvaluationView

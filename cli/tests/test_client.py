@@ -10,7 +10,7 @@ import time
 
 import headrace.client.errors
 import headrace.client.specs
-import headrace.client.sse
+import headrace.client.transport
 import pytest
 from headrace.client import Client, HeadraceError, Run, load_spec
 from headrace.client.client import CHECK_S, checking_s
@@ -22,7 +22,7 @@ def client(coordinator):
         yield made
 
 
-@pytest.mark.parametrize("module", ["errors", "specs", "sse"])
+@pytest.mark.parametrize("module", ["errors", "specs", "transport"])
 def test_docstring_examples_hold(module):
     result = doctest.testmod(getattr(headrace.client, module))
     assert result.attempted and not result.failed
@@ -64,7 +64,7 @@ def test_refusals_carry_reason_and_keys(client, coordinator):
     coordinator.routes["POST /v1/runs"] = (422, {"reason": "INVALID", "message": "no", "problems": [problem]})
     with pytest.raises(HeadraceError) as caught:
         client.submit({"steps": 0})
-    assert caught.value.reason == "INVALID" and caught.value.is_users_mistake
+    assert caught.value.reason == "INVALID" and caught.value.is_user_error
     assert [(p.key, p.fix) for p in caught.value.problems] == [("steps", "the nearest valid value is 1")]
 
 
@@ -72,7 +72,7 @@ def test_other_bodies_become_errors_too(client, coordinator):
     coordinator.routes["GET /v1/runs/r"] = (502, ["a proxy"])
     with pytest.raises(HeadraceError) as caught:
         client.get("r")
-    assert caught.value.reason == "HTTP_502" and not caught.value.is_users_mistake
+    assert caught.value.reason == "HTTP_502" and not caught.value.is_user_error
 
 
 def test_unreachable_is_an_error_at_once_without_patience(free_port):
@@ -247,7 +247,7 @@ def test_bad_overrides_name_key_and_fix(override, sentence):
     with pytest.raises(HeadraceError) as caught:
         load_spec({"steps": 1, "list": [1, 2]}, [override])
     (problem,) = caught.value.problems
-    assert sentence in problem.problem and problem.fix and caught.value.is_users_mistake
+    assert sentence in problem.problem and problem.fix and caught.value.is_user_error
 
 
 def test_paths_in_files_become_absolute(tmp_path):

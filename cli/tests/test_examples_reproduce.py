@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from headrace.client.specs import load_spec
 from headrace_cli.connection import Target
 from headrace_cli.dry_run import BY_SCHEMA, check
 from headrace_cli.planning import explain_file, waits_for_batch
@@ -13,7 +14,7 @@ from headrace_coordinator.data.sources import open_source
 from headrace_reward.scorers import choose
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
-from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.algorithms.episodes import build_episode_algorithm
 
@@ -117,9 +118,11 @@ def test_the_mixture_of_experts_plans_as_its_published_runs_took():
     assert plan["step_s"] <= times["collocated, resident"]
 
 
-@pytest.mark.parametrize("file", sorted((EXAMPLES / "algorithms").glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_plan_waits_for_the_batch_where_the_algorithm_does(file):
-    spec = RunSpec.model_validate(read_yaml(file.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_a_plan_waits_for_the_batch_where_the_algorithm_does(name):
+    teacher = {"trainer.reference": {"path": "teacher"}} if name == "distill" else {}
+    changes = {"algorithm.name": name, **teacher}
+    spec = RunSpec.model_validate(load_spec(EXAMPLES / "algorithms" / "base.yaml", changes))
     assert waits_for_batch(spec) is (build_algorithm(spec.algorithm).barrier is Barrier.BATCH)
 
 

@@ -23,9 +23,9 @@ from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:
-    give_up_at = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up_at, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
 
 

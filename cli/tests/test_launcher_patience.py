@@ -2,7 +2,7 @@
 
 import os
 
-from headrace_cli.launcher.patience import STANDSTILL_S, Patience, cpu_seconds_of
+from headrace_cli.launcher.start import STANDSTILL_S, Patience, cpu_seconds_of
 
 
 class World:

@@ -20,8 +20,8 @@ SMALL = ["steps=2", "trainer.warmup.steps=1", "data.heldout=8", "algorithm.promp
 
 
 @pytest.fixture
-def real_fleet(fleet, monkeypatch):
-    monkeypatch.setattr(type(fleet), "environment", property(lambda self: dict(os.environ)))
+def real_fleet(fleet):
+    fleet.environment = dict(os.environ)
     return fleet
 
 
@@ -59,7 +59,7 @@ def test_runs_outlive_the_fleet_and_processes_do_not(real_fleet, tmp_path):
     assert (kept["state"], kept["policy"]) == ("SUCCEEDED", run["policy"])
 
     os.kill(second["launcher_pid"], signal.SIGKILL)
-    give_up_at = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while real_fleet.processes():
-        assert time.monotonic() < give_up_at, real_fleet.processes()
+        assert time.monotonic() < deadline, real_fleet.processes()
         time.sleep(0.1)

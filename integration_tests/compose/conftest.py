@@ -1,7 +1,7 @@
 """Containers need an engine: one that answers, or one that the script in DOCKER_ENGINE_SCRIPT starts.
 
-That script takes `up`, `base` (makes the base images where there is no registry) and `down`. Without either the tests
-are skipped, and fail under CI=true.
+That script takes `up`, `base` (makes the base images where there is no registry) and `down`; `.ci/run` names
+`ci/container_engine.sh`. Without either the tests are skipped, and fail under CI=true.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from harness.examples import PAGE, algorithm_examples
 from headrace.client.specs import load_spec
 from headrace_coordinator.api.submission.admission import FleetView, check
-from headrace_schema.rules.spec import GROUP_RELATIVE
+from headrace_schema.rules.learning import GROUP_RELATIVE
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from pydantic import ValidationError
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algorithms"
+EXAMPLES = algorithm_examples()
 VARIANTS = {"grpo_kl": "grpo"}
 """Examples that show an algorithm once more, with options of another kind."""
 FLEET = FleetView(
@@ -31,21 +30,25 @@ FLEET = FleetView(
 
 
 def spec_of(name, tiny_model, **overrides):
-    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    file, changes = EXAMPLES[name]
+    changes = [*changes, f"model.path={tiny_model}"]
     if name == "distill":  # Its teacher is made by its own command.
-        overrides["trainer.reference.path"] = str(tiny_model)
-    return load_spec(FOLDER / f"{name}.yaml", {"model.path": str(tiny_model), **overrides})
+        changes += [f"trainer.reference.path={tiny_model}"]
+    return load_spec(
+        file, [*changes, *(f"{key.replace('__', '.')}={value}" for key, value in overrides.items())]
+    )
 
 
-def test_every_algorithm_has_an_example():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*ALGORITHMS.names(), *VARIANTS}
+def test_every_algorithm_has_an_example_and_every_file_is_named():
+    assert EXAMPLES.keys() == {*ALGORITHMS.names(), *VARIANTS}
+    assert {file for file, _ in EXAMPLES.values()} == {*PAGE.parent.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS.names(), *VARIANTS])
 def test_a_fleet_takes_the_example(name, tiny_model):
     spec = RunSpec.model_validate(spec_of(name, tiny_model))
     assert check(spec, FLEET) == []
-    assert spec.algorithm.name == VARIANTS.get(name, name) and spec.name == name.replace("_", "-")
+    assert spec.algorithm.name == VARIANTS.get(name, name)
     assert build_algorithm(spec.algorithm).passes.several
 
 

@@ -1,5 +1,5 @@
-"""PROTOCOL's table of natural keys, walked row by row with real services: a repetition changes nothing,
-and the same key with another body is an error."""
+"""The natural key of each RPC, with real services: a repetition changes nothing, and the same key with another
+request is an error."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_open_run(pair, tiny_model):
     assert RUN in sentence[0]
 
 
-def test_a_lease_that_was_let_go_is_no_authority(pair, fake_fleet):
+def test_a_lease_that_was_released_is_no_authority(pair, fake_fleet):
     """Last in this file: the engine gets its device back under another epoch."""
     learner, engine = pair
     fake_fleet.revoke("rollout-0", GENERATE)
@@ -234,7 +234,7 @@ def reward(tmp_path_factory):
 
 
 def item(completion, prompt=0, attempt=1):
-    sample = common_pb2.SampleKey(prompt_ordinal=prompt)
+    sample = common_pb2.SlotKey(prompt_ordinal=prompt)
     return reward_pb2.ScoreItem(sample=sample, attempt=attempt, completion=completion)
 
 

@@ -1,4 +1,4 @@
-"""What an instance has open, by PROTOCOL's "Run life": one suite for real services and the simulation's instances."""
+"""Which runs an instance has open, and when it closes them: one suite for real services and simulated instances."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class Users:
 
 def finish(fleet: Fleet, users: Users) -> list[Run]:
     """All runs at their end; paused ones are resumed."""
-    give_up_at = time.monotonic() + END_S
-    while time.monotonic() < give_up_at:
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
         runs = [fleet.client.get(run) for run in users.runs]
         if all(run.ended for run in runs):
             return runs

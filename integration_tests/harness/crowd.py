@@ -20,7 +20,7 @@ from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.reading.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
-from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
+from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
 from headrace_schema.resources.views import (
     CertificateView,
@@ -207,14 +207,14 @@ def certificate(step: int) -> CertificateView:
     version = PolicyView(number=step + 1, parent=parent, ordinal=step if step < 31 else step - 10, digest="d")
     return CertificateView(
         version=version, step=step, attempt=1, live=not 20 < step < 31, trained=[(step, n, 1) for n in range(64)],
-        dropped=[], set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
+        dropped={}, set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
         log_prob_mismatch_mean=1e-4, drop_rate_by_length={}, drop_rate_by_pass_rate={},
     )  # fmt: skip
 
 
-def settled(step: int, prompt: int, sample: int, text: str) -> Settled:
+def settled(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:
     """A trajectory that says `text`."""
-    return Settled(
+    return SettledTrajectory(
         step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
         completion=text, reference=text, reward=(prompt + sample) % 4 / 4, parts={"exact": 0.5}, finish_reason="EOS",
         tokens=24, versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],

@@ -1,4 +1,4 @@
-"""One fleet lent to one test module after the other. Knows no test, and not when a fleet is to be given up."""
+"""One fleet that test modules use one after the other. Knows no test."""
 
 from __future__ import annotations
 

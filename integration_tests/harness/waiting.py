@@ -12,8 +12,8 @@ Found = TypeVar("Found")
 
 def wait_for(look: Callable[[], Found | None], what: str, timeout_s: float = 120.0) -> Found:
     """The first true value of `look`; fails the test after `timeout_s` seconds, naming `what`."""
-    give_up_at = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while not (found := look()):
-        assert time.monotonic() < give_up_at, f"waited {timeout_s:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(PAUSE_S)
     return found

@@ -147,9 +147,9 @@ def valkey(tmp_path):
     socket_path = tmp_path / "store.sock"
     command = [get_binary_path(), "--port", "0", "--unixsocket", socket_path, "--dir", tmp_path, "--save", ""]
     server = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-    give_up_at = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not socket_path.exists():
-        assert server.poll() is None and time.monotonic() < give_up_at, "the store did not start"
+        assert server.poll() is None and time.monotonic() < deadline, "the store did not start"
         time.sleep(0.05)
     yield f"unix://{socket_path}"
     server.kill()

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import psutil
 import pytest
+import yaml
 from harness.processes import ROOT
 from harness.waiting import wait_for
 
@@ -147,7 +148,52 @@ def test_paths_of_one_machine_are_found(tmp_path):
     )
 
 
-@pytest.mark.parametrize("check", [("ci.private_paths",), ("ci.spec_docs", "--check", "docs/run-spec.md")])
+REPLACED = [
+    "a gang of ranks",
+    "class GangRounds:",
+    "join_gang(",
+    "rpc LeaveGang(",
+    "CUSTODY_FULL = 3;",
+    "its crew is complete",
+    "lease desk",
+    "await placement.let_go(trainer)",
+    "a rollout lets go of its lease",
+    "self._stand_down_rollouts()",
+    "it gave up after three",
+    "_give_up_at = 3",
+    "from x import mistakes",
+    'async def load(self): """See `Store.load`."""',
+    "# PROTOCOL, section 5",
+    "await together(*calls)",
+]
+HONEST = [
+    "a gangway to the ganglion",
+    "a kernel of a convolution, and Linux's kernel",
+    "the members of a group whose rewards are equal",
+    "port 8470 and the body of a request",
+    "what belongs together (three calls)",
+    "gives up to three answers",
+    "a user's mistake",
+    "ssl.PROTOCOL_TLS_CLIENT speaks the protocol",
+    '"""See `docs/engines.md`, which says why."""',
+    "parameters and meters per second",
+]
+
+
+def test_replaced_words_are_found_with_what_to_say_instead():
+    from ci.words import findings
+
+    for line in REPLACED:
+        (found,) = findings("some/file.py", f"first\n{line}")
+        assert found.startswith("some/file.py:2: ") and " → " in found
+    assert [*findings("some/file.py", "\n".join(HONEST))] == []
+    assert "trainer group" in next(findings("x.md", REPLACED[0]))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [("ci.private_paths",), ("ci.words",), ("ci.spec_docs", "--check", "docs/run-spec.md")],
+)
 def test_the_repository_passes(check, repository):
     done = subprocess.run(
         [sys.executable, "-m", *check], cwd=repository, capture_output=True, text=True, timeout=60
@@ -169,6 +215,27 @@ def test_every_dist_is_set_up_checked_and_tested(repository):
     assert set(dists) == folders
     packages = {path.name for path in repository.glob("[!.]*/**/src/headrace_*") if path.is_dir()}
     assert packages <= set(PACKAGES)
+
+
+def test_the_hosted_ci_runs_parts_that_there_are(repository):
+    from ci.plan import NIGHTLY
+
+    workflows = {
+        file.stem: yaml.safe_load(file.read_text())
+        for file in (repository / ".github/workflows").glob("*.yml")
+    }
+    assert ".ci/run" in [step.get("run") for step in workflows["ci"]["jobs"]["run"]["steps"]]
+    named = workflows["nightly"]["jobs"]["part"]["strategy"]["matrix"]["parts"]
+    assert {name for names in named for name in names.split()} == {part.name for part in NIGHTLY}
+
+
+def test_make_help_lists_every_target(repository):
+    makefile = (repository / "Makefile").read_text()
+    targets = makefile.partition(".PHONY: ")[2].partition("\n")[0].split()
+    shown = subprocess.run(
+        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
+    assert [target for target in targets if f"  make {target} " not in shown] == []
 
 
 def test_torch_is_pinned_once(repository):

@@ -64,10 +64,10 @@ def starts_and_stops(environment, package, *options):
     address = f"127.0.0.1:{free_port()}"
     process = environment.start("-m", package, "--listen", address, *options)
     try:
-        give_up_at = time.monotonic() + START_S
+        deadline = time.monotonic() + START_S
         while health_of(address) != health_pb2.HealthCheckResponse.SERVING:
             assert process.poll() is None, process.stdout.read()
-            assert time.monotonic() < give_up_at, f"{package} is not healthy after {START_S} s"
+            assert time.monotonic() < deadline, f"{package} is not healthy after {START_S} s"
             time.sleep(0.2)
         process.terminate()
         output, _ = process.communicate(timeout=STOP_S)

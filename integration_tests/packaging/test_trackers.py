@@ -4,7 +4,7 @@ import json
 import sqlite3
 
 import pytest
-from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.projections.projection import RunProjection
 from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 

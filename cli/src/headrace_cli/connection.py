@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.client.tokens import fleet_token, same_place
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
-from headrace_cli.errors import EXIT_MISTAKE, CommandError, refused
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
@@ -55,6 +55,14 @@ def find_target(url: str | None, data_dir: Path) -> Target:
     return Target(url or guess, token, url is not None)
 
 
+def process_ids(target: Target, data_dir: Path) -> dict[str, int]:
+    """Process ids by instance; empty unless the target is the fleet on the data directory."""
+    state = living_state(DataDir.at(data_dir))
+    if state is None or not same_place(target.url, state.url):
+        return {}
+    return {process.name: process.pid for process in state.processes if process.pid}
+
+
 @contextmanager
 def saying(what: str) -> Iterator[None]:
     """Says on standard error what the command waits for, once it has waited for a while."""
@@ -86,6 +94,6 @@ def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
                 raise CommandError(
                     f"{error.message}; {TOKEN_HINT}",
                     reason=error.reason,
-                    exit_code=EXIT_MISTAKE,
+                    exit_code=EXIT_USER_ERROR,
                 ) from error
             raise refused(error) from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.client.errors import Problem
 
 from headrace_cli.connection import CHECKING, Target, connect, saying
-from headrace_cli.errors import EXIT_MISTAKE, CommandError
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError
 
 if TYPE_CHECKING:
     from headrace.client import Client
@@ -37,7 +37,7 @@ def check_with(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
 
 def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     """What is valid and rarely meant, by key; nothing where another release's schema made it valid."""
-    from headrace_schema.rules.spec import doubtful_values
+    from headrace_schema.rules.combinations import doubtful_values
     from headrace_schema.spec import RunSpec
     from pydantic import ValidationError
 
@@ -78,4 +78,4 @@ def check_schema(spec: dict[str, Any]) -> None:
     except ValidationError as error:
         problems = [Problem(item.key, item.problem, item.fix) for item in explain(error, RunSpec)]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the spec"
-        raise CommandError(count, reason="INVALID", exit_code=EXIT_MISTAKE, problems=problems) from error
+        raise CommandError(count, reason="INVALID", exit_code=EXIT_USER_ERROR, problems=problems) from error

@@ -1,11 +1,11 @@
-"""What ends a command: the user's mistake (exit code 2) or anything else (exit code 1). Knows no terminal."""
+"""What ends a command: a user's error (exit code 2) or anything else (exit code 1). Knows no terminal."""
 
 from __future__ import annotations
 
 from headrace.client.errors import HeadraceError, Problem
 
 EXIT_FAILED = 1
-EXIT_MISTAKE = 2
+EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -27,17 +27,17 @@ class CommandError(Exception):
         self.problems = problems or []
 
 
-def mistake(key: str, problem: str, fix: str) -> CommandError:
-    """The user's mistake at one key or option."""
+def user_error(key: str, problem: str, fix: str) -> CommandError:
+    """A user's error at one key or option."""
     return CommandError(
         f"{key}: {problem}; {fix}",
         reason="INVALID",
-        exit_code=EXIT_MISTAKE,
+        exit_code=EXIT_USER_ERROR,
         problems=[Problem(key, problem, fix)],
     )
 
 
 def refused(error: HeadraceError) -> CommandError:
     """A refusal by the coordinator, or its silence."""
-    exit_code = EXIT_MISTAKE if error.is_users_mistake else EXIT_FAILED
+    exit_code = EXIT_USER_ERROR if error.is_user_error else EXIT_FAILED
     return CommandError(error.message, reason=error.reason, exit_code=exit_code, problems=error.problems)

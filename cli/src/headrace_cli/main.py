@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.commands import debug, demo, demonstrations, evaluation, fleet, inspect, plan, profile, run
-from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, CommandError
-from headrace_cli.output import print_error
-from headrace_cli.pipes import quiet_pipes
+from headrace_cli.commands import debug, demo, demonstrations, evaluation, fleet, inspect, plan, run
+from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandError
+from headrace_cli.output import print_error, quiet_pipes
 
 USAGE_ERROR: Any = (
     typer.BadParameter.__base__
@@ -49,13 +48,12 @@ app.add_typer(run.app, name="run")
 app.add_typer(evaluation.app, name="eval")
 app.add_typer(demonstrations.app, name="demonstrations")
 inspect.add_to(app)
-plan.add_to(app)
-profile.add_to(app)
+plan.add_to(app, run.app)
 debug.add_to(app)
 
 
 def main() -> None:
-    """Runs the command line; exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 otherwise."""
+    """Runs the command line; exit codes: 0 done, 2 a user's error, 130 interrupted, 1 otherwise."""
     as_json = "--json" in sys.argv
     if os.environ.get("NO_COLOR"):
         from typer import rich_utils
@@ -79,7 +77,7 @@ def _run_for_programs() -> None:
     try:
         status = app(standalone_mode=False)
     except USAGE_ERROR as error:
-        raise CommandError(error.format_message(), reason="INVALID", exit_code=EXIT_MISTAKE) from error
+        raise CommandError(error.format_message(), reason="INVALID", exit_code=EXIT_USER_ERROR) from error
     except typer.Abort:
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
 from headrace_cli.errors import CommandError
 
@@ -117,3 +118,59 @@ def state_text(text: str, state: str = "") -> Any:
     from rich.text import Text
 
     return Text(text, style=STATE_STYLES.get(state or text, ""))
+
+
+class _Pipe:
+    """A text stream whose broken pipe is the end of the command."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or ends the command."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._leave()
+
+    def flush(self) -> None:
+        """Flushes, or ends the command."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        discard(self._stream)
+        raise SystemExit(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what a stream still holds nowhere, so that the interpreter's last flush does not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextmanager
+def quiet_pipes() -> Iterator[None]:
+    """Ends the command with status 0 when the reader of its output has gone (`headrace run logs RUN | head`).
+
+    Either stream may be closed from the start. SIGPIPE would also end a command whose coordinator closes a connection,
+    and typer and rich turn a BrokenPipeError that reaches `main` into status 1.
+    """
+    streams = {name: stream for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None}
+    for name, stream in streams.items():
+        setattr(sys, name, _Pipe(stream))
+    try:
+        yield
+    finally:
+        for name, stream in streams.items():
+            setattr(sys, name, stream)
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                discard(stream)

@@ -1,17 +1,16 @@
 """Plans without a fleet: files to the planner's plain data, and its answer. Prints nothing.
 
-The one place of the command that calls the coordinator's planner, a pure library, where it is installed.
+The one place of the command that calls the planner.
 """
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
-from headrace_cli.profiles import stored_profile
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_error
+from headrace_cli.profiling import stored_profile
 
 if TYPE_CHECKING:
     from headrace_schema.sections.running import PlacementSection
@@ -41,12 +40,8 @@ def explain_file(
     `simulation`: iterations, seed and chrome_trace; without it the plan is predicted alone. `measured`: folder of the
     profiles that `headrace profile` stored, of which the run spec's is taken where none is given.
     """
-    if find_spec("headrace_coordinator") is None:
-        raise mistake(
-            "headrace plan", "headrace-coordinator is not installed", "pip install 'headrace[local]'"
-        )
     if devices is not None and cluster is not None:
-        raise mistake("--devices", "is given beside --cluster", "give one of them")
+        raise user_error("--devices", "is given beside --cluster", "give one of them")
     document = _read(file, sets)
     request = _of_run_spec(document) if "model" in document else document
     if profile is not None:
@@ -56,7 +51,7 @@ def explain_file(
     elif "profile" not in request:
         stored = stored_profile(measured, document) if measured and "model" in document else None
         if stored is None:
-            raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
+            raise user_error("profile", "there is no measured profile of this model", PROFILE_FIX)
         request["profile"] = _read(stored)
     if "model" in document:
         _without_reply(request)
@@ -74,7 +69,7 @@ def explain_file(
         named = {name for names in request["seats"]["stages"].values() for name in names}
         request["cluster"] = {kind_of(request["profile"]): {"count": len(named)}}
     elif "cluster" not in request:
-        raise mistake("cluster", "no devices are named", "give --devices N or --cluster FILE")
+        raise user_error("cluster", "no devices are named", "give --devices N or --cluster FILE")
     if HOST in kinds_of(request["profile"]) and isinstance(request["cluster"], dict):
         request["cluster"] = {HOST: {"count": 1}, **request["cluster"]}
     if simulation is not None:
@@ -105,7 +100,7 @@ def check_profile(document: dict[str, Any]) -> dict[str, float]:
         return {made.stage: made.error for made in ProfileDocument.model_validate(document).made()}
     except PlanError as error:
         first = error.problems[0]
-        raise mistake(first.key, first.problem, first.fix) from error
+        raise user_error(first.key, first.problem, first.fix) from error
 
 
 def write_trace(trace: dict[str, Any], file: Path) -> None:
@@ -113,7 +108,7 @@ def write_trace(trace: dict[str, Any], file: Path) -> None:
     try:
         file.write_text(json.dumps(trace), encoding="utf-8")
     except OSError as error:
-        raise mistake(
+        raise user_error(
             "--chrome-trace", f"{file}: {error.strerror}", "name a file that can be written"
         ) from error
 
@@ -202,7 +197,7 @@ def _without_reply(request: dict[str, Any]) -> None:
 
 def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int | None) -> None:
     """Where simulators or replies have devices of their own, every stage has those that the placement names."""
-    from headrace_schema.rules.simulators import apart
+    from headrace_schema.rules.acting import apart
     from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(document)
@@ -212,12 +207,12 @@ def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int 
     key = "simulator" if placement.simulator else "reply"
     if placement.mode == "hybrid":
         problem = f"with placement.{key} the planner knows no devices that change sides within a step"
-        raise mistake("placement.mode", problem, "plan with collocated or disaggregated")
+        raise user_error("placement.mode", problem, "plan with collocated or disaggregated")
     if placement.reply and run.graph.reply_stage not in stages:
         problem = (
             f"it has no stage {run.graph.reply_stage!r} of its own, as placement.reply names devices for it"
         )
-        raise mistake("profile", problem, "measure a run with placement.reply, or add the stage")
+        raise user_error("profile", problem, "measure a run with placement.reply, or add the stage")
     sides = {side: _devices_of(placement, side, devices) for side in ("rollout", "trainer", key)}
     if placement.simulator:
         sides["rollout"], sides[key] = apart(sides["rollout"], sides[key], run.rollout.instances)
@@ -235,7 +230,7 @@ def _devices_of(placement: PlacementSection, side: str, devices: int | None) -> 
     for name in getattr(placement, side):
         where, _, own = name.rpartition("/")
         if own == EVERY and devices is None:
-            raise mistake(f"placement.{side}", f"{name} is as many as there are", "give --devices N")
+            raise user_error(f"placement.{side}", f"{name} is as many as there are", "give --devices N")
         numbers = map(str, range(devices or 0)) if own == EVERY else [own.rpartition(":")[2]]
         found += [f"{where}/{number}" if where else number for number in numbers]
     return list(dict.fromkeys(found))
@@ -256,4 +251,4 @@ def _explained(request: dict[str, Any]) -> dict[str, Any]:
             wrong = [Problem(item.key, item.problem, item.fix) for item in error.problems]
     first = f"{wrong[0].key}: {wrong[0].problem}; {wrong[0].fix}"
     words = first if len(wrong) == 1 else f"{len(wrong)} problems"
-    raise CommandError(f"no plan: {words}", reason="INVALID", exit_code=EXIT_MISTAKE, problems=wrong)
+    raise CommandError(f"no plan: {words}", reason="INVALID", exit_code=EXIT_USER_ERROR, problems=wrong)

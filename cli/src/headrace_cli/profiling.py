@@ -1,25 +1,46 @@
-"""Measures what a spec's stages cost on a fleet: from the first steps of its runs, and from short ones.
+"""Measures what a spec's stages cost on a fleet, from the first steps of its runs and from short ones, and stores it.
 
-Measuring costs a run nothing: every run keeps the seconds of its steps. Knows no cost model; see
-planner/profiling/measured.py.
+Every run keeps the seconds of its steps, so measuring costs a run nothing. One file holds the profile of all specs
+whose stages cost alike. The cost model is the planner's (`headrace_planner.profiling.measured`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
-from headrace_cli.errors import CommandError, mistake
-from headrace_cli.profiles import costs_alike
+from headrace_cli.errors import CommandError, user_error
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run, Step, Trajectory
     from headrace_planner.profiling.measured import MeasuredStep
 
+COST_NOTHING = {
+    *(
+        "name",
+        "steps",
+        "seed",
+        "deterministic",
+        "export",
+        "optimizer",
+        "placement",
+        "evaluation",
+        "checkpoint",
+    ),
+    *("tracking", "scheduling", "limits", "from_checkpoint"),
+}
+"""Sections that do not change what an answer costs in any stage."""
+STARTED_FROM = {"algorithm": {"prompts_per_step"}, "trainer": {"warmup"}, "data": {"heldout", "heldout_seed"}}
+"""Keys that may differ too: the batch is what points are measured over."""
 FIRST_STEPS = 10
 """Steps of a run that count, after the first one, which pays for the start."""
 LOOKED_AT = 50
@@ -83,7 +104,7 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
         devices |= {device for step in counted for device in step.devices}
         groups += _lengths(client.trajectories(run.id))
     if not steps:
-        raise mistake("profile", "no run of this spec has made two steps", "measure it without --stored")
+        raise user_error("profile", "no run of this spec has made two steps", "measure it without --stored")
     kinds = sorted({device.rpartition("/")[2].partition(":")[0] for device in devices})
     hosts = sorted({device.rpartition("/")[0] for device in devices if "/" in device})
     about = (
@@ -130,3 +151,36 @@ def _measured(step: Step, reply: str) -> MeasuredStep:
         devices={stage: len(found) for stage, found in devices.items()},
         in_turns=bool(devices["generate"] & devices["learn"]),
     )
+
+
+def costs_alike(spec: RunSpec) -> str:
+    """A digest of everything in a spec that decides what its stages cost."""
+    document = spec.model_dump(mode="json", exclude={**dict.fromkeys(COST_NOTHING, True), **STARTED_FROM})
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def profile_file(folder: Path, spec: RunSpec, kind: str) -> Path:
+    """The file of a spec's profile on devices of a kind."""
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", spec.model.path).strip("-.").rpartition("-")[2] or "model"
+    return folder / f"{model}-{kind}-{costs_alike(spec)}.yaml"
+
+
+def stored_profile(folder: Path, document: dict[str, Any]) -> Path | None:
+    """The newest stored profile of a valid run spec; None where there is none."""
+    digest = costs_alike(RunSpec.model_validate(document))
+    found = sorted(folder.glob(f"*-{digest}.yaml"), key=lambda file: file.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def text_of(document: dict[str, Any]) -> str:
+    """A profile as YAML that a person can edit."""
+    text: str = yaml.safe_dump(document, sort_keys=False, width=110)
+    return text
+
+
+def store(file: Path, document: dict[str, Any]) -> None:
+    """Writes a profile in one piece."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}")
+    aside.write_text(text_of(document), encoding="utf-8")
+    aside.replace(file)

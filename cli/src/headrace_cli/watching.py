@@ -41,13 +41,13 @@ class Reporter(Protocol):
 
 def follow(client: Client, run_id: str, reporter: Reporter, timeout_s: float | None = None) -> Snapshot:
     """Follows a run until it has ended; returns the last picture. TimeoutError after `timeout_s` seconds."""
-    give_up_at = time.monotonic() + timeout_s if timeout_s else float("inf")
+    deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
     snapshot = look(client, run_id, None, sample=reporter.wants_sample)
     while True:
         reporter.update(snapshot)
         if snapshot.run.ended:
             return snapshot
-        if time.monotonic() > give_up_at:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"{run_id} has not ended after {timeout_s:g} s; {snapshot.run.waiting_for}")
         time.sleep(POLL_S)
         snapshot = look(client, run_id, snapshot, sample=reporter.wants_sample)

@@ -1,4 +1,4 @@
-"""Instances whose runs a test opens and closes: real ones over gRPC, and the simulation's, behind one face."""
+"""Instances whose runs a test opens and closes: real ones over gRPC, and the simulation's, with one interface."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from headrace_simulation.fleet.network import SimulatedInstanceClient
 from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.fleet.trainer import Trainer
+from typing_extensions import override
 
 from harness.services.alone import CALL_S, Service, channel_to
 from harness.services.fake_fleet import FakeFleet
@@ -146,30 +147,30 @@ class RealSubject(Subject):
         self._fleet = fleet
         self._stub = STUBS[kind](channel)
 
+    @override
     def call(self, method: str, request: Any) -> Any:
-        """See `Subject.call`."""
         with _refusals():
             return getattr(self._stub, method)(request, timeout=CALL_S)
 
+    @override
     def stream(self, method: str, request: Any) -> list[Any]:
-        """See `Subject.stream`."""
         with _refusals():
             return list(getattr(self._stub, method)(iter([request]), timeout=CALL_S))
 
+    @override
     def reports(self) -> list[Report]:
-        """See `Subject.reports`."""
         return [_report(message) for message in self._fleet.reports(f"{self.kind}-0")]
 
+    @override
     def grant(self, epoch: int) -> None:
-        """See `Subject.grant`."""
         self._fleet.grant(f"{self.kind}-0", epoch)
 
     def renew(self, epoch: int, *, renewed: bool) -> None:
         """See `Subject.renew`; the lease's own time passes after this."""
         self._fleet.renews = renewed
 
+    @override
     def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
-        """See `Subject.revoked_while`."""
         over = threading.Event()
 
         def requests() -> Iterator[Any]:
@@ -195,13 +196,13 @@ class SimulatedSubject(Subject):
         self._instance = SIMULATED[kind](f"{kind}-0", f"{kind}-0#1", random.Random(1))
         self._port = SimulatedInstanceClient(self._instance, random.Random(2), False)
 
+    @override
     def call(self, method: str, request: Any) -> Any:
-        """See `Subject.call`."""
         with _refusals():
             return self._runner.run(self._port.call(method, request, CALL_S))
 
+    @override
     def stream(self, method: str, request: Any) -> list[Any]:
-        """See `Subject.stream`."""
 
         async def requests() -> AsyncIterator[Any]:
             yield request
@@ -212,22 +213,22 @@ class SimulatedSubject(Subject):
         with _refusals():
             return self._runner.run(collect())
 
+    @override
     def reports(self) -> list[Report]:
-        """See `Subject.reports`."""
         return [_report(message) for message in self._instance.open_runs.reports()]
 
+    @override
     def grant(self, epoch: int) -> None:
-        """See `Subject.grant`."""
         self._instance.held[epoch] = ()
         self._instance.granted()
         self.renew(epoch, renewed=True)
 
+    @override
     def renew(self, epoch: int, *, renewed: bool) -> None:
-        """See `Subject.renew`."""
         self._instance.deadlines[epoch] = math.inf if renewed else 0.0
 
+    @override
     def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
-        """See `Subject.revoked_while`."""
 
         async def requests() -> AsyncIterator[Any]:
             yield request

@@ -30,7 +30,7 @@ def reward_target(service):
 
     def score():
         item = reward_pb2.ScoreItem(
-            sample=common_pb2.SampleKey(prompt_ordinal=1, sample_index=1),
+            sample=common_pb2.SlotKey(prompt_ordinal=1, sample_index=1),
             attempt=next(attempts),
             prompt="1+1=",
             completion="2",
@@ -98,7 +98,7 @@ def simulator_target(service):
 
 def rollout_target(service, engine, published, model):
     config = json.dumps({"model": {"path": str(model), "dtype": "float32"}, "rollout": {}, "seed": 3})
-    keys = [common_pb2.SampleKey(prompt_ordinal=99, sample_index=1)]
+    keys = [common_pb2.SlotKey(prompt_ordinal=99, sample_index=1)]
     attempts = itertools.count(100)
 
     def generate():

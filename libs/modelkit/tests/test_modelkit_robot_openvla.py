@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.convert import convert, main
+from headrace_modelkit.robot.convert import convert, load_published, main, published_config
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.openvla.model import OpenVlaConfig
-from headrace_modelkit.robot.openvla.published import load_published, published_config
 from headrace_modelkit.robot.openvla.tokens import ActionTokens
 from headrace_modelkit.robot.openvla.vit import PUBLISHED
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import headrace_modelkit.threads as module
 import pytest
 import torch
-from headrace_modelkit.threads import KEPT, Choice, Threads
+from headrace_modelkit.threads import KEPT, MOST, Choice, Threads
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +18,11 @@ def _one_thread_again():
 class Clock:
     """Time passes as the work says, by the number of threads that torch then has."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.now = 0.0
-        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+    def __call__(self):
+        return self.now
 
     def do(self, threads, kind, size, seconds):
         """One piece of work: seconds by the number of threads; with how many it was done."""
@@ -31,8 +32,9 @@ class Clock:
         return used
 
 
-def test_work_that_threads_slow_is_done_in_one_and_the_rest_in_all(monkeypatch):
-    clock, threads = Clock(monkeypatch), Threads()
+def test_work_that_threads_slow_is_done_in_one_and_the_rest_in_all():
+    clock = Clock()
+    threads = Threads(clock)
     threads.lease(2)
     small, large = {1: 0.001, 2: 0.002}, {1: 1.0, 2: 0.6}
     used = [
@@ -53,7 +55,7 @@ def test_a_machine_that_slows_meanwhile_favours_neither():
 
 def test_no_gain_is_worth_one_thread_alone():
     choice, noise = Choice(), itertools.cycle([1.0, 1.3, 0.9, 1.1, 1.2])
-    for _ in range(2 + 2 * module.MOST):
+    for _ in range(2 + 2 * MOST):
         choice.took(next(noise))
     assert not choice.several
 
@@ -70,8 +72,9 @@ def test_it_looks_again_after_a_while():
     assert found == {True, False}
 
 
-def test_a_deterministic_run_and_one_core_keep_their_number(monkeypatch):
-    clock, threads = Clock(monkeypatch), Threads()
+def test_a_deterministic_run_and_one_core_keep_their_number():
+    clock = Clock()
+    threads = Threads(clock)
     threads.fixed = True
     threads.lease(2)
     assert {clock.do(threads, "micro", 8, {1: 1.0, 2: 9.0}) for _ in range(20)} == {2}
@@ -80,8 +83,9 @@ def test_a_deterministic_run_and_one_core_keep_their_number(monkeypatch):
     assert {clock.do(threads, "micro", 8, {1: 9.0, 2: 1.0}) for _ in range(20)} == {1}
 
 
-def test_what_is_known_of_a_lease_holds_when_its_cores_come_back(monkeypatch):
-    clock, threads = Clock(monkeypatch), Threads()
+def test_what_is_known_of_a_lease_holds_when_its_cores_come_back():
+    clock = Clock()
+    threads = Threads(clock)
     threads.lease(2)
     seconds = {1: 0.001, 2: 0.002, 3: 0.003}
     for _ in range(12):
@@ -93,8 +97,9 @@ def test_what_is_known_of_a_lease_holds_when_its_cores_come_back(monkeypatch):
 
 
 @pytest.mark.parametrize(("several", "long"), [(0.6, True), (1.7, True), (0.6, False)])
-def test_of_long_pieces_that_differ_plainly_one_in_one_thread_is_enough(monkeypatch, several, long):
-    clock, threads = Clock(monkeypatch), Threads()
+def test_of_long_pieces_that_differ_plainly_one_in_one_thread_is_enough(several, long):
+    clock = Clock()
+    threads = Threads(clock)
     threads.lease(2)
     unit = 1.0 if long else 0.01
     used = [clock.do(threads, "micro", 800, {1: unit, 2: several * unit}) for _ in range(8)]

@@ -2,8 +2,7 @@
 
 import pytest
 from headrace_modelkit.presets.tiny import character_tokenizer
-from headrace_modelkit.token_lengths import TokenLengths
-from headrace_modelkit.tokenizer import TextCodec
+from headrace_modelkit.tokenizer import TextCodec, TokenLengths
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

@@ -23,7 +23,7 @@ from headrace_planner import (
     Workload,
     reasoning,
 )
-from headrace_planner.cluster import Label, moving, simulate, simulate_elastic
+from headrace_planner.cluster import Label, elastic_step, simulate, simulate_elastic
 from headrace_planner.cluster.sampling import Draws
 from headrace_planner.elastic.outlook import MoveCosts, Terms
 from headrace_planner.elastic.policy import (
@@ -265,7 +265,7 @@ def test_a_device_moves_when_it_would_by_somebody_who_knows_all_lengths(monkeypa
     seeds = range(6)
 
     def mean(policy):
-        monkeypatch.setattr(moving, "plan_elastic", policy)
+        monkeypatch.setattr(elastic_step, "plan_elastic", policy)
         return fmean(simulate_elastic(work, tree, costs, 1, seed).step_s for seed in seeds)
 
     def at(seconds):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from headrace_schema.problems import explain, nearest, sentence
-from headrace_schema.rules.spec import doubtful_values
+from headrace_schema.rules.combinations import doubtful_values
 from headrace_schema.sections.learning import LoraSection
 from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from headrace_servicekit.process import capacity
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory, host_memory, process_bytes
 
 FLEET = [("rollout", 1), ("rollout", 2), ("trainer", 3)]
@@ -74,7 +73,7 @@ def test_the_hosts_memory_is_positive():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_containers_limit_counts(tmp_path, monkeypatch, version):
+def test_a_containers_limit_counts(tmp_path, version):
     folder = tmp_path / "memory" if version == 1 else tmp_path
     folder.mkdir(exist_ok=True)
     limit, used = (
@@ -86,7 +85,6 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch, version):
     (folder / used).write_text(f"{GIB // 4}\n")
     key = "total_inactive_file" if version == 1 else "inactive_file"
     (folder / "memory.stat").write_text(f"anon 5\n{key} {GIB // 16}\n")
-    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
-    assert host_memory() == HostMemory(GIB // 2, GIB // 4 + GIB // 16)
+    assert host_memory(tmp_path) == HostMemory(GIB // 2, GIB // 4 + GIB // 16)
     (folder / limit).write_text("max\n")
-    assert host_memory().total > GIB // 2
+    assert host_memory(tmp_path).total > GIB // 2

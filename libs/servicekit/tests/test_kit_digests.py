@@ -19,7 +19,7 @@ def trajectory(**changes):
     observation = {f"camera{i}": common_pb2.Tensor(shape=[i]) for i in range(20)}
     actions = common_pb2.ActionSegment(observation=observation)
     fields = {
-        "sample": common_pb2.SampleKey(prompt_ordinal=3, sample_index=1),
+        "sample": common_pb2.SlotKey(prompt_ordinal=3, sample_index=1),
         "attempt": 2,
         "segments": [common_pb2.Segment(tokens=tokens), common_pb2.Segment(actions=actions)],
         "completion_text": "five six",

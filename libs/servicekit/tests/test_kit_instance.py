@@ -252,7 +252,7 @@ async def test_a_drain_runs_the_callback_within_its_grace(fleet, instances, unti
     assert graces == [pytest.approx(0.3)]
 
 
-async def test_a_lease_that_cannot_be_let_go_is_not_called_released(fleet, instances, until):
+async def test_a_lease_that_cannot_be_freed_is_not_called_released(fleet, instances, until):
     async def broken(epoch, notice_s, keep):
         raise ValueError("device lost")
 

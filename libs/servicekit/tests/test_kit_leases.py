@@ -81,7 +81,7 @@ def test_a_stale_epoch_is_forgotten_at_once_and_given_up():
         leases.HeartbeatSent(1, 5.0), leases.HeartbeatAcked(1, at=6.0, stale=(7, 99)), state=held()
     )
     assert effects == [leases.Drop(7), leases.Release(7, 0.0)]
-    state, effects = run(leases.LetGo(7, leases.Memory(1234, 99)), state=state)
+    state, effects = run(leases.Released(7, leases.Memory(1234, 99)), state=state)
     assert effects == [leases.Drop(7), leases.TellReleased(7, leases.Memory(1234, 99))] and not state.holdings
 
 
@@ -90,7 +90,7 @@ def test_a_stale_epoch_of_register_is_given_up():
     assert effects == [leases.Drop(7), leases.Release(7, 0.0)]
 
 
-def test_a_revoked_lease_stays_valid_and_renewed_until_it_is_let_go():
+def test_a_revoked_lease_stays_valid_and_renewed_until_it_is_released():
     state, effects = run(leases.Revoked(7, 3.0), leases.Revoked(7, 3.0), state=held())
     assert effects == [leases.Release(7, 3.0)] and state.epochs() == [7]
     _, effects = run(
@@ -102,14 +102,14 @@ def test_a_revoked_lease_stays_valid_and_renewed_until_it_is_let_go():
 def test_a_revoke_during_the_grant_waits_for_it_and_never_says_held():
     state, effects = run(leases.SessionOpened(0, TTL), leases.Granted(lease(7)), leases.Revoked(7, 2.0))
     assert effects == [leases.Acquire(lease(7))]
-    _, effects = run(leases.Acquired(7), leases.LetGo(7, leases.Memory(5)), state=state)
+    _, effects = run(leases.Acquired(7), leases.Released(7, leases.Memory(5)), state=state)
     assert effects == [leases.Release(7, 2.0), leases.Drop(7), leases.TellReleased(7, leases.Memory(5))]
 
 
 def test_repeated_commands_get_the_same_answers():
     state, effects = run(leases.Granted(lease(7)), state=held())
     assert effects == [leases.TellHeld(7)]
-    state, _ = run(leases.Revoked(7, 0), leases.LetGo(7, leases.Memory(42)), state=state)
+    state, _ = run(leases.Revoked(7, 0), leases.Released(7, leases.Memory(42)), state=state)
     _, effects = run(leases.Revoked(7, 0), leases.Granted(lease(7)), state=state)
     assert effects == [
         leases.TellReleased(7, leases.Memory(42)),
@@ -155,7 +155,7 @@ class World:
                 case leases.Acquire(granted):
                     self.feed(leases.Acquired(granted.epoch))
                 case leases.Release(epoch, _):
-                    self.feed(leases.LetGo(epoch, leases.Memory()))
+                    self.feed(leases.Released(epoch, leases.Memory()))
 
     def reconnect(self):
         self.up.clear()

@@ -14,17 +14,13 @@ def test_a_port_is_free_and_none_that_the_kernel_gives_away():
             mine.bind((ports.LOOPBACK, port))
 
 
-def test_a_port_that_somebody_has_is_not_chosen(monkeypatch):
+def test_a_port_that_somebody_has_is_not_chosen(tmp_path):
     with socket.socket() as theirs:
         theirs.bind((ports.LOOPBACK, 0))
         taken = theirs.getsockname()[1]
-        monkeypatch.setattr(ports, "FIRST", taken)
-        monkeypatch.setattr(ports, "LAST", taken + 1)
-        monkeypatch.setattr(ports, "_kernels_first", lambda: taken + 1)
-        assert ports.free_port() not in (0, taken)
+        assert ports.free_port(taken, taken + 1, tmp_path / "nothing") not in (0, taken)
 
 
-def test_where_all_ports_are_the_kernels_any_one_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(ports, "KERNELS_RANGE", tmp_path / "range")
+def test_where_all_ports_are_the_kernels_any_one_is_taken(tmp_path):
     (tmp_path / "range").write_text("1024\t65535\n")
-    assert ports.free_port() > 0
+    assert ports.free_port(kernels=tmp_path / "range") > 0

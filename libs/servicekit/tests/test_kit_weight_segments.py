@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.weights import WeightStore, receive_weights
 from headrace_servicekit.weights.segments import MAPPED_FILES, MappedSegments, make_segment
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transfer import receive_weights
 
 RUN = "runs/r"
 SIZE = 8192
@@ -89,7 +90,7 @@ def test_a_file_of_another_size_is_refused(segment, tmp_path):
         MappedSegments().open(tmp_path / "file", 1)
 
 
-def test_mappings_that_nobody_uses_are_bounded_and_deleted_files_are_let_go(tmp_path):
+def test_mappings_that_nobody_uses_are_bounded_and_deleted_files_are_released(tmp_path):
     mapped = MappedSegments()
     held = []
     for index in range(3 * MAPPED_FILES):
@@ -173,7 +174,7 @@ async def test_what_others_hold_leaves_with_its_last_user(pair):
     trainer, rollout = pair
     publish(trainer)
     received = await take(rollout, trainer, 1)
-    rollout.let_go(RUN)
+    rollout.release(RUN)
     assert rollout.find(RUN, 1) is None and bytes(received.body) == bytes(trainer.get(RUN, 1).body)
     name = trainer.get(RUN, 1).path.name
 

@@ -8,7 +8,7 @@ from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, receive_weights
+from headrace_servicekit.weights.transfer import WeightServicer, receive_weights
 from weight_parts import LAYOUT, RUN, publish
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC

@@ -58,8 +58,8 @@ class Opened:
                 await asyncio.sleep(0.01)
 
 
-def submitted():
-    return ev.RunSubmitted(at=1.0, run="r", spec=SPEC, directory="d")
+def submitted(directory="d", run="r", evaluation=None):
+    return ev.RunSubmitted(at=1.0, run=run, spec=SPEC, directory=directory, evaluation=evaluation)
 
 
 def restored(number, parent=0, ordinal=0, frontier=0, kept=None):
@@ -84,9 +84,9 @@ def committed(step, number=None, parent=None):
     return ev.StepCommitted(at=0, run="r", certificate=made, view=view)
 
 
-def ended():
+def ended(run="r"):
     return [
-        ev.RunStateChanged(at=0, run="r", state=state, reason="")
+        ev.RunStateChanged(at=0, run=run, state=state, reason="")
         for state in (run_states.PLANNING, run_states.CANCELLED)
     ]
 

@@ -1,6 +1,7 @@
 """Events of versions and steps, and a ledger of one open step, for tests of the pure rules."""
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.compact import compact_drops
 from headrace_coordinator.domain.ledger.dispatch import (
     plan_assign,
 )
@@ -23,9 +24,10 @@ def restored(number, parent=0, ordinal=0, frontier=0):
 
 
 def certificate(number, parent, ordinal, step, trained=(), dropped=()):
+    drops = dropped if isinstance(dropped, dict) else compact_drops(dropped)
     return ev.Certificate(
         number=number, parent=parent, ordinal=ordinal, digest=f"d{number}", step=step, attempt=1,
-        trained=list(trained), dropped=dropped or [], set_digest="", tokens=0, tokens_by_version={}, max_staleness=0,
+        trained=list(trained), dropped=drops, set_digest="", tokens=0, tokens_by_version={}, max_staleness=0,
         log_prob_mismatch_mean=0.0, drop_rate_by_length={}, drop_rate_by_pass_rate={},
     )  # fmt: skip
 

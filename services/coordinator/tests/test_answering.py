@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_coordinator.fleet.instance_client import CallRefused
-from headrace_coordinator.run.evaluation.answering import ATTEMPTS, Questions, answer
+from headrace_coordinator.run.evaluation.evaluate import ATTEMPTS, Questions, answer
 
 
 class Refusing:
@@ -17,9 +17,8 @@ class Refusing:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.asked = reason, 0
-        here = SimpleNamespace(staff=self.nothing)
-        self.placement = SimpleNamespace(simulators=here, repliers=here)
-        self.workers = SimpleNamespace(rollouts=[self], usable=lambda member: True, pools=None)
+        self.modality = SimpleNamespace(prepare=self.nothing, opening=lambda *_: rollout.RunEpisodesOpen())
+        self.workers = SimpleNamespace(rollouts=[self], usable=lambda worker: True)
         self.spec = SimpleNamespace(limits=SimpleNamespace(step_timeout_s=1.0))
 
     async def nothing(self, *_: object) -> None:
@@ -36,7 +35,7 @@ class Refusing:
 async def asked(reason: str) -> int:
     """How often a rollout is asked that refuses for this reason, where nobody raises."""
     refusing = Refusing(reason)
-    questions = Questions(["item"], 1, rollout.RunEpisodesOpen())
+    questions = Questions(["item"], 1, sampling=None)
     await answer(refusing, None, questions, [0], {})  # type: ignore[arg-type]
     return refusing.asked
 

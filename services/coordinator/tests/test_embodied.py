@@ -2,23 +2,21 @@
 
 import asyncio
 import json
-import random
 
 import numpy as np
 import pytest
+from embodied_parts import Robots, Scaled
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.run.simulators.pools import BLOB_BYTES
-from headrace_coordinator.run.simulators.spaces import divide, fit
-from headrace_coordinator.run.simulators.written import read_written
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
+from headrace_coordinator.run.simulators.pools import BLOB_BYTES, divide
 from headrace_coordinator.run.step.trajectories import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.tensors import encode_tensor
 from headrace_simulation.virtual_time import run_virtual
-from headrace_simulation.world import World
 
 FLOAT, PIXEL = common.DATA_TYPE_FLOAT32, common.DATA_TYPE_UINT8
 
@@ -122,7 +120,7 @@ def test_what_a_directory_says_of_its_policy_has_to_fit(written, environment, ke
     (tmp_path / "policy.json").write_text(json.dumps({**WRITTEN, **written}))
     problems = []
     try:
-        fit(None, section(**environment), {"a": pool()}, read_written(str(tmp_path)))
+        fit(None, section(**environment), {"a": pool()}, read_policy_file(str(tmp_path)))
     except Impossible as impossible:
         problems = [each.key for each in impossible.problems]
     assert problems == keys
@@ -145,51 +143,6 @@ def test_executed_actions_count_as_tokens():
         encode_tensor(np.array([[True, True], [True, False]]))
     )
     assert sampled(episode) == (3, [(4, 3)])
-
-
-def embodied(seed: int, rollouts: int = 2, steps: int = 6) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "name": "robots",
-            "workflow": "embodied",
-            "seed": seed,
-            "steps": steps,
-            "model": {"policy": {"kind": "mlp"}},
-            "environment": {"tasks": ["reach", "push"], "count": 8},
-            "data": {"heldout": 4, "options": {"starts": 40}},
-            "algorithm": {"name": "ppo", "group_size": 1, "prompts_per_step": 8},
-            "rollout": {"instances": rollouts},
-            "evaluation": {"every": 2},
-        }
-    )
-
-
-class Robots(World):
-    """A fleet with two simulators; what happens to them is up to the test."""
-
-    def __init__(self, seed: int, strikes: int = 0, rollouts: int = 2) -> None:
-        super().__init__(seed, faults=False)
-        self.spec = embodied(seed, rollouts)
-        self.strikes = strikes
-        self.calls: list[str] = []
-        self.requests: list[object] = []
-
-    def heard(self, method: str, request: object) -> None:
-        super().heard(method, request)
-        self.calls.append(method)
-        self.requests.append(request)
-
-    async def trouble(self) -> None:
-        """Kills a simulator as often as asked, each time while a stream of episodes is open."""
-        rng = random.Random(f"{self.seed}/robots")
-        for _ in range(self.strikes):
-            await asyncio.sleep(rng.uniform(1.0, 4.0))
-            while not any(i.running for i in self.living("rollout")):  # type: ignore[attr-defined]  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            await self.kill(rng.choice(self.living("simulator")).incarnation)
-
-    def events(self, kind: type) -> list:
-        return [event for event in self.store.log if isinstance(event, kind)]
 
 
 def test_an_embodied_run_trains_on_episodes_and_leaves_nothing_open():
@@ -222,24 +175,6 @@ def test_a_lost_simulator_costs_no_step_and_no_recovery(seed):
     assert outcome.trained > outcome.dropped
     assert len(world.events(ev.PolicyFitted)) == 1
     assert sum(i.KIND == "simulator" for i in world.instances.values()) > 2
-
-
-class Scaled(Robots):
-    """In the middle of the run a third simulator comes, and then the first two are told to stop."""
-
-    async def trouble(self) -> None:
-        old = self.living("simulator")
-        while not any(i.running for i in self.living("rollout")):  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await self.bear("simulator", "simulator-9", self.hosts[0])
-        new = self.newcomer
-        while not new.pools:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asyncio.gather(*(self.terminate(each, 10.0) for each in old))
-
-    @property
-    def newcomer(self):
-        return next(i for i in self.instances.values() if i.name == "simulator-9")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,14 +3,13 @@
 import asyncio
 
 import pytest
+from admission_parts import admit_all, fleet, submit
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
-from headrace_coordinator.domain.devices.room import least_room
-from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
+from headrace_coordinator.domain.devices.scheduling import least_room, plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import Grant
 from headrace_simulation.fleet.network import SimulatedInstanceClient
-from test_admission import admit_all, fleet, submit
-from test_regroup import COORDINATOR, LEADER, Scene, played
+from regroup_parts import COORDINATOR, LEADER, Scene, played
 
 QUANTUM = 60.0
 

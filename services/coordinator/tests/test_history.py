@@ -6,10 +6,10 @@ import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import snapshot
 from headrace_coordinator.run.checkpointing import ledger_of, missing_steps, read_ledger
+from headrace_coordinator.store import history as history_module
 from headrace_coordinator.store.history import History
-from headrace_coordinator.store.history import history as history_module
-from headrace_coordinator.store.history.files import RunFiles
 from headrace_coordinator.store.redis_store import RedisStore
+from headrace_coordinator.store.run_files import RunFiles
 from history_parts import Opened, committed, ended, restored, submitted, train
 
 
@@ -83,9 +83,9 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
         case "garbage":
             segment.write_bytes(data[:-3000] + b"\x00" * 3000)
         case "no index":
-            (directory / "steps.2.index").unlink()
+            (directory / "steps.index").unlink()
         case "short index":
-            with (directory / "steps.2.index").open("ab") as file:
+            with (directory / "steps.index").open("ab") as file:
                 file.truncate(500)
                 file.write(b"torn")
     two = await opened()
@@ -197,13 +197,14 @@ async def test_the_newest_events_come_first_in_pages_and_without_slots(opened):
     assert whole[2].data["certificate"]["trained"] == 4
 
 
-async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
+async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened, tmp_path):
     one = await opened()
     one.event_log.post(submitted(), restored(1))
     await train(one.event_log, 10)
     one.event_log.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
     await one.event_log.flush()
     before, ids = one.reads.run("r"), await one.events()
+    before = before.model_copy(update={"run_directory": str(tmp_path / "runs/r")})
     await one.reads.archive.once()
     each = one
     for again in (False, True):
@@ -217,25 +218,6 @@ async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
         assert (checkpoint.name, checkpoint.version.ordinal) == ("c", 10)
         shown, _more = each.reads.runs(10)
         assert [view.id for view in shown] == ["r"] and each.reads.run_states() == {"CANCELLED": 1}
-
-
-async def test_streams_of_an_older_release_become_files(opened, server, tmp_path):
-    one = await opened()
-    one.event_log.post(submitted(), restored(1))
-    await train(one.event_log, 5)
-    await one.event_log.history.write()
-    await one.kill()
-    redis = RedisStore(server.url)._redis
-    for key, fields in await redis.xrange("headrace:log"):
-        if ev.is_public(ev.decode(fields[b"e"])):
-            await redis.xadd("headrace:run:r", fields, id=key)
-    for path in (tmp_path / "runs/r/history").iterdir():
-        path.unlink()
-    two = await opened()
-    assert not await redis.exists("headrace:run:r")
-    two.event_log.post(*ended())
-    await two.event_log.flush()
-    assert len(await two.events()) == 1 + 1 + 5 + 2
 
 
 async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatch):
@@ -319,3 +301,31 @@ async def test_what_is_written_while_its_reader_is_cancelled_is_there_once(tmp_p
     go.set()
     await history.write()
     assert await history.page("r", 0) == [(1, event)] and not history.backlog
+
+
+async def test_a_data_directory_may_be_moved_while_its_coordinator_is_down(server, tmp_path):
+    one = await Opened.on(server, tmp_path / "before")
+    asked = {
+        "spec": {"samples": 1},
+        "model": "m",
+        "items": 1,
+        "checkpoint_run": "r",
+        "checkpoint_directory": str(tmp_path / "before/runs/r/checkpoints/c"),
+    }
+    one.event_log.post(
+        submitted(str(tmp_path / "before/runs/r")),
+        submitted(str(tmp_path / "before/runs/gone"), "gone"),
+        submitted(str(tmp_path / "before/runs/e"), "e", asked),
+        *ended("gone"),
+    )
+    await train(one.event_log, 3)
+    await one.reads.archive.once()
+    await one.kill()
+    (tmp_path / "before").rename(tmp_path / "after")
+    two = await Opened.on(server, tmp_path / "after")
+    await two.kill()
+    for name in ("r", "gone", "e"):
+        assert two.reads.run(name).run_directory == str(tmp_path / "after/runs" / name)
+    checkpoint = two.event_log.state.runs["e"].evaluation.checkpoint_directory
+    assert checkpoint == str(tmp_path / "after/runs/r/checkpoints/c")
+    assert not (tmp_path / "before").exists()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_schema.resources.evaluations import VideoListView, VideoView
 from http_parts import problems, walk
 
@@ -67,8 +67,8 @@ async def test_a_wrong_page_is_named(api, run_id, list_path, query):
 
 
 async def test_trajectories_are_read_from_the_runs_directory(api, run_id, tmp_path):
-    def view(step: int, prompt: int) -> Settled:
-        return Settled(
+    def view(step: int, prompt: int) -> SettledTrajectory:
+        return SettledTrajectory(
             step=step,
             version=step,
             prompt_ordinal=prompt,

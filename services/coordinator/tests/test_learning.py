@@ -37,7 +37,7 @@ def finish(attempt, size, finish_reason=common_pb2.FINISH_REASON_EOS):
     """Puts a trajectory of each slot into the attempt."""
     for slot in [slot for prompt in range(9) for slot in attempt.ledger.group(prompt)]:
         message = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=slot.prompt, sample_index=slot.sample),
+            sample=common_pb2.SlotKey(prompt_ordinal=slot.prompt, sample_index=slot.sample),
             completion_text="x" * size,
             finish_reason=finish_reason,
         )

@@ -5,8 +5,7 @@ from itertools import combinations
 from statistics import fmean
 
 import pytest
-from headrace_coordinator.domain.estimates import item_values
-from headrace_coordinator.domain.pairs import bootstrap, compare, mcnemar
+from headrace_coordinator.domain.estimates import bootstrap, compare, item_values, mcnemar
 
 REWARDS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 CHOICES = [["7", "3", "7", ""], ["2", "2", "5", "5"]]

@@ -8,23 +8,18 @@ from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, pl
 from headrace_coordinator.domain.devices.places import machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
-from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
-from headrace_coordinator.run.devices.placement import Placement
-from headrace_coordinator.run.devices.seating import PlacementError, default_devices
-from headrace_coordinator.run.workers.clients import WorkerClient
+from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.run.devices.assignment import PlacementError, assign_devices, default_devices
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
+from places_parts import instance, state_of
 
 GPU = "GPU-8f2a/gpu:0"
 CORES = ["b007/cpu:0", "b007/cpu:1"]
-
-
-def instance(name, host, devices, kind="rollout"):
-    return InstanceState(name, name, kind, host, "", list(devices), {})
 
 
 def submitted(name, **placement):
@@ -38,14 +33,6 @@ def submitted(name, **placement):
         }
     )
     return ev.RunSubmitted(at=0, run=name, spec=spec.model_dump(mode="json"), directory="d")
-
-
-def state_of(instances, *runs):
-    state = State()
-    state.instances = {i.incarnation: i for i in (*instances, instance("reward-0", "r", [], "reward"))}
-    for run in runs:
-        state.apply(run)
-    return state
 
 
 def containers(devices):
@@ -126,6 +113,12 @@ def seated(state):
     return WorkerClient("a", state, None, 1)
 
 
+def workers_of(spec, grant, rollouts, trainers):
+    return SimpleNamespace(
+        spec=spec, section=spec.placement, grant=grant, rollouts=rollouts, trainers=trainers, ranks=1
+    )
+
+
 def test_containers_of_one_machine_divide_its_devices():
     rollout, trainer = (member(i) for i in containers(CORES)[:2])
     section = PlacementSection(mode="disaggregated")
@@ -162,8 +155,8 @@ def test_members_in_containers_of_one_machine_are_seated_under_one_name(mode):
         [seated(i) for i in containers([*CORES, GPU]) if i.kind == kind] for kind in ("rollout", "trainer")
     )
     grant = Grant([m.incarnation for m in rollouts], [trainers[0].incarnation], [*CORES, GPU])
-    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers[:1], ranks=1)
-    Placement(workers).assign()
+    workers = workers_of(spec, grant, rollouts, trainers[:1])
+    assign_devices(workers, set(), joined=False)
     taken = [device for member in rollouts for device in member.devices]
     assert all(member.devices for member in (*rollouts, trainers[0])) and len(set(taken)) == len(taken)
     shared = set(taken) & set(trainers[0].devices)
@@ -186,8 +179,8 @@ def test_an_engine_and_a_rank_hold_one_gpu_each():
     rollouts = [seated(instance(f"rollout-{number}", "h1", GPUS)) for number in range(2)]
     trainers = [seated(instance("trainer-0", "h1", GPUS, "trainer"))]
     grant = Grant([m.incarnation for m in rollouts], ["trainer-0"], GPUS[:2])
-    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers, ranks=1)
-    Placement(workers).assign()
+    workers = workers_of(spec, grant, rollouts, trainers)
+    assign_devices(workers, set(), joined=False)
     assert [member.devices for member in (*rollouts, *trainers)] == [(GPUS[0],), (GPUS[1],), (GPUS[0],)]
 
 

@@ -8,29 +8,12 @@ import sys
 import textwrap
 
 import pytest
-from headrace_coordinator.projections import RunProjection, read_trajectories
-from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
+from headrace_coordinator.projections.trajectories import SettledTrajectory, is_kept, whole_groups
+from headrace_schema.resources.views import EvaluationView
 from headrace_schema.sections.tracking import TrackingSection
-
-
-def step_view(step: int, version: int | None = None, **values) -> StepView:
-    given = {
-        "step": step,
-        "version": step + 1 if version is None else version,
-        "wall_s": 2.0,
-        "reward_mean": 0.25,
-        "tokens": 100,
-        "tokens_per_s": 50.0,
-        "stage_s": {"generate": 1.0, "learn": 0.5},
-        "devices": {"h/cpu:0": {"generate": 1.0}},
-        "trained": 32,
-        "dropped": 0,
-        "max_staleness": 0,
-        "figures": {"loss": 0.5},
-    }
-    return StepView(**{**given, **values})
+from projection_parts import step_view
 
 
 def evaluation_view(step: int) -> EvaluationView:
@@ -39,7 +22,9 @@ def evaluation_view(step: int) -> EvaluationView:
     )
 
 
-def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, **values) -> Settled:
+def trajectory_view(
+    step: int, ordinal: int, sample: int = 0, version: int = 1, **values
+) -> SettledTrajectory:
     given = {
         "step": step,
         "version": version,
@@ -54,7 +39,7 @@ def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, 
         "finish_reason": "EOS",
         "tokens": 2,
     }
-    return Settled(**{**given, **values})
+    return SettledTrajectory(**{**given, **values})
 
 
 def lines(path) -> list[dict]:
@@ -201,8 +186,8 @@ FULL_DISK = textwrap.dedent(
     import resource, signal, sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
-    from test_projection_files import step_view
-    from headrace_coordinator.projections import RunProjection
+    from projection_parts import step_view
+    from headrace_coordinator.projections.projection import RunProjection
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     projection = RunProjection(Path(sys.argv[1]))
@@ -287,7 +272,7 @@ def read_events(path):
 
 def test_projections_load_neither_torch_nor_tensorboard():
     program = (
-        "import sys, headrace_coordinator.projections\n"
+        "import sys, headrace_coordinator.projections.projection\n"
         "print([name for name in ('torch', 'tensorboardX', 'numpy') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,9 +12,9 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
 from headrace_coordinator.fleet.sessions import FleetSettings
-from headrace_coordinator.projections import RunProjection, read_timeline
 from headrace_coordinator.projections import timeline as under_test
-from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile, read_timeline
 from headrace_coordinator.run.step.timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore

@@ -157,8 +157,7 @@ def test_a_rewind_goes_back_to_the_prompt_of_its_checkpoint_and_the_counts_agree
 
 def committed_at(run, prompt):
     """A step of a later version whose base the log lacks, with slots from `prompt` on."""
-    ledger = SlotLedger(SIZE, GROUPS, step=1)
-    ledger.next_prompt = prompt
+    ledger = SlotLedger(SIZE, GROUPS, step=1, next_prompt=prompt)
     ledger.apply(ev.StepOpened(at=0, run="r", step=1, attempt=1, base=20, number=21))
     event = committed(ledger, 21, 20)
     made = msgspec.structs.replace(event.certificate, ordinal=run.lineage.base.ordinal + 1)
@@ -172,14 +171,6 @@ def test_a_fork_counts_from_the_prompt_of_its_origin():
                            frontier_step=2, frontier_prompt=8, source_run="origin")
     )  # fmt: skip
     assert ledger.shape == (8 * SIZE, GROUPS * SIZE, SIZE) and ledger.prompts == range(8, 11)
-
-
-def test_a_ledger_of_an_older_release_goes_on_where_it_was():
-    saved = msgspec.to_builtins(SlotLedger(SIZE, GROUPS, step=4, first_step=1))
-    for name in ("next_prompt", "first_prompt", "refilled", "lacking"):
-        del saved[name]
-    ledger = msgspec.convert(saved, SlotLedger)
-    assert (ledger.next_prompt, ledger.first_prompt) == (12, 3)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -11,7 +11,7 @@ from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_schema.spec import RunSpec
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
-from test_places import instance, state_of
+from places_parts import instance, state_of
 
 CORES = [f"b/cpu:{core}" for core in range(4)]
 PLACEMENTS = {

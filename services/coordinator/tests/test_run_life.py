@@ -109,7 +109,7 @@ def restored(number, frontier):
 
 
 def skipped(step):
-    return ev.StepSkipped(at=0, run="r", step=step, dropped=[])
+    return ev.StepSkipped(at=0, run="r", step=step, dropped={})
 
 
 RECOVERING = ev.RunRecovering(at=0, run="r", reason="")

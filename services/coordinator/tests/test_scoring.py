@@ -63,13 +63,14 @@ class Judge:
         return reward.ScoreResult(sample=item.sample, attempt=1, status=status, reward=float(key[1]))
 
 
-class WorkerGroup:
-    """Members that are staffed again from a bench."""
+class Staffing:
+    """Reward instances that are staffed again from a bench."""
 
     def __init__(self, *judges: Judge, bench: tuple[Judge, ...] = ()) -> None:
         self.rewards = list(judges)
         self.bench = list(bench)
         self.score_streams = ScoreStreams()
+        self.workers = self
         self.dead: set[str] = set()
         self.judges = [*judges, *bench]
         self.spec = SimpleNamespace(
@@ -92,7 +93,7 @@ class WorkerGroup:
 
 def items(count):
     return [
-        reward.ScoreItem(sample=common.SampleKey(prompt_ordinal=n // 4, sample_index=n % 4), attempt=1)
+        reward.ScoreItem(sample=common.SlotKey(prompt_ordinal=n // 4, sample_index=n % 4), attempt=1)
         for n in range(count)
     ]
 
@@ -110,20 +111,20 @@ async def scored(workers, count):
 
 async def test_every_instance_gets_a_share_and_every_answer_one_result():
     first, second = Judge("a"), Judge("b")
-    await scored(WorkerGroup(first, second), 101)
+    await scored(Staffing(first, second), 101)
     assert min(len(first.asked), len(second.asked)) >= 25
 
 
 async def test_a_lost_instances_questions_go_to_another():
     dying, other = Judge("a", dies_after=5), Judge("b")
-    await scored(WorkerGroup(dying, bench=(other,)), 40)
+    await scored(Staffing(dying, bench=(other,)), 40)
     assert len(other.asked) >= 35
 
 
 async def test_an_instance_that_has_gone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     hung, other = Judge("a", silent=True), Judge("b")
-    workers = WorkerGroup(hung, bench=(other,))
+    workers = Staffing(hung, bench=(other,))
     workers.dead.add("a")
     await scored(workers, 8)
     assert hung.open_streams == 0 and workers.rewards == [other]
@@ -132,12 +133,12 @@ async def test_an_instance_that_has_gone_is_not_waited_for(monkeypatch):
 async def test_an_instance_that_keeps_silent_loses_its_questions(monkeypatch):
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     monkeypatch.setattr(scoring, "GRACE_S", 0.2)
-    await scored(WorkerGroup(Judge("a", silent=True), bench=(Judge("b"),)), 8)
+    await scored(Staffing(Judge("a", silent=True), bench=(Judge("b"),)), 8)
 
 
 async def test_a_broken_scorer_is_asked_again_and_then_believed():
     judge = Judge("a", broken=Counter({(0, 1): SCORER_RETRIES, (0, 2): SCORER_RETRIES + 1}))
-    results = {r.sample.sample_index: r.status for r in await scored(WorkerGroup(judge), 4)}
+    results = {r.sample.sample_index: r.status for r in await scored(Staffing(judge), 4)}
     assert results[1] == reward.SCORE_STATUS_OK
     assert results[2] == reward.SCORE_STATUS_SCORER_BROKEN
 
@@ -146,7 +147,7 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
     monkeypatch.setattr(streams, "IDLE_S", 0.05)
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     judge, results = Judge("a"), []
-    workers = WorkerGroup(judge)
+    workers = Staffing(judge)
     timer = StepTimer(workers.fleet.event_log.monotonic)
     work = Scoring(workers, timer, results.extend)
     running = asyncio.create_task(work.run())
@@ -162,7 +163,7 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
 
 async def test_the_reader_of_a_dead_stream_takes_no_new_question():
     dead, other, results = Judge("a", dies_idle=True), Judge("b"), []
-    workers = WorkerGroup(dead, bench=(other,))
+    workers = Staffing(dead, bench=(other,))
     work = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
     running = asyncio.create_task(work.run())
     first, second = items(2)
@@ -177,7 +178,7 @@ async def test_the_reader_of_a_dead_stream_takes_no_new_question():
 
 async def test_the_next_step_asks_over_the_same_stream():
     judge = Judge("a")
-    workers = WorkerGroup(judge)
+    workers = Staffing(judge)
     for _ in range(3):
         await scored(workers, 8)
     assert (judge.streams, len(judge.asked)) == (1, 24)
@@ -187,7 +188,7 @@ async def test_the_next_step_asks_over_the_same_stream():
 
 async def test_a_stream_that_is_old_or_to_a_draining_instance_ends_before_the_next_step():
     judge = Judge("a")
-    workers = WorkerGroup(judge)
+    workers = Staffing(judge)
     await scored(workers, 8)
     workers.spec.limits.step_timeout_s = 0.0
     await scored(workers, 8)
@@ -200,7 +201,7 @@ async def test_a_stream_that_is_old_or_to_a_draining_instance_ends_before_the_ne
 
 async def test_a_step_that_is_stopped_leaves_no_stream_and_no_result_to_the_next():
     hung, results = Judge("a", silent=True), []
-    workers = WorkerGroup(hung)
+    workers = Staffing(hung)
     work = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
     running = asyncio.create_task(work.run())
     work.put(items(1)[0])
@@ -219,7 +220,7 @@ async def test_a_refusal_is_the_callers():
             yield
 
     with pytest.raises(ValueError, match="NOT_OPEN"):
-        await scored(WorkerGroup(Refusing("a")), 3)
+        await scored(Staffing(Refusing("a")), 3)
 
 
 async def until(condition):

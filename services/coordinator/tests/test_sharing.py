@@ -16,8 +16,8 @@ from headrace_coordinator.domain.devices.sharing import (
     TURN_S,
     Waiter,
     ahead_of,
-    gives_way,
     next_for,
+    releases_to,
 )
 from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet
@@ -70,10 +70,10 @@ def test_nobody_is_ahead_who_came_later_or_wants_other_devices_or_is_the_same_ru
         (1, 0.0, False, False, False),
     ],
 )
-def test_a_run_gives_way_when_it_idles_or_has_made_something_and_its_turn_is_over(
+def test_a_run_releases_devices_when_it_idles_or_has_made_something_and_its_turn_is_over(
     priority, held_s, made, idle, gives
 ):
-    assert gives_way(waiter(1, "b", priority=priority), 0, held_s, made=made, idle=idle) is gives
+    assert releases_to(waiter(1, "b", priority=priority), 0, held_s, made=made, idle=idle) is gives
 
 
 # --- grants

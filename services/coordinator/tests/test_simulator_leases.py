@@ -3,17 +3,17 @@
 import asyncio
 
 import pytest
+from embodied_parts import Robots, Scaled, embodied
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import SIMULATE
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.simulators.seats import seats, sides
-from headrace_schema.rules.simulators import apart
+from headrace_coordinator.run.simulators.leases import seats, sides
+from headrace_schema.rules.acting import apart
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 from headrace_simulation.virtual_time import run_virtual
-from test_embodied import Robots, Scaled, embodied
-from test_places import instance, state_of
+from places_parts import instance, state_of
 
 CORES = [f"b/cpu:{core}" for core in range(4)]
 PLACEMENTS = {

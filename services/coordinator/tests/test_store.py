@@ -6,7 +6,7 @@ import time
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, StoreAway
+from headrace_coordinator.store.base import LEAP, Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.event_log import SNAPSHOT_EVERY, EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 
@@ -25,11 +25,11 @@ def submitted(run):
 async def test_append_needs_the_epoch_and_the_end_of_the_log(server):
     store = RedisStore(server.url)
     await store.begin(3, "id")
-    await store.append(3, 0, 10, [Entry(b"a"), Entry(b"b")])
+    await store.append(3, 0, 10, [b"a", b"b"])
     with pytest.raises(Fenced, match="active coordinator epoch is 3"):
-        await store.append(2, 11, 12, [Entry(b"c")])
+        await store.append(2, 11, 12, [b"c"])
     with pytest.raises(Fenced, match="the log ends at 11, not at 9"):
-        await store.append(3, 9, 12, [Entry(b"c")])
+        await store.append(3, 9, 12, [b"c"])
     assert (await store.load()).events == [(10, b"a"), (11, b"b")]
 
 
@@ -37,7 +37,7 @@ async def test_a_repeated_append_is_written_once(server):
     store = RedisStore(server.url)
     await store.begin(1, "id")
     for _ in range(2):
-        await store.append(1, 0, 1, [Entry(b"a"), Entry(b"b")])
+        await store.append(1, 0, 1, [b"a", b"b"])
     assert len((await store.load()).events) == 2
 
 

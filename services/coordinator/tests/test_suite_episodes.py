@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace_coordinator.data.dataset import Dataset
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, answer_of
 from headrace_coordinator.projections.videos import (
     FOLDER,
@@ -124,5 +124,5 @@ def test_videos_are_listed_by_item_with_what_they_show(tmp_path):
     ("reason", "cut"), [("STOP", False), ("LENGTH", True), ("TERMINATED", False), ("TRUNCATED", True)]
 )
 def test_an_episode_that_its_limit_of_steps_ended_counts_as_cut(reason, cut):
-    line = Settled(1, 1, 0, 0, 1, "", "", "", 1.0, {}, reason, 50)
+    line = SettledTrajectory(1, 1, 0, 0, 1, "", "", "", 1.0, {}, reason, 50)
     assert answer_of(line, str).cut is cut

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.trackers import tracker_problems
 from headrace_coordinator.trackers.processes import Trackers
 from headrace_schema.resources.views import EvaluationView, StepView

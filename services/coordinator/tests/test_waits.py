@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.workers.watched_client import SILENCE_S, WatchedInstanceClient
+from headrace_coordinator.run.workers.clients import SILENCE_S, WatchedInstanceClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_coordinator.waits import Waits, WaitTimeout

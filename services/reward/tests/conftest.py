@@ -52,7 +52,7 @@ class RewardClient:
         return await self.score(*(self.item(text, **fields) for text in completions))
 
     def item(self, completion: str, *, metadata=None, ordinal=None, **fields) -> reward_pb2.ScoreItem:
-        sample = common_pb2.SampleKey(prompt_ordinal=next(self.ordinals) if ordinal is None else ordinal)
+        sample = common_pb2.SlotKey(prompt_ordinal=next(self.ordinals) if ordinal is None else ordinal)
         return reward_pb2.ScoreItem(
             sample=sample,
             attempt=fields.pop("attempt", 1),

@@ -200,6 +200,22 @@ async def test_neighbours_of_the_file_can_be_imported(reward, scorer_file, tmp_p
     assert [each.reward for each in await reward.answers("a")] == [0.75]
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_two_folders_may_have_helpers_of_one_name(reward, tmp_path, late):
+    """Each scorer gets its own `helper`, also where it imports it only as it scores, and where the files are alike."""
+    scorers = []
+    for folder, value in (("a", 1.0), ("b", 20.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"VALUE = {value}\n")
+        inside, outside = ("    import helper\n", "") if late else ("", "import helper\n")
+        head = "def score(prompt, completion, reference, metadata):\n"
+        (tmp_path / folder / "mine.py").write_text(f"{outside}{head}{inside}    return helper.VALUE\n")
+        scorers.append(f"{folder}/mine.py:score")
+    await reward.open(*scorers)
+    answers = await reward.answers("x", "y", "z")
+    assert [dict(each.parts) for each in answers] == [{scorers[0]: 1.0, scorers[1]: 20.0}] * 3
+
+
 async def test_a_scorer_sees_no_secrets(reward, scorer_file, monkeypatch):
     monkeypatch.setenv("HEADRACE_TOKEN_FILE", "/secret")
     await reward.open(scorer_file('import os; return float(any("HEADRACE" in k for k in os.environ))'))

@@ -64,6 +64,13 @@ async def test_weights_and_parts(reward):
     assert (empty.status, empty.reward) == (OK, 0)
 
 
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.1,) * 10])
+async def test_weights_of_one_in_all_make_a_full_reward(reward, weights):
+    await reward.open(*(("exact", weight) for weight in weights))
+    (right,) = await reward.answers("3", reference="3")
+    assert right.reward == 1.0
+
+
 async def test_truncated_reward_replaces_training_rewards_only(reward):
     await reward.open("last_number", truncated_reward=-1.0)
     cut = common_pb2.FINISH_REASON_LENGTH

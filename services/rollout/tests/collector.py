@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace_rollout.engines.base import Distribution, Output, SampleKey, Stream
+from headrace_rollout.engines.samples import Distribution, SlotKey, Stream, TrajectoryUpdate
 
 WAIT_S = 30.0
 
@@ -15,12 +15,12 @@ WAIT_S = 30.0
 class Collector:
     """What came back on one stream, by slot."""
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[TrajectoryUpdate] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
-    def sink(self, outputs: list[Output]) -> None:
+    def sink(self, outputs: list[TrajectoryUpdate]) -> None:
         self.loop.call_soon_threadsafe(self._take, outputs)
 
     def failed(self, reason: str) -> None:
@@ -35,7 +35,7 @@ class Collector:
             **{**defaults, **options},
         )
 
-    def ended(self) -> dict[SampleKey, Output]:
+    def ended(self) -> dict[SlotKey, TrajectoryUpdate]:
         return {output.key: output for output in self.outputs if output.whole is not None}
 
     async def wait(self, condition: Callable[[Collector], bool]) -> None:
@@ -45,11 +45,11 @@ class Collector:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def wait_ended(self, count: int) -> dict[SampleKey, Output]:
+    async def wait_ended(self, count: int) -> dict[SlotKey, TrajectoryUpdate]:
         await self.wait(lambda self: len(self.ended()) >= count)
         return self.ended()
 
-    def _take(self, outputs: list[Output]) -> None:
+    def _take(self, outputs: list[TrajectoryUpdate]) -> None:
         self.outputs += outputs
         self.changed.set()
 

@@ -19,17 +19,8 @@ from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import copy_out, weight_layout
 from headrace_rollout.__main__ import mount
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import (
-    Engine,
-    EngineConfig,
-    Group,
-    Output,
-    Policy,
-    Prefix,
-    Sample,
-    SampleKey,
-    Weights,
-)
+from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
+from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, TrajectoryUpdate
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
@@ -126,10 +117,10 @@ def groups(codec) -> list[Group]:
 def resumed():
     """The group with each sample going on from its partial output."""
 
-    def resume(group: Group, partials: dict[SampleKey, Output]) -> Group:
+    def resume(group: Group, partials: dict[SlotKey, TrajectoryUpdate]) -> Group:
         samples = []
         for sample in group.samples:
-            partial = partials[SampleKey(group.prompt_ordinal, sample.sample_index)]
+            partial = partials[SlotKey(group.prompt_ordinal, sample.sample_index)]
             assert isinstance(partial.whole, Prefix)
             attempt = sample.attempt + 1
             samples.append(replace(sample, attempt=attempt, prefix=partial.whole, cache=partial.cache))

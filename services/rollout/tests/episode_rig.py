@@ -61,6 +61,8 @@ class Walker(gymnasium.Env):
             os._exit(7)
         self.steps += 1
         self.place = self.place + action
+        if self.seed in (667, 668) and self.steps == 2:
+            self.place[1] = np.nan if self.seed == 667 else -np.inf
         reached = bool(self.steps >= self.goal)
         return self.observe(), float(self.steps), self.steps >= self.ends_at, False, {"success": reached}
 

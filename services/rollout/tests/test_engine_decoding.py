@@ -8,16 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from headrace_modelkit.logprobs import token_log_probs
-from headrace_rollout.engines.base import (
-    Distribution,
-    Finish,
-    Group,
-    Policy,
-    Prefix,
-    Refused,
-    Sample,
-    SampleKey,
-)
+from headrace_rollout.engines.base import Policy, Refused
+from headrace_rollout.engines.samples import Distribution, Finish, Group, Prefix, Sample, SlotKey
 from headrace_servicekit import failpoints
 
 
@@ -117,7 +109,7 @@ async def test_an_aborted_sample_goes_on_elsewhere_as_if_it_had_not_stopped(
 
     second = new_collector()
     for group in groups:
-        samples = [s for s in group.samples if SampleKey(group.prompt_ordinal, s.sample_index) in partials]
+        samples = [s for s in group.samples if SlotKey(group.prompt_ordinal, s.sample_index) in partials]
         rest = resumed(Group(group.prompt_ordinal, group.prompt_ids, samples), partials)
         await (await new_engine()).submit(second.stream(), [rest])
     finished = {**first.ended(), **(await second.wait_ended(len(partials)))}
@@ -148,7 +140,7 @@ async def test_a_moved_sample_goes_on_with_what_was_computed_of_it(
 
     other = await new_engine()
     for group in groups:
-        samples = [s for s in group.samples if SampleKey(group.prompt_ordinal, s.sample_index) in partials]
+        samples = [s for s in group.samples if SlotKey(group.prompt_ordinal, s.sample_index) in partials]
         if samples:
             rest = resumed(replace(group, samples=samples), partials)
             await other.submit(second.stream(**options), [rest])
@@ -219,10 +211,10 @@ async def test_ends_are_eos_length_and_prompt_too_long(engine, collector, groups
             assert len(ids) == {50: 8, 51: 1}.get(key.prompt_ordinal, 24)
             assert not set(ids) & codec.eos_ids
     assert {Finish.EOS, Finish.LENGTH} <= finishes
-    assert outputs[SampleKey(52, 0)].finish is Finish.PROMPT_TOO_LONG
-    assert outputs[SampleKey(53, 0)].finish is Finish.ERROR
-    assert outputs[SampleKey(54, 0)].finish is Finish.ERROR
-    assert not outputs[SampleKey(52, 0)].whole.token_ids
+    assert outputs[SlotKey(52, 0)].finish is Finish.PROMPT_TOO_LONG
+    assert outputs[SlotKey(53, 0)].finish is Finish.ERROR
+    assert outputs[SlotKey(54, 0)].finish is Finish.ERROR
+    assert not outputs[SlotKey(52, 0)].whole.token_ids
 
 
 async def test_a_prefix_that_is_at_its_end_ends_at_once(engine, collector, groups):
@@ -231,9 +223,9 @@ async def test_a_prefix_that_is_at_its_end_ends_at_once(engine, collector, group
     group = Group(0, groups[0].prompt_ids, [Sample(0, 2, eos), Sample(1, 2, full)])
     await engine.submit(collector.stream(max_new_tokens=4), [group])
     outputs = await collector.wait_ended(2)
-    assert outputs[SampleKey(0, 0)].finish is Finish.EOS
-    assert outputs[SampleKey(0, 1)].finish is Finish.LENGTH
-    assert list(outputs[SampleKey(0, 1)].whole.token_ids) == [5] * 4
+    assert outputs[SlotKey(0, 0)].finish is Finish.EOS
+    assert outputs[SlotKey(0, 1)].finish is Finish.LENGTH
+    assert list(outputs[SlotKey(0, 1)].whole.token_ids) == [5] * 4
 
 
 async def test_stop_strings_cut_ids_and_log_probs_together(engine, new_collector, groups, codec):
@@ -299,7 +291,7 @@ async def test_deterministic_waves_admit_nobody_and_start_at_token_zero(new_engi
     assert min(late) > max(early), "the second submission waits for the first wave's end"
     assert collector.outputs[late[0]].offset == 0
     assert collector.outputs[0].key.prompt_ordinal == 0, "a wave is in ordinal order"
-    assert outputs[SampleKey(9, 0)].whole.spans[0][0] == 1
+    assert outputs[SlotKey(9, 0)].whole.spans[0][0] == 1
 
 
 async def test_a_wave_that_needs_more_rows_goes_on_in_a_second_one(new_engine, collector, groups):
@@ -332,20 +324,20 @@ async def test_pause_gives_everything_back_and_later_groups_too(engine, collecto
     count = await engine.pause()
     assert count == sum(output.stopped for output in (await collector.wait_ended(15)).values()) > 0
     await engine.submit(stream, [Group(77, groups[0].prompt_ids, [Sample(0, 1)])])
-    late = (await collector.wait_ended(16))[SampleKey(77, 0)]
+    late = (await collector.wait_ended(16))[SlotKey(77, 0)]
     assert late.stopped and not late.whole.token_ids
     await engine.resume()
     await engine.submit(stream, [Group(78, groups[0].prompt_ids, [Sample(0, 1)])])
-    assert (await collector.wait_ended(17))[SampleKey(78, 0)].finish is not None
+    assert (await collector.wait_ended(17))[SlotKey(78, 0)].finish is not None
 
 
 async def test_abort_ends_only_what_it_names(engine, new_collector, groups):
     mine, other = new_collector(), new_collector()
     await engine.submit(mine.stream(max_new_tokens=90), groups[:2])
     await engine.submit(other.stream(max_new_tokens=90, seed=3), groups[2:3])
-    await engine.abort([SampleKey(0, 1), SampleKey(99, 9)])
+    await engine.abort([SlotKey(0, 1), SlotKey(99, 9)])
     outputs = await mine.wait_ended(6)
-    assert [key for key, output in outputs.items() if output.stopped] in ([SampleKey(0, 1)], [])
+    assert [key for key, output in outputs.items() if output.stopped] in ([SlotKey(0, 1)], [])
     assert not any(output.stopped for output in (await other.wait_ended(3)).values())
 
 

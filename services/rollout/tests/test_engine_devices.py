@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from headrace_modelkit import devices
-from headrace_rollout.engines.base import Distribution, Policy
+from headrace_rollout.engines.base import Policy
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import Distribution, EngineConfig, Group, Policy, Refused, Sample
+from headrace_rollout.engines.base import EngineConfig, Policy, Refused
+from headrace_rollout.engines.samples import Distribution, Group, Sample
 from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.buckets import PADDED, STEP, arrange, tokens_of
 from headrace_rollout.engines.transformers.engine import TransformersEngine
-from headrace_rollout.engines.transformers.layout import PADDED, STEP, arrange, tokens_of
 
 LONG, SHORT = 440, 12
 

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.hosted import Start
-from headrace_rollout.engines.hosted.arguments import check_names, parallel_size
+from headrace_rollout.engines.hosted.backend import Start
+from headrace_rollout.engines.hosted.options import check_names, parallel_size
 from headrace_servicekit.registry import PluginError
 
 

@@ -72,6 +72,19 @@ async def test_a_lost_environment_costs_its_own_episode_alone(new_walker, simula
     assert len(again) == 4, "the new process serves the next episodes"
 
 
+async def test_an_observation_that_is_not_finite_costs_its_own_episode_alone(new_walker, simulator_address):
+    rollout = await new_walker()
+    pool = await walks(simulator_address)
+    trajectories = await (await run_episodes(rollout, [pool], begin([1, 667, 2, 668, 3]))).read_all()
+    for seed, value in ((667, "nan"), (668, "-inf")):
+        lost = trajectories.pop((seed, 0))
+        assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR and not lost.segments
+        error = json.loads(lost.completion_text)["error"]
+        assert f"observation 'place' holds {value} at element 1" in error and "environment" in error
+    assert {each.finish_reason for each in trajectories.values()} == {common_pb2.FINISH_REASON_TERMINATED}
+    assert len(trajectories) == 3
+
+
 async def test_chunks_are_cut_where_an_episode_ends(new_walker, simulator_address):
     rollout = await new_walker(policy={**WALKER, "chunk_length": 4})
     pool = await walks(simulator_address)
@@ -212,7 +225,7 @@ async def test_one_sample_is_aborted_and_its_environment_serves_the_next(new_wal
     pool = await walks(simulator_address, ends_at=30, count=1, options={"step_s": 0.02})
     call = await run_episodes(rollout, [pool], begin(range(2)))
     await until(lambda: rollout.engine.figures.chunks > 3)
-    keys = [common_pb2.SampleKey(prompt_ordinal=0, sample_index=0)]
+    keys = [common_pb2.SlotKey(prompt_ordinal=0, sample_index=0)]
     answer = await rollout.stub.Abort(rollout_pb2.AbortRequest(header=HEADER, samples=keys))
     assert answer.aborted_count == 1
     found = await call.read_all()

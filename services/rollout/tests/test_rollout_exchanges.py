@@ -9,8 +9,8 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
-from headrace_rollout.engines.base import Distribution, Finish, Output, Prefix, Sample, SampleKey
-from headrace_rollout.engines.exchange import Exchange, Rules, Turn
+from headrace_rollout.engines.samples import Distribution, Finish, Prefix, Sample, SlotKey, TrajectoryUpdate
+from headrace_rollout.exchanges.exchange import Exchange, Rules, Turn
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, refused
@@ -182,12 +182,14 @@ async def test_a_model_that_is_not_there_is_named_by_the_replys_key(new_rollout,
 
 def output(ids, finish=Finish.EOS, number=3):
     prefix = Prefix(ids, [-1.0] * len(ids), [(number, len(ids))])
-    return Output(SampleKey(0, 0), 1, 0, ids, prefix.log_probs, number, [9], finish=finish, whole=prefix)
+    return TrajectoryUpdate(
+        SlotKey(0, 0), 1, 0, ids, prefix.log_probs, number, [9], finish=finish, whole=prefix
+    )
 
 
 def test_an_exchange_that_the_context_has_no_room_for_ends_with_its_last_answer():
     rules = Rules(4, (7,), (8,), Distribution(), 4, (), context_limit=14)
-    exchange = Exchange(rules, [9, 9], SampleKey(0, 0), Sample(0, 1))
+    exchange = Exchange(rules, [9, 9], SlotKey(0, 0), Sample(0, 1))
     assert exchange.take(output([1, 2, 3])) is None and exchange.turn == Turn(0, reply=True)
     assert list(exchange.group().prompt_ids) == [9, 9, 1, 2, 3, 7]
     assert exchange.take(output([4, 4])) is None and exchange.turn == Turn(1, reply=False)
@@ -195,7 +197,7 @@ def test_an_exchange_that_the_context_has_no_room_for_ends_with_its_last_answer(
     ended = exchange.output(3, finish=Finish.LENGTH)
     assert list(ended.whole.token_ids) == [1, 2, 3, 7, 4, 4, 8, 5, 5, 5]
     assert ended.whole.spans == [(3, 3), (0, 1), (0, 3), (3, 3)]
-    short = Exchange(rules, [9] * 8, SampleKey(0, 0), Sample(0, 1))
+    short = Exchange(rules, [9] * 8, SlotKey(0, 0), Sample(0, 1))
     assert short.take(output([1, 2])) is None
     assert short.take(output([4, 4, 4])) is Finish.LENGTH
     assert list(short.tokens) == [1, 2] and short.spans == [(3, 2)] and short.log_probs == [-1.0, -1.0]

@@ -11,7 +11,8 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
-from headrace_rollout.engines.base import Distribution, Policy, Scope
+from headrace_rollout.engines.base import Policy, Scope
+from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 from rollout_calls import HEADER, RUN, refused

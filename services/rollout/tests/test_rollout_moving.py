@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_rollout import moving
-from headrace_rollout.engines.base import CachedContext
+from headrace_rollout.engines.samples import CachedContext
 from headrace_rollout.moving import MovedCaches
 from headrace_servicekit.rpc.blobs import BlobReader
 

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_rollout.runs.retention import Retention
+from headrace_rollout.runs.opened import Retention
 from headrace_rollout.streams.base import Serving
 from headrace_rollout.streams.generation import Generation
 from rollout_calls import HEADER, refused
@@ -32,7 +32,7 @@ async def test_retention_lasts_until_released(rollout, assignments):
         kept = trajectories[item.sample.prompt_ordinal, item.sample.sample_index]
         assert (item.body_digest, item.attempt, item.size_bytes) == (kept.body_digest, 1, kept.ByteSize())
     keys = [item.sample for item in inventory.items]
-    wanted = [keys[0], keys[5], common_pb2.SampleKey(prompt_ordinal=99)]
+    wanted = [keys[0], keys[5], common_pb2.SlotKey(prompt_ordinal=99)]
     fetch = rollout.stub.FetchTrajectories(
         rollout_pb2.FetchTrajectoriesRequest(header=HEADER, samples=wanted)
     )

@@ -56,7 +56,7 @@ async def test_chunks_stream_while_it_decodes(rollout, assignments):
     trajectories = await call.read_all()
     assert len(call.chunks) > 24
     for (ordinal, index), trajectory in trajectories.items():
-        key = common_pb2.SampleKey(prompt_ordinal=ordinal, sample_index=index)
+        key = common_pb2.SlotKey(prompt_ordinal=ordinal, sample_index=index)
         chunks = [chunk for chunk in call.chunks if chunk.sample == key]
         assert [i for chunk in chunks for i in chunk.token_ids] == sampled(trajectory)
         assert [chunk.token_offset for chunk in chunks] == list(range(0, 2 * len(chunks), 2))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from headrace_rollout.engines.base import Distribution
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.batch import Batch
-from headrace_rollout.engines.transformers.philox import philox4x32, uniforms
-from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
+from headrace_rollout.engines.transformers.sampling import (
+    RowDistributions,
+    draw,
+    philox4x32,
+    process,
+    uniforms,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -126,10 +131,10 @@ def test_greedy_rows_take_the_best_and_report_temperature_one():
 @given(count=st.integers(1, 12), data=st.data())
 def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, data):
     batch = Batch(12)
-    batch.sequences = [f"s{row}" for row in range(count)]
+    batch.trajectories = [f"s{row}" for row in range(count)]
     batch.length[:count] = np.arange(count)
     gone = data.draw(st.sets(st.integers(0, count - 1)))
     targets, sources = batch.remove(list(gone))
     assert len(targets) == len(sources) <= len(gone)
-    kept = {name: int(batch.length[row]) for row, name in enumerate(batch.sequences)}
+    kept = {name: int(batch.length[row]) for row, name in enumerate(batch.trajectories)}
     assert kept == {f"s{row}": row for row in range(count) if row not in gone}

@@ -17,6 +17,18 @@ LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
 REVOKED = simulator_pb2.OUTCOME_STATUS_REVOKED
 SPARSE = simulator_pb2.REWARD_MODE_SPARSE
+MATRIX = """
+import gymnasium, numpy as np
+from gymnasium import spaces
+class Matrix(gymnasium.Env):
+    action_space = spaces.Box(-1.0, 1.0, (2, 3), np.float64)
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float64)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2), {}
+    def step(self, action):
+        return np.zeros(2), float(action[1, 0]), False, False, {}
+make_env = Matrix
+"""
 
 
 def decoded(tensor) -> list:
@@ -66,6 +78,20 @@ async def test_a_wrong_chunk_changes_nothing(simulator, environment_file, arrays
     assert both[0].status == REFUSED and why in both[0].detail
     assert both[1].status == OK and arrays(both[1])["steps"] == 1
     assert arrays(await pool.act([0.0, 0.0], 0))["steps"] == 1
+
+
+@pytest.mark.parametrize("row", [True, False])
+async def test_actions_of_a_matrix_may_come_as_rows(simulator, tmp_path, row):
+    """A policy draws (2, 3) actions as six numbers; other sizes are refused."""
+    (tmp_path / "matrix.py").write_text(MATRIX)
+    pool = await simulator.open(f"{tmp_path / 'matrix.py'}:make_env")
+    await pool.reset()
+    chunk = np.arange(12.0).reshape((2, 6) if row else (2, 2, 3)) / 12
+    outcome = await pool.act_chunk(chunk)
+    assert (outcome.status, outcome.executed_length) == (OK, 2), outcome.detail
+    np.testing.assert_allclose(decoded(outcome.rewards), [3 / 12, 9 / 12])
+    assert (await pool.act(chunk[0])).status == OK
+    assert "shape [1, 5]" in (await pool.act_chunk(np.zeros((1, 5)))).detail
 
 
 async def test_a_chunk_has_the_time_of_its_steps(simulator, environment_file):

@@ -149,7 +149,7 @@ def settled(
     for index, episode in enumerate(episodes):
         ended = "TERMINATED" if episode.terminated else "TRUNCATED"
         trajectory = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=index),
+            sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=index),
             attempt=1,
             finish_reason=common_pb2.FinishReason.Value(f"FINISH_REASON_{ended}"),
         )

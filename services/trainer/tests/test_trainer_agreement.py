@@ -12,7 +12,7 @@ from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms._base import LossSums
-from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.wire.messages import read_sequence
 
 VOCABULARY = 1 << 20

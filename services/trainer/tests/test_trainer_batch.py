@@ -13,8 +13,8 @@ from headrace_trainer.algorithms.group_relative.grpo import Grpo
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
+from headrace_trainer.learning.learner import BatchLearner
 from headrace_trainer.learning.samples import Disposition
 
 PASSES = {"epochs": 2, "minibatches": 2}

@@ -13,22 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_parts import snapshot
 from headrace_servicekit import failpoints
-from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
-from headrace_trainer.checkpoints.reader import CheckpointReader
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import FILES, STATE, Damaged, read_state
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
 from safetensors.torch import load_file
-
-
-def snapshot(step: int, *, number: int | None = None) -> Snapshot:
-    weights = {"a": torch.full((300, 7), float(step)), "b": torch.zeros(0, 4, dtype=torch.bfloat16)}
-    optimizer = {"exp_avg/a": torch.ones(300, 7) * step, "random_state": torch.get_rng_state()}
-    version = Version(number or step + 1, step, step, f"digest-{step}")
-    lineage = {version.number: version.ordinal}
-    return Snapshot(version, weights, optimizer, step, lineage, "store", b"\x00ledger", b"manifest")
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def test_a_checkpoint_holds_what_was_given(directory):
         3,
     )
     assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir())
-    reader = CheckpointReader(saved.path, saved.optimizer_steps)
+    reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps)
     assert torch.equal(reader.weight("a"), torch.full((300, 7), 3.0))
     assert reader.weight("b").shape == (0, 4)
     assert torch.equal(reader.moment("exp_avg", "a"), torch.ones(300, 7) * 3)
@@ -255,7 +248,7 @@ CRASH = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_trainer_checkpoints import snapshot
+from checkpoint_parts import snapshot
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 directory = CheckpointDirectory(Path(sys.argv[1]))

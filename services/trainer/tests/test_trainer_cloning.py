@@ -19,7 +19,7 @@ from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.backends.robot.cloning import check_demonstrations, read_demonstrations
-from headrace_trainer.kinds import run_algorithm, run_backend
+from headrace_trainer.kinds import run_kind
 from PIL import Image
 
 EPISODES = 24
@@ -188,7 +188,7 @@ def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_confi
     fields = robot_config(trainer=warmup, instruction="In: {question}?\nOut:") | {"model": model}
     config = TrainerConfig.model_validate(fields)
     check_demonstrations(config)
-    backend = run_backend(config, run_algorithm(config), trainer_group)
+    backend = backend_of(config, trainer_group)
     backend.load_initial()
     seen = read_demonstrations(config, backend._policy)
     prompts = seen.observation.prompts
@@ -196,6 +196,11 @@ def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_confi
     before = loss_of(backend._policy, seen)
     assert backend.warm_up().figures["warmup_moments"] == 12
     assert loss_of(backend._policy, seen) < 0.95 * before
+
+
+def backend_of(config, ranks):
+    kind = run_kind(config)
+    return kind.backend(kind.algorithm(), ranks)
 
 
 @torch.no_grad()
@@ -231,7 +236,7 @@ def test_the_ranks_of_a_group_take_shares_of_a_supervised_step(
     for places in ([trainer_group], [Half(0, {}), Half(1, {})]):
         summed = {}
         for place in places:
-            backend = run_backend(config, run_algorithm(config), place)
+            backend = backend_of(config, place)
             backend.load_initial()
             monkeypatch.setattr(backend, "commit", partial(taken, backend, summed))
             backend.warm_up()

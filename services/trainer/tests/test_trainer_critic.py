@@ -14,7 +14,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms import value_loss
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, VALUES
 from headrace_trainer.backends.fsdp.sharding import CRITIC
-from headrace_trainer.learning.packing.packing import context
+from headrace_trainer.learning.packing import context
 
 PASSES = {"epochs": 2, "minibatches": 2}
 KINDS = ("head", "model")

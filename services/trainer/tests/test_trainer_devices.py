@@ -17,11 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import models
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
-from headrace_trainer.group import group
+from headrace_trainer.backends.shared import model as shared_model
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.group import device, group
+from headrace_trainer.group.messages import AbortRound
+from headrace_trainer.group.rank import Rank
 from headrace_trainer.trainer import Trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -80,7 +84,7 @@ def test_every_tensor_of_a_backend_says_where_it_lies(make_backend, accumulate, 
 def on_leased(make_backend, monkeypatch):
     """A backend whose trainer group says that it computes on the leased device."""
     backend = make_backend()
-    monkeypatch.setattr(backend._trainer_group, "device", LEASED)
+    monkeypatch.setattr(backend._ranks, "device", LEASED)
     return backend
 
 
@@ -123,7 +127,7 @@ def test_the_optimizer_s_state_lies_with_its_shards():
 
 def test_suspend_moves_to_the_host_and_wake_to_the_leased_device(on_leased, monkeypatch):
     moved = []
-    monkeypatch.setattr(models, "used_bytes", lambda device: 10 - len(moved))
+    monkeypatch.setattr(shared_model, "used_bytes", lambda device: 10 - len(moved))
     with FakeTensorMode():
         there, here = torch.zeros(2, device=LEASED), torch.zeros(2)
         monkeypatch.setattr(on_leased, "move", lambda move: moved.append([move(there), move(here)]))
@@ -148,7 +152,9 @@ def current_gpus(monkeypatch):
     return entered
 
 
-def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(current_gpus, monkeypatch):
+def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(
+    current_gpus, make_config, monkeypatch
+):
     """Joining, rounds, suspend, wake and release: each on the thread's current device, which is the leased one."""
     seen, joined = [], []
 
@@ -162,26 +168,20 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(curren
 
     monkeypatch.setattr(trainer, "join_trainer_group", join)
     subject = Trainer(lambda: None, lambda: True)
-    subject.use((LEASED,), 1)
+    subject.device.use((LEASED,), 1)
     subject.join(1, 0, 1, "", 1.0)
     assert joined == [LEASED]
-    backend = SimpleNamespace(suspend=look("suspend"), wake=look("wake"), release=look("release"))
-    config = SimpleNamespace(deterministic=False)
-    rank = SimpleNamespace(
-        trainer_group=subject._trainer_group,
-        loaded=True,
-        backend=backend,
-        execute=look("execute"),
-        config=config,
+    subject._rank = rank = Rank(TrainerConfig.model_validate(make_config()), subject._ranks, subject.device)
+    rank._backend = SimpleNamespace(
+        suspend=look("suspend"), wake=look("wake"), zero=look("execute"), release=look("release")
     )
-    subject._rank = rank
     subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), gave_back=False)
-    monkeypatch.setattr(subject, "_memory", lambda: None)
+    monkeypatch.setattr(subject.device, "memory", lambda _: None)
     subject.suspend()
     subject._rounds.between = contextmanager(lambda: (yield))()
     subject.wake()
-    subject._execute(rank, SimpleNamespace(kind="commit"))
-    trainer._release(rank)
+    rank.execute(AbortRound())
+    rank.release()
     assert seen == [(what, LEASED) for what in ("join", "suspend", "wake", "execute", "release")]
 
 
@@ -196,8 +196,8 @@ def test_a_trainer_group_s_mesh_is_of_the_leased_kind_of_device(monkeypatch):
 def test_what_is_measured_is_the_leased_device(monkeypatch):
     asked = []
     for name in ("free_bytes", "used_bytes"):
-        monkeypatch.setattr(trainer, name, lambda device, name=name: asked.append((name, device)))
-    subject = Trainer(lambda: None, lambda: True)
+        monkeypatch.setattr(device, name, lambda device, name=name: asked.append((name, device)))
+    subject = device.LeasedDevice()
     subject.use((LEASED,), 1)
-    subject._memory()
+    subject.memory()
     assert asked == [("free_bytes", LEASED), ("used_bytes", LEASED)]

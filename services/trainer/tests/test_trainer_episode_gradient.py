@@ -14,7 +14,7 @@ import torch
 from headrace_modelkit.robot.directory import initial_policy
 from headrace_modelkit.robot.policy import Observation
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.kinds import run_algorithm, run_backend, run_learner
+from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning import step as steps
 from headrace_trainer.wire.episodes import Spaces, read_episodes
 
@@ -61,14 +61,13 @@ def gradient(trainer_group, robot_config, robots):
 
     def run(config, groups, ranks=1):
         parsed = TrainerConfig.model_validate(config)
-        algorithm = run_algorithm(parsed)
-        backends = [
-            run_backend(parsed, algorithm, _Place(trainer_group, rank, ranks)) for rank in range(ranks)
-        ]
+        kind = run_kind(parsed)
+        algorithm = kind.algorithm()
+        backends = [kind.backend(algorithm, _Place(trainer_group, rank, ranks)) for rank in range(ranks)]
         for backend in backends:
             backend.load_initial()
         rounds = OneRank(backends)
-        learner = run_learner(parsed, algorithm, rounds)
+        learner = kind.learner(algorithm, rounds)
         state = steps.restored(steps.StepState(), steps.Version(1, 0, 0), {})
         state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
         spaces = Spaces.of(backends[0]._policy.config)

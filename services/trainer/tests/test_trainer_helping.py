@@ -18,12 +18,14 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_servicekit.weights import WeightStore
 from headrace_trainer.backends._base import PrivateGradient
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps
-from headrace_trainer.session.published import PublishedReader, published_tensors
-from headrace_trainer.session.session import LearnItem, Session
+from headrace_trainer.learning.samples import LearnItem
+from headrace_trainer.session.publishing import published_tensors
+from headrace_trainer.session.session import Session
 from headrace_trainer.wire.helping import contribution_message, read_contribution
 
 pytestmark = pytest.mark.timeout(90)
@@ -38,8 +40,8 @@ def make_session(trainer_group, make_config, tmp_path):
     def make(name: str, **sections) -> Session:
         config = TrainerConfig.model_validate(make_config(**sections))
         rank = Rank(config, trainer_group)
-        rounds = Rounds(trainer_group, rank.execute, holds_lease=lambda: True, release=lambda: None)
-        return Session("runs/test", tmp_path / name, rank, rounds, WeightStore(tmp_path / "shm", name))
+        rounds = Rounds(rank, holds_lease=lambda: True)
+        return Session("runs/test", tmp_path / name, rounds, WeightStore(tmp_path / "shm", name))
 
     return make
 
@@ -53,7 +55,9 @@ def pair(make_session):
         owner.restore("", 1, "store")
         stored, _ = owner.publish(1)
         owner.begin(BEGUN)
-        helper.help(owner.state.version, PublishedReader(published_tensors(stored.manifest, stored.body)))
+        helper.help(
+            owner.state.version, TensorReader.of_version(published_tensors(stored.manifest, stored.body))
+        )
         helper.begin(BEGUN)
         return owner, helper
 
@@ -94,7 +98,7 @@ def test_the_gradient_is_that_of_the_owners_alone(
     alone.begin(BEGUN)
     groups = {prompt: make_group(prompt) for prompt in PROMPTS}
     learn(alone, groups.values())
-    expected = alone._rank.backend.reduced_gradient(10.0)
+    expected = alone.rounds.rank.backend.reduced_gradient(10.0)
 
     rest = [group for prompt, group in groups.items() if prompt not in taken]
     if rest and beside:
@@ -104,7 +108,7 @@ def test_the_gradient_is_that_of_the_owners_alone(
     if rest and not beside:
         learn(owner, rest)
     assert {r.prompt_ordinal for r in owner.state.accumulated if r.helper} == set(taken)
-    found = owner._rank.backend.reduced_gradient(10.0)
+    found = owner.rounds.rank.backend.reduced_gradient(10.0)
     assert found.keys() == expected.keys()
     assert relative_l2(found, expected) <= 1e-5
 
@@ -142,7 +146,7 @@ def test_a_contribution_is_added_once(pair, make_group, relative_l2):
     expected = {name: tensor.clone() for name, tensor in gradient.tensors.items()}
     owner.add(what, gradient)
     owner.add(what, gradient)
-    assert relative_l2(owner._rank.backend.reduced_gradient(1.0), expected) == 0
+    assert relative_l2(owner.rounds.rank.backend.reduced_gradient(1.0), expected) == 0
 
 
 def refusal(act) -> str:
@@ -172,7 +176,7 @@ def test_what_does_not_fit_the_open_step_adds_nothing(pair, make_group):
     fewer = dict(list(gradient.tensors.items())[1:])
     assert refusal(lambda: owner.add(later, PrivateGradient(fewer))) == "INVALID"
     assert not owner.state.accumulated
-    assert all(not grad.any() for grad in owner._rank.backend.reduced_gradient(1.0).values())
+    assert all(not grad.any() for grad in owner.rounds.rank.backend.reduced_gradient(1.0).values())
 
 
 def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group, make_session):
@@ -180,21 +184,21 @@ def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group
     assert refusal(lambda: helper.save(1, b"")) == "NOT_LEADER"
     learn(helper, [make_group(0)])
     assert refusal(lambda: commit(helper)) == "NOT_LEADER"
-    assert refusal(lambda: owner.help(owner.state.version, PublishedReader({}))) == "CONFLICT"
+    assert refusal(lambda: owner.help(owner.state.version, TensorReader.of_version({}))) == "CONFLICT"
     assert refusal(lambda: owner.contribute(0, 1)) in ("NOT_OPEN", "EMPTY_STEP")
     learn(owner, map(make_group, PROMPTS))
     reply = commit(owner)
     owner.record(0, 1, 2)
     stored, _ = owner.publish(2)
-    reader = PublishedReader(published_tensors(stored.manifest, stored.body))
+    reader = TensorReader.of_version(published_tensors(stored.manifest, stored.body))
     first = steps.Version(1, 0, 0, "x")
     helper.help(reply.version, reader)
     assert helper.state.version == reply.version and helper.state.phase is steps.Phase.IDLE
     assert refusal(lambda: helper.help(first, reader)) == "INVALID"
     # What it computes now is computed under the new version.
-    named = dict(helper._rank.backend.weights())
+    named = dict(helper.rounds.rank.backend.weights())
     assert all(torch.equal(named[name], tensor.float()) for name, tensor in reader._tensors.items())
-    wrong = PublishedReader({**reader._tensors, "more": torch.zeros(1)})
+    wrong = TensorReader.of_version({**reader._tensors, "more": torch.zeros(1)})
     later = steps.Version(9, 2, 2, "y")
     assert refusal(lambda: make_session("third").help(later, wrong)) == "WEIGHTS_MISMATCH"
 

@@ -24,8 +24,7 @@ from headrace_trainer.algorithms._base import (
 from headrace_trainer.algorithms._registry import _BUILT_IN
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.batch import BatchLearner
-from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.samples import Group, Member
 
 PROMPTS, PLACES, WORDS, SAMPLES = 4, 4, 5, 8

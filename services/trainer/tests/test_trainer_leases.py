@@ -16,8 +16,8 @@ from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit import threads
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_trainer import allocator
-from headrace_trainer.group.leader import LeaderRounds
-from headrace_trainer.group.rank import Rank
+from headrace_trainer.backends.fsdp.backend import FsdpBackend
+from headrace_trainer.group.rounds import Rounds
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
@@ -66,19 +66,18 @@ async def test_cores_and_threads_of_a_round_are_the_lease_s(client, make_settled
 
 
 async def test_what_is_measured_of_threads_is_of_one_run(client, make_settled, monkeypatch):
-    cores, clock, seen, execute = sorted(os.sched_getaffinity(0)), [0.0], [], Rank.execute
+    cores, clock, seen, infer = sorted(os.sched_getaffinity(0)), [0.0], [], FsdpBackend.infer
 
     def passed() -> float:
         clock[0] += torch.get_num_threads()  # two threads take twice as long as one
         return clock[0]
 
-    def noted(rank: Rank, header: Any) -> object:
-        if header.kind == "infer":
-            seen.append(torch.get_num_threads())
-        return execute(rank, header)
+    def noted(backend: FsdpBackend, rows: Any, columns: Any) -> object:
+        seen.append(torch.get_num_threads())
+        return infer(backend, rows, columns)
 
     monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=passed))
-    monkeypatch.setattr(Rank, "execute", noted)
+    monkeypatch.setattr(FsdpBackend, "infer", noted)
     lease = common_pb2.Lease(epoch=12, devices=[f"b/cpu:{core}" for core in cores[:2]])
     try:
         version = (await client.open()).version
@@ -270,7 +269,7 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     client, make_config, make_settled, settled_digest, monkeypatch
 ):
     """A part of a batch is in the accumulators: trying again under the same attempt would count it twice."""
-    micro = LeaderRounds.micro
+    micro = Rounds.micro
 
     def lapses(self, work):
         finite = micro(self, work)
@@ -281,7 +280,7 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     async def in_one_message():
         yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
 
-    monkeypatch.setattr(LeaderRounds, "micro", lapses)
+    monkeypatch.setattr(Rounds, "micro", lapses)
     version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
     groups = [make_settled(prompt, version=version) for prompt in range(3)]
     await client.begin(0, 1, 1, 2)

@@ -10,7 +10,7 @@ import torch
 from headrace_modelkit.loading import load_model
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import OptimizerSection
-from headrace_trainer.learning.schedules import learning_rate
+from headrace_trainer.learning.passes import learning_rate
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import torch
 from headrace_modelkit import logprobs
-from headrace_trainer.learning.packing.packing import context, pack, plan_batches, plan_even, plan_rows
-from headrace_trainer.learning.packing.trees import PrefixTree
+from headrace_trainer.learning.packing import PrefixTree, context, pack, plan_batches, plan_even, plan_rows
 from headrace_trainer.learning.samples import Sequence
 
 

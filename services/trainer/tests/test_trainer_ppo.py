@@ -24,12 +24,10 @@ from headrace_trainer.algorithms._base import (
 )
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.intake import Intake
-from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.packing.work import OptimizerStep
-from headrace_trainer.learning.schedules import step_rates
+from headrace_trainer.learning.learner import BatchLearner, Learner
+from headrace_trainer.learning.passes import OptimizerStep, step_rates
 from safetensors.torch import load_file
 
 PASSES = {"epochs": 2, "minibatches": 2}

@@ -11,8 +11,8 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learning.packing import packing
-from headrace_trainer.learning.packing.packing import pack
+from headrace_trainer.learning import packing
+from headrace_trainer.learning.packing import pack
 from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.wire.messages import read_sequence
 from torch.nn.functional import scaled_dot_product_attention

@@ -17,8 +17,7 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms.functional import kl_estimate
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.batch import BatchLearner
-from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.learner import BatchLearner, Learner
 
 KL = {"kl_loss_coef": 0.3, "entropy_coef": 0.1}
 
@@ -123,7 +122,7 @@ def test_at_the_start_the_kl_is_zero_and_adds_no_gradient(make_backend, accumula
 def test_between_uses_a_reference_on_a_gpu_lies_in_host_memory(make_moved, accumulate, monkeypatch):
     backend, groups = make_moved(KL)
     reference, moves = backend._reference, []
-    monkeypatch.setattr(reference, "_trainer_group", SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    monkeypatch.setattr(reference, "_ranks", SimpleNamespace(device=SimpleNamespace(type="cuda")))
     monkeypatch.setattr(reference._model, "move", lambda move: moves.append(reference._away))
     policy = lambda batch, temperature, anchor: (batch.advantages_K, None)  # noqa: E731
     monkeypatch.setattr(reference._model, "policy", policy)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learning import queue as learn_queue
-from headrace_trainer.learning.queue import LearnQueue
-from headrace_trainer.session.session import LearnItem
+from headrace_trainer.learning.samples import LearnItem
+from headrace_trainer.wire import learn as learn_queue
+from headrace_trainer.wire.learn import LearnQueue
 
 
 @pytest.fixture
@@ -146,12 +146,15 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
 
 STUCK = """
 import time, torch
-from headrace_trainer.group import rounds
+from types import SimpleNamespace
+from headrace_trainer.group import messages, rounds
 from headrace_trainer.group.group import join_trainer_group
 rounds.DEADLINE_S = 0.3
 trainer_group = join_trainer_group(4, 0, 1, "", 5, torch.device("cpu"))
-stuck = rounds.Rounds(trainer_group, lambda _: time.sleep(60), holds_lease=lambda: True, release=lambda: None)
-stuck.lead("commit", step=7, attempt=2)
+rank = SimpleNamespace(ranks=trainer_group, execute=lambda _: time.sleep(60))
+stuck = rounds.Rounds(rank, holds_lease=lambda: True)
+stuck.attempt = (7, 2)
+stuck.lead(messages.CommitRound(1.0, 0.0, 0.0))
 """
 
 

@@ -358,5 +358,5 @@ async def test_a_batch_of_the_queue_has_two_micro_batches_for_each_rank(client, 
     await client.open(make_config())
     servicer = client.instance._services[0][1]
     assert servicer._new_queue(100)._batch_tokens() == 200
-    monkeypatch.setattr(servicer._trainer._trainer_group, "world_size", 3)
+    monkeypatch.setattr(servicer._trainer._ranks, "world_size", 3)
     assert servicer._new_queue(100)._batch_tokens() == 600

@@ -67,7 +67,7 @@ def settled_trajectory(
         temperature=1.0, top_p=1.0, repetition_penalty=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED
     )
     trajectory = common_pb2.Trajectory(
-        sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=index),
+        sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=index),
         attempt=attempt,
         finish_reason=common_pb2.FINISH_REASON_EOS,
     )

@@ -1,1 +1,1 @@
-"""A seeded simulation of the whole protocol under virtual time: the real coordinator on a faulty, imaginary fleet."""
+"""A seeded simulation of the whole protocol under virtual time: the real coordinator on a faulty, simulated fleet."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from headrace_simulation.world import World
 
 PATIENCE = 6
-"""How often a checkpoint is asked for: its run may have none, or be gone."""
-BLOWS = 5
-"""Most faults and changes of mind of one evaluation, beside those that everything suffers."""
+"""Tries to evaluate a checkpoint: its run may have none, or be deleted."""
+STRIKES = 5
+"""Most faults and changes of intent of one evaluation, beside the world's other faults."""
 KINDS = [
     *["rollout"] * 3,
     *["reward"] * 2,
@@ -32,18 +32,18 @@ KINDS = [
 
 
 class Evaluators:
-    """Submits `count` evaluations with random numbers of its own, so that the runs' part of a seed stays as it is."""
+    """Submits `count` evaluations, with random numbers of its own: what else happens in a seed does not change."""
 
     def __init__(self, world: World, users: Users, rng: random.Random, count: int) -> None:
         self.specs: dict[str, EvaluationSpec] = {}
-        """Each evaluation, as it was asked for."""
+        """The spec of each evaluation."""
         self._world = world
         self._users = users
         self._rng = rng
         self._count = count
 
     async def live(self) -> None:
-        """Until every evaluation has been submitted and has been struck enough."""
+        """Submits every evaluation and interferes with each as often as the seed says."""
         await asyncio.gather(*(self._come(index) for index in range(self._count)))
 
     async def _come(self, index: int) -> None:
@@ -53,7 +53,7 @@ class Evaluators:
         run = await self._submit(origin, f"evaluate-{index}") if origin else ""
         run = run or await self._submit("", f"evaluate-{index}-model")
         self._users.counts["evaluation of a checkpoint" if self.specs[run].checkpoint else "evaluation"] += 1
-        for _ in range(self._rng.randint(0, BLOWS) if self._world.faulty else 0):
+        for _ in range(self._rng.randint(0, STRIKES) if self._world.faulty else 0):
             await asyncio.sleep(self._rng.expovariate(1 / 1.5))
             await self._strike(run, self._rng.choice(KINDS))
 

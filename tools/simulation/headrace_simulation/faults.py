@@ -1,4 +1,4 @@
-"""What goes wrong in a world, at random moments: processes, coordinator, store, network, clocks, disk."""
+"""Faults of a world at random moments: processes, coordinator, store, network, clocks, disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Faults:
         self._left: Counter[str] = Counter()
 
     async def happen(self) -> None:
-        """Faults at random times, until it has been enough."""
+        """Makes faults at random times, as many as the seed says."""
         for _ in range(self._rng.randint(2, 7) + 2 * len(self._world.specs)):
             await asyncio.sleep(self._rng.expovariate(1 / 6.0))
             fault = self._rng.choice(KINDS)

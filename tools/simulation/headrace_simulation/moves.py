@@ -31,18 +31,18 @@ def borrow_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
 
 
 def help_always(state: ElasticState) -> float:
-    """A helper takes any group: it may be late."""
+    """Lets a helper take any group, even one that it finishes too late."""
     return math.inf
 
 
 @contextmanager
 def moving(seed: int) -> Iterator[None]:
-    """Within the body, three of four seeds move eagerly: imaginary answers leave the real policy little to gain."""
+    """Within the context three of four seeds move eagerly: simulated answers leave the real policy little to gain."""
     policy, until, steps, borrow = Helping.policy, Helping.until, Tail.fewest_steps, Borrowing.policy
     if random.Random(f"{seed}/moves").random() < 0.75:
         Helping.policy, Helping.until = staticmethod(move_eagerly), staticmethod(help_always)
         Borrowing.policy = staticmethod(borrow_eagerly)
-        Tail.fewest_steps = 1  # Imaginary runs are short, and are begun again all the time.
+        Tail.fewest_steps = 1  # Simulated runs are short, and start again often.
     try:
         yield
     finally:

@@ -18,12 +18,12 @@ CARE_S = 20.0
 
 
 def regroups(seed: int) -> bool:
-    """Whether a seed has such users: some seeds that found no bug without them."""
+    """Whether a seed has such users: some of the seeds that found no bug without them."""
     return seed % 8 in (1, 3) or seed % 16 == 13
 
 
 class Regroupers:
-    """Asks with random numbers of its own, so that the runs' part of a seed stays as it is."""
+    """Has random numbers of its own, so that what else happens in a seed does not change."""
 
     def __init__(self, world: World, users: Users, rng: random.Random) -> None:
         self._world = world
@@ -32,7 +32,7 @@ class Regroupers:
         self._asked = 0
 
     async def live(self) -> None:
-        """Until everything has ended; who is left without trainers takes what its spec has again."""
+        """Changes sizes until everything has ended; a queued run without trainers gets its spec's size again."""
         for _ in range(self._rng.randint(2, 8)):
             await asyncio.sleep(self._rng.expovariate(1 / 5.0))
             if names := list(self._users.specs):

@@ -1,4 +1,4 @@
-"""Seeded run specs: every kind of run that the imaginary fleet can serve."""
+"""Seeded run specs: every kind of run that the simulated fleet can serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REFILLS: list[dict[str, int | bool]] = [
     *({"drop_equal": True, "max_refill": most} for most in (0, 1, 3)),
     {"max_refill": 1},
 ]
-"""Options of the imaginary algorithm, which are what its trainer answers."""
+"""Options of the simulated algorithm, which are what its trainer answers."""
 
 
 def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSpec:
@@ -48,7 +48,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "seed": seed,
                 "deterministic": rng.random() < 0.2,
                 "export": rng.random() < 0.5,
-                "model": {"path": "imaginary"},
+                "model": {"path": "simulated"},
                 "data": {
                     "source": "copy_digits",
                     "options": {"digits": 1},
@@ -195,13 +195,13 @@ def ranged(spec: RunSpec, seed: int) -> RunSpec:
 
 
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
-    """An evaluation of the imaginary model, or of the newest checkpoint of the run `origin`."""
+    """An evaluation of the simulated model, or of the newest checkpoint of the run `origin`."""
     samples = rng.randint(1, 4)
     return EvaluationSpec.model_validate(
         {
             "name": "eval",
             "seed": seed,
-            "model": None if origin else {"path": "imaginary"},
+            "model": None if origin else {"path": "simulated"},
             "checkpoint": {"run": origin} if origin else None,
             "suite": {
                 "name": "items",

@@ -1,4 +1,4 @@
-"""The users of a world: they submit runs, change their minds at the worst moments, and repeat their requests."""
+"""The users of a world: they submit runs, change intents at bad moments, and repeat their requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOMENTS = {
     "CloseRun": 0.08,
     "LeaveTrainerGroup": 0.2,
 }
-"""Calls during which somebody changes a run's intent, and how likely."""
+"""Probability by call that a user changes the run's intent during it."""
 CARE_S = 5.0
 
 
@@ -42,18 +42,18 @@ class Users:
     def __init__(self, world: World, rng: random.Random, calm: bool) -> None:
         self.counts: Counter[str] = Counter()
         self.keys: dict[str, str] = {}
-        """Each Idempotency-Key of a submission → the run that it made."""
+        """The run that each Idempotency-Key of a submission made."""
         self.doomed: set[str] = set()
-        """Runs that cannot succeed, by their own spec."""
+        """Runs whose spec cannot succeed."""
         self.origins: dict[str, str] = {}
-        """Forked runs → the run that they begin with."""
+        """The origin of each forked run."""
         self._world = world
         self._rng = rng
         self._calm = calm
         self._whims_left = 0 if calm else 2 * len(world.specs) + rng.randint(0, 4)
         self._cancels_left = rng.choice([0, 1, 1, 2])
         self.specs: dict[str, RunSpec] = {}
-        """Each run, as it was asked for."""
+        """The spec of each run."""
         self.evaluators = Evaluators(
             world, self, random.Random(f"{world.seed}/evaluations"), world.evaluations
         )
@@ -114,7 +114,7 @@ class Users:
                 return None
 
     async def submit(self, spec: RunSpec, key: str, copies: int = 1, patience: int = 1000) -> str:
-        """Submits until the fleet takes it, `copies` times at once; empty when it does not.
+        """Submits until the spec is accepted, `copies` times at once; empty when it never is.
 
         Raises `Violation` for two runs of one key.
         """
@@ -131,7 +131,7 @@ class Users:
         return ""
 
     def one_of(self, key: str, made: set[str]) -> str:
-        """What a key made, by the answers to all requests with it. Raises `Violation` when that is several."""
+        """The run that a key made, by the answers to all requests with it. Raises `Violation` for several runs."""
         if len(made | ({self.keys[key]} if key in self.keys else set())) > 1:
             raise Violation(f"idempotency: key {key} made the runs {sorted(made)}")
         [self.keys[key]] = made
@@ -156,7 +156,7 @@ class Users:
             self._resume_at[run] = now + self._rng.uniform(0.0, 40.0)
         await asyncio.gather(*(self.ask(request) for _ in range(copies)))
 
-    # --- what they do
+    # --- changes of intent
 
     async def _come(self, spec: RunSpec, index: int) -> None:
         copies = 1
@@ -200,7 +200,7 @@ class Users:
         await self.intend(run, intent, self._rng.choice([1, 1, 3]))
 
     async def _storm(self, run: str) -> None:
-        """One change of mind after another, milliseconds apart."""
+        """Several changes of intent, milliseconds apart."""
         for _ in range(self._rng.randint(2, 4)):
             last = self._rng.choice(
                 [run_states.PAUSE, run_states.PAUSE_NOW, run_states.RUN, run_states.CANCEL]
@@ -221,7 +221,7 @@ class Users:
         fork = unreadable(spec, name) if lost else forked(spec, run, None, name, self._rng.randint(1, 3))
         made = await self.submit(fork, f"fork-{len(self.specs)}", patience=3)
         if not made:
-            return  # What it forks from is gone.
+            return  # Its origin was deleted.
         self.counts["fork"] += 1
         if lost:
             self.doomed.add(made)
@@ -229,7 +229,7 @@ class Users:
             self.origins[made] = run
 
     def heard(self, method: str, request: Any) -> None:
-        """The coordinator calls an instance: a moment to interfere, also with a run that is about to fail."""
+        """The coordinator calls an instance: a user may interfere now, also with a run that is about to fail."""
         failing = request.header.run.removeprefix("runs/") if method == "CloseRun" else ""
         if failing in self.doomed and self._rng.random() < 0.5:
             self._world.spawn(self.intend(failing, self._rng.choice(run_states.INTENTS)))
@@ -249,7 +249,7 @@ class Users:
         )
 
     async def _care(self) -> None:
-        """What is paused is resumed one day."""
+        """Resumes runs that have been paused for long."""
         coordinator = self._world.coordinator
         if coordinator is None:
             return

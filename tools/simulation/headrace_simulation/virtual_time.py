@@ -10,11 +10,11 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 THREAD_S = 0.005
-"""Virtual seconds from the work of a thread to whoever waits for it: time enough to be killed in between."""
+"""Virtual seconds from a thread's work to its result, in which the process that waits can be killed."""
 
 
 class Stuck(Exception):
-    """Nothing is left to happen: every task waits for ever."""
+    """Every task waits for ever: nothing can happen any more."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -30,7 +30,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` advances only when everything waits."""
+    """A loop whose `time()` advances only when every task waits."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Does the work at once, and answers a little later: virtual time would not wait for a thread."""
+        """Does the work at once and returns its result a little later: virtual time would not wait for a thread."""
         answered: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
@@ -60,7 +60,7 @@ def _settle(settle: Callable[[Any], None], answered: asyncio.Future[Any], value:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` on a fresh virtual loop and cancels whatever it leaves behind."""
+    """Runs `main` on a new virtual loop and cancels the tasks that it leaves."""
     loop = VirtualLoop()
     errors: list[Mapping[str, Any]] = []
     loop.set_exception_handler(lambda _, context: errors.append(context))

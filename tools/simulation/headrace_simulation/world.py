@@ -1,4 +1,4 @@
-"""One seeded world: an imaginary fleet, users, scripted faults, the real coordinator, and the guarantees checked."""
+"""One seeded world: a simulated fleet, users, scripted faults, the real coordinator, and the guarantees checked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import runs
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.run.context import Projection
 from headrace_coordinator.store.event_log import EventLog
-from headrace_coordinator.store.history import History, Item
+from headrace_coordinator.store.history import History
+from headrace_coordinator.store.run_files import Item
 from headrace_schema.spec import RunSpec
+from typing_extensions import override
 
 from headrace_simulation.faults import WALL_S, Faults
 from headrace_simulation.fleet.processes import SETTINGS, Processes
 from headrace_simulation.judging.judge import Violation
-from headrace_simulation.judging.log import RecordingStore
-from headrace_simulation.judging.replay import Replay, nothing_held
+from headrace_simulation.judging.replay import RecordingStore, Replay, nothing_held
 from headrace_simulation.judging.world import Outcome, WorldJudge
 from headrace_simulation.moves import moving
 from headrace_simulation.regroupers import regroups
@@ -30,29 +32,29 @@ from headrace_simulation.virtual_time import run_virtual
 
 LIMIT_S = 20_000.0
 SETTLED_S = 240.0
-"""How long after the last run has ended something may be open or held: a lease's lifetime, closes, kills."""
+"""Seconds after the end of the last run within which everything must be closed and released."""
 
 
-class Quiet:
-    """A projection that keeps nothing."""
+class Quiet(Projection):
+    """A projection that writes nothing."""
 
-    def spec(self, spec: object) -> None:
-        """See `Projection.spec`."""
+    @override
+    def spec(self, spec: object) -> None: ...
 
-    def step(self, view: object) -> None:
-        """See `Projection.step`."""
+    @override
+    def step(self, view: object) -> None: ...
 
-    def evaluation(self, view: object) -> None:
-        """See `Projection.evaluation`."""
+    @override
+    def evaluation(self, view: object) -> None: ...
 
-    def trajectories(self, views: object) -> None:
-        """See `Projection.trajectories`."""
+    @override
+    def trajectories(self, views: object) -> None: ...
 
-    def timeline(self, part: object) -> None:
-        """See `Projection.timeline`."""
+    @override
+    def timeline(self, part: object) -> None: ...
 
-    def close(self) -> None:
-        """See `Projection.close`."""
+    @override
+    def close(self) -> None: ...
 
 
 class World(Processes):
@@ -96,7 +98,7 @@ class World(Processes):
 
     @property
     def spec(self) -> RunSpec:
-        """The first run's."""
+        """The spec of the first run."""
         return self.specs[0]
 
     @spec.setter
@@ -129,7 +131,7 @@ class World(Processes):
         return self.coordinator.fleet if self.coordinator else None
 
     async def start_coordinator(self) -> None:
-        """Opens the store, and the supervisors report what they run."""
+        """Starts a coordinator on the store; the supervisors report their processes to it."""
         loop = asyncio.get_running_loop()
         while self.store.away:  # noqa: ASYNC110 - virtual time: a look costs nothing
             await asyncio.sleep(0.2)
@@ -137,7 +139,7 @@ class World(Processes):
             self.store,
             lambda: loop.time() + self.wall_ahead_s,
             lambda: loop.time() + self.slept_s,
-            history=History(self.directory, _at_once),
+            history=History(Path(self.data_dir) / "runs", _at_once),
         )
         await event_log.open("simulated")
         fleet = Fleet(event_log, self.connect, SETTINGS)
@@ -172,7 +174,7 @@ class World(Processes):
         await self.start_coordinator()
 
     async def serving(self) -> tuple[Coordinator, asyncio.Future[None]]:
-        """The coordinator that serves, and what is done once it serves no more."""
+        """The present coordinator, and a future that is done when it is killed."""
         await self._arrived.wait()
         assert self.coordinator is not None and self._retired is not None
         return self.coordinator, self._retired
@@ -188,17 +190,17 @@ class World(Processes):
         known = self.coordinator.event_log.state.runs if self.coordinator else {}
         return next(iter(known.values()), None)
 
+    @override
     def heard(self, method: str, request: Any) -> None:
-        """See `Processes.heard`."""
         self.users.heard(method, request)
 
     async def trouble(self) -> None:
-        """Faults at random times, until it has been enough."""
+        """Makes faults at random times, as many as the seed says."""
         if self.faulty:
             await self.faults.happen()
 
     async def live(self) -> Outcome:
-        """From the first process to the end of the last run, with every check."""
+        """Runs the world from its first process to the end of its last run; raises `Violation` when a check fails."""
         self.faults = Faults(self, random.Random(f"{self.seed}/faults"))
         self.users = Users(self, random.Random(f"{self.seed}/users"), calm=not self.faulty)
         for kind, fewest in self.needed.items():
@@ -235,14 +237,14 @@ class World(Processes):
         return event_log is not None and not event_log._pending
 
     def _surface(self, tasks: list[asyncio.Future[Any]]) -> None:
-        """An error in any task of the world is the world's error."""
+        """Raises the error of any task of the world."""
         for task in (*self._tasks, *self._background, *tasks):
             if task.done() and not task.cancelled() and task.exception():
                 raise task.exception()  # type: ignore[misc]
         self._tasks = [task for task in self._tasks if not task.done()]
 
     def _watch_openings(self) -> None:
-        """What no run wants open is closed in time, while the instance can be reached."""
+        """Raises `Violation` when an instance in reach keeps a run open that no run wants, for SETTLED_S."""
         now, seen = asyncio.get_running_loop().time(), set[tuple[str, str]]()
         coordinator = self.coordinator
         if coordinator is None or self.store.away:
@@ -261,7 +263,7 @@ class World(Processes):
             raise Violation(f"openings: nobody wants {late} for {SETTLED_S:.0f} s, and they are open")
 
     async def _settle(self) -> None:
-        """The dust settles: nothing stays open, nothing stays held."""
+        """Ends the faults and waits until nothing is open or held; raises `Violation` after SETTLED_S."""
         self.store.away = self.disk.full = False
         for instance in self.instances.values():
             instance.cut_off = False
@@ -284,11 +286,11 @@ class World(Processes):
 
 
 async def _at_once(work: Any, *arguments: Any) -> Any:
-    """In place of a thread, for which virtual time would not wait."""
+    """Does the work at once in place of a thread, for which virtual time would not wait."""
     return work(*arguments)
 
 
 def run_world(seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None) -> Outcome:
-    """One seed, start to end; raises `Violation`."""
+    """Runs the world of one seed; raises `Violation`."""
     with moving(seed):
         return run_virtual(World(seed, faults, count, evaluations).live())

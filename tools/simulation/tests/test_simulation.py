@@ -20,7 +20,10 @@ from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World, run_world
 
 FAILED_ONCE = [216, 218, 10252, 30527, 60144]
-"""Seeds from 200 on that found a bug; of those before, 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
+"""Seeds from 200 on that found a bug; of those before, 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/architecture/).
+
+`bugs.md` there has a row for each.
+"""
 
 
 @pytest.mark.timeout(300)

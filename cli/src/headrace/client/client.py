@@ -25,7 +25,6 @@ from headrace.client.models import (
     Video,
 )
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
-from headrace.client.sse import messages
 from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
 from headrace_schema.sections.scoring import RewardSection
@@ -206,25 +205,25 @@ class Client:
 
         A broken connection is taken up where it broke (Last-Event-ID): nothing is missed or doubled.
         """
-        give_up_at = time.monotonic() + self._transport.patience_s
+        deadline = time.monotonic() + self._transport.patience_s
         while True:
             try:
                 for event in self._stream(run, after):
                     after = event.id
-                    give_up_at = time.monotonic() + self._transport.patience_s
+                    deadline = time.monotonic() + self._transport.patience_s
                     yield event
                 if self.get(run).ended:
                     yield from self._stream(run, after)
                     return
             except httpx.TransportError as error:
-                if time.monotonic() >= give_up_at:
+                if time.monotonic() >= deadline:
                     raise self._transport.unreachable(error) from error
             time.sleep(POLL_S)
 
     def _stream(self, run: str, after: int) -> Iterator[Event]:
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        for message in messages(self._transport.lines(f"{_path(run)}/events", headers, EVENT_SILENCE_S)):
-            event = Event.from_json(json.loads(message.data))
+        for data in self._transport.messages(f"{_path(run)}/events", headers, EVENT_SILENCE_S):
+            event = Event.from_json(json.loads(data))
             if event.id > after:
                 yield event
 
@@ -233,9 +232,9 @@ class Client:
 
         HeadraceError DEADLINE_EXCEEDED after `timeout` seconds says what it waits for.
         """
-        give_up_at = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while not (current := self.get(run)).ended:
-            if time.monotonic() >= give_up_at:
+            if time.monotonic() >= deadline:
                 waits = "; ".join(current.waiting_for) or "nothing in particular"
                 message = (
                     f"{current.name} is {current.state} after {timeout:g} s, at step {current.step}: {waits}"

@@ -23,7 +23,7 @@ class HeadraceError(Exception):
     `problems` name keys and fixes. `status` is the HTTP status, 0 when no answer came.
 
     >>> error = HeadraceError("INVALID", "1 problem", [Problem("steps", "is -1", "use 1 or more")], 422)
-    >>> error.is_users_mistake, error.problems[0].fix
+    >>> error.is_user_error, error.problems[0].fix
     (True, 'use 1 or more')
     """
 
@@ -37,6 +37,6 @@ class HeadraceError(Exception):
         self.status = status
 
     @property
-    def is_users_mistake(self) -> bool:
+    def is_user_error(self) -> bool:
         """Whether another request would be answered, as against the same request at another time."""
         return self.status in USER_STATUSES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -68,14 +68,14 @@ class Transport:
             if not token:
                 return
 
-    def lines(self, path: str, headers: dict[str, str], read_timeout_s: float) -> Iterator[str]:
-        """Lines of a streamed answer; raises `httpx.TransportError` when the stream breaks."""
+    def messages(self, path: str, headers: dict[str, str], read_timeout_s: float) -> Iterator[str]:
+        """Data of a streamed answer's messages; raises `httpx.TransportError` when the stream breaks."""
         timeout = httpx.Timeout(10.0, read=read_timeout_s)
         with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
             if response.is_error:
                 response.read()
                 raise error_of(response)
-            yield from response.iter_lines()
+            yield from messages(response.iter_lines())
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
         response = self._answer(method, path, **request)
@@ -83,13 +83,13 @@ class Transport:
         return response.json()
 
     def _answer(self, method: str, path: str, **request: Any) -> httpx.Response:
-        give_up_at = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.patience_s
         while True:
             try:
                 response = self._http.request(method, path, **request)
                 break
             except httpx.TransportError as error:
-                if time.monotonic() >= give_up_at:
+                if time.monotonic() >= deadline:
                     raise self._unanswered(error, f"{method} {path}", request.get("headers", {})) from error
                 time.sleep(RETRY_PAUSE_S)
         if response.is_error:
@@ -127,3 +127,20 @@ def error_of(response: httpx.Response) -> HeadraceError:
         for item in body.get("problems", [])
     ]
     return HeadraceError(body.get("reason", "UNKNOWN"), body["message"], problems, response.status_code)
+
+
+def messages(lines: Iterable[str]) -> Iterator[str]:
+    """The data of server-sent events (WHATWG HTML, section 9.2); a message that the stream's end cuts off is dropped.
+
+    >>> list(messages([": a comment", "id: 7", "event: step", "data: {}", ""]))
+    ['{}']
+    """
+    data: list[str] = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if not line:
+            if data:
+                yield "\n".join(data)
+            data = []
+        elif name == "data":
+            data.append(value.removeprefix(" "))

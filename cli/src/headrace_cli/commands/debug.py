@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands.options import JsonFlag
-from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_error
 from headrace_cli.output import console, print_json
 
 SHOWN_CHARACTERS = 160
@@ -33,7 +33,7 @@ def debug(
 
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise mistake(
+        raise user_error(
             "headrace debug", f"{', '.join(missing)} is not installed", "pip install 'headrace[local]'"
         )
     try:
@@ -69,7 +69,7 @@ def _run(spec: dict[str, object], as_json: bool) -> None:
     except Refused as error:
         problems = [Problem(item.key, item.problem, item.fix) for item in error.problems]
         raise CommandError(
-            error.message, reason=error.reason, exit_code=EXIT_MISTAKE, problems=problems
+            error.message, reason=error.reason, exit_code=EXIT_USER_ERROR, problems=problems
         ) from error
     if state != "SUCCEEDED":
         raise CommandError(f"the run {state}: {reason}", reason=state)

@@ -89,8 +89,7 @@ class _Request:
 
 
 def _demo(request: _Request, started_at: float) -> None:
-    from headrace_cli.demo.outcome import check_counts, outcome
-    from headrace_cli.demo.presets import ModelMaker, example, placement
+    from headrace_cli.demo import ModelMaker, check_counts, example, outcome, placement, print_report
     from headrace_cli.launcher.data_dir import DataDir
 
     spec_file = example(request.preset)
@@ -111,8 +110,6 @@ def _demo(request: _Request, started_at: float) -> None:
             result = outcome(run, snapshot.steps, time.monotonic() - started_at, up_s)
             certificates = client.certificates(run.id)
     if not request.as_json:
-        from headrace_cli.demo.report import print_report
-
         print_report(request.out, run, result)
     else:
         print_json(result.to_json())
@@ -180,7 +177,7 @@ def cancel_leftovers(client: Client, out: Console) -> None:
 
 def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     """Submits the run and follows it; when that is interrupted the run is cancelled."""
-    from headrace_cli.commands.run import make_reporter
+    from headrace_cli.show.reporters import make_reporter
     from headrace_cli.watching import follow
 
     run = client.submit(spec)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.options import JsonFlag
-from headrace_cli.errors import CommandError, mistake, refused
+from headrace_cli.errors import CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def collect(
     assert spec.environment is not None
     target = to or Path(spec.trainer.warmup.demonstrations or "-")
     if str(target) == "-":
-        raise mistake(
+        raise user_error(
             "--to", "names no directory, nor does trainer.warmup.demonstrations", "give one of them"
         )
     if target.exists():
-        raise mistake("--to", f"{target} exists", "remove it, or give another directory")
+        raise user_error("--to", f"{target} exists", "remove it, or give another directory")
     try:
         from headrace_cli.demonstrations.collecting import Collection, collect
         from headrace_cli.demonstrations.lerobot import write_data_set
@@ -105,7 +105,7 @@ def _spec(file: Path, sets: list[str]) -> RunSpec:
     check_schema(document)
     spec = RunSpec.model_validate(document)
     if spec.environment is None:
-        raise mistake("environment", "the spec has none", "demonstrations are of embodied runs")
+        raise user_error("environment", "the spec has none", "demonstrations are of embodied runs")
     return spec
 
 

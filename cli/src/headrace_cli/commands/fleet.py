@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
-from headrace_cli.errors import CommandError, mistake
+from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.plan import (
     DEFAULT_PORT,
     FleetPlan,
@@ -119,7 +119,9 @@ def _device_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if not re.fullmatch(r"(cpu|gpu):\d+", name):
-            raise mistake("--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas")
+            raise user_error(
+                "--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas"
+            )
     return names
 
 
@@ -214,7 +216,7 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
         )
         return
     from headrace_cli.show.fleet import devices_table, instances_table
-    from headrace_cli.show.listing import runs_list
+    from headrace_cli.show.runs import runs_list
 
     out = console()
     out.print(instances_table(instances, coordinator=client.base_url, width=out.width))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
-from headrace_cli.connection import connect, find_target
+from headrace_cli.connection import connect, find_target, process_ids
 from headrace_cli.launcher.plan import kind_and_count
 from headrace_cli.output import console, print_json
 
@@ -18,14 +18,25 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def instances(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
-    """List the services' processes."""
-    with connect(find_target(url, data_dir)) as client:
+def instances(
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+    schemas: Annotated[
+        bool,
+        typer.Option("--schemas", help="With --json: the JSON Schemas of the capabilities' options too."),
+    ] = False,
+) -> None:
+    """List the services' processes; with --json their process ids too, where the fleet is that of --data-dir."""
+    target = find_target(url, data_dir)
+    with connect(target) as client:
         found = client.instances()
+    from headrace_cli.show.fleet import instance_document, instances_table
+
     if as_json:
-        print_json({"instances": [item.raw for item in found]})
+        pids = process_ids(target, data_dir)
+        print_json({"instances": [instance_document(item, pids, schemas=schemas) for item in found]})
         return
-    from headrace_cli.show.fleet import instances_table
 
     console().print(instances_table(found, width=console().width))
 

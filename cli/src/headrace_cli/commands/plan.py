@@ -1,4 +1,4 @@
-"""`headrace plan SPEC`: how a workflow would use its devices, predicted, without a fleet."""
+"""How devices are used: `headrace plan` and `profile`, and a run's own plan and timeline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.connection import connect, find_target
+from headrace_cli.errors import refused
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.output import console, print_json
+from headrace_cli.output import console, error_console, print_json
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("plan")(plan)
+def add_to(app: typer.Typer, runs: typer.Typer) -> None:
+    """Adds the commands; `runs` is the group of those that name a run."""
+    app.command()(plan)
+    app.command()(profile)
+    runs.command("plan")(run_plan)
+    runs.command("timeline")(run_timeline)
 
 
 def plan(
@@ -61,4 +66,102 @@ def plan(
         print_json(found)
         return
     for line in plan_lines(found, console().width):
+        console().print(line, markup=False)
+
+
+def profile(
+    file: Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file.")],
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec.")
+    ] = None,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Use only runs that the fleet has made; start none.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="Steps of each short run that count.")] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the YAML here instead of the data directory.", show_default=False),
+    ] = None,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure what the stages of a run cost, with three short runs, and store it for `headrace plan`."""
+    from headrace.client import HeadraceError, load_spec
+    from headrace_schema.spec import RunSpec
+
+    from headrace_cli.dry_run import check_schema
+    from headrace_cli.planning import check_profile, kind_of
+    from headrace_cli.profiling import (
+        measured_document,
+        profile_file,
+        runs_alike,
+        short_runs,
+        store,
+        text_of,
+    )
+
+    try:
+        document = load_spec(file, sets or [])
+    except HeadraceError as error:
+        raise refused(error) from error
+    check_schema(document)
+    spec = RunSpec.model_validate(document)
+    with connect(find_target(url, data_dir)) as client:
+        if not stored:
+            short_runs(client, spec, steps, lambda words: error_console().print(words, markup=False))
+        found = measured_document(client, spec, runs_alike(client, spec))
+    errors = check_profile(found)
+    place = out or profile_file(DataDir.at(data_dir).profiles, spec, kind_of(found))
+    store(place, found)
+    if as_json:
+        print_json({"file": str(place), "profile": found, "fit_errors": errors})
+        return
+    console().print(text_of(found), markup=False)
+    fits = ", ".join(f"{stage} {error:.1%}" for stage, error in errors.items() if error)
+    console().print(f"worst error of the fits: {fits or 'none'}; stored in {place}", markup=False)
+
+
+def run_plan(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
+    """Show how the run uses its devices, and why."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.plan(run)
+    if as_json:
+        print_json(found)
+        return
+    from headrace_cli.show.plan import run_plan_table
+
+    console().print(run_plan_table(found))
+
+
+def run_timeline(
+    run: RunId,
+    steps: Annotated[int, typer.Option(min=1, max=200, help="The newest so many steps.")] = 3,
+    chrome_trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline to this file, for Perfetto.", show_default=False),
+    ] = None,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what each device did when: who held it, for which stage, working or waiting."""
+    from headrace_cli.planning import write_trace
+    from headrace_cli.show.timeline import chrome_trace as trace_of
+    from headrace_cli.show.timeline import timeline_lines
+
+    with connect(find_target(url, data_dir)) as client:
+        view = client.timeline(run, steps)
+        plan = None if client.get(run).suite else client.plan(run)
+    if chrome_trace is not None:
+        write_trace(trace_of(view), chrome_trace)
+    if as_json:
+        print_json({"timeline": view, "plan": plan})
+        return
+    if not view["labels"]:
+        console().print("no step of the run has ended yet, or its timeline is gone")
+        return
+    for line in timeline_lines(view, plan, console().width):
         console().print(line, markup=False)

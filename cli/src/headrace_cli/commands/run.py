@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands import timeline
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
-from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
 
-    from headrace_cli.watching import Reporter
-
 PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
 
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
-app.command("timeline")(timeline.timeline)
 
 
 Sets = Annotated[
@@ -134,7 +129,7 @@ def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_js
     if as_json:
         print_json({"runs": [item.raw for item in runs]})
         return
-    from headrace_cli.show.listing import runs_list
+    from headrace_cli.show.runs import runs_list
 
     console().print(runs_list(runs, console().width) if runs else "no runs")
 
@@ -187,6 +182,7 @@ def _stream_events(client: Client, run_id: str) -> Run:
 
 
 def _draw(client: Client, run_id: str) -> Run:
+    from headrace_cli.show.reporters import make_reporter
     from headrace_cli.watching import follow
 
     reporter = make_reporter()
@@ -198,17 +194,6 @@ def _draw(client: Client, run_id: str) -> Run:
 
     console().print(run_table(run))
     return run
-
-
-def make_reporter(*, on_error_stream: bool = False) -> Reporter:
-    """A picture on a terminal, lines elsewhere."""
-    if sys.stdout.isatty() and not on_error_stream:
-        from headrace_cli.show.live import LiveReporter
-
-        return LiveReporter(console())
-    from headrace_cli.show.plain import PlainReporter
-
-    return PlainReporter(error_console() if on_error_stream else console())
 
 
 def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
@@ -280,7 +265,7 @@ def logs(
     as_json: JsonFlag = False,
 ) -> None:
     """Print a run's events as they happen, until it ends."""
-    from headrace_cli.show.runs import event_line
+    from headrace_cli.show.reporters import event_line
 
     with connect(find_target(url, data_dir)) as client:
         client.get(run)
@@ -296,9 +281,13 @@ def logs(
 
 
 def _names_of(client: Client, instance: str) -> list[str]:
-    """How events name an instance: by its name, and by the id of its process."""
-    found = [item for item in client.instances() if item.name.rpartition("/")[2] == instance]
-    return [instance, *(item.incarnation for item in found if item.incarnation)]
+    """How events name an instance: by its name, and by the id of its process. CommandError where none has the name."""
+    known = [(item.name.rpartition("/")[2], item.incarnation) for item in client.instances()]
+    names = sorted({name for name, _ in known})
+    if instance not in names:
+        fix = f"the fleet has {', '.join(names) or 'none'}"
+        raise user_error("--instance", f"there is no instance {instance!r}", fix)
+    return [instance, *(incarnation for name, incarnation in known if name == instance and incarnation)]
 
 
 @app.command()
@@ -316,9 +305,9 @@ def trajectories(
     if as_json:
         print_json({"trajectories": [item.raw for item in found]})
         return
-    from headrace_cli.show.runs import trajectories_table
+    from headrace_cli.show.runs import trajectories_list
 
-    console().print(trajectories_table(found) if found else "no settled trajectories")
+    console().print(trajectories_list(found, console().width) if found else "no settled trajectories")
 
 
 @app.command()
@@ -334,18 +323,3 @@ def certificates(
     from headrace_cli.show.runs import certificates_table
 
     console().print(certificates_table(found) if found else "no updates yet")
-
-
-@app.command("plan")
-def show_plan(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
-    """Show how the run uses its devices, and why."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.plan(run)
-    if as_json:
-        print_json(found)
-        return
-    from headrace_cli.show.runs import run_plan_table
-
-    console().print(run_plan_table(found))

@@ -30,7 +30,7 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_cli.demonstrations.lerobot import EpisodeData
-from headrace_cli.errors import CommandError, mistake
+from headrace_cli.errors import CommandError, user_error
 
 EXPERT_ACTION = "expert_action"
 OPEN_S = 300.0
@@ -38,7 +38,7 @@ STOP_S = 30.0
 RESET_S = 300.0
 """Longest a reset may take, or any operation beyond its own limit."""
 MOST_TRIES = 4
-"""Episodes that are played for each one that is wanted, before the collection is given up."""
+"""Episodes that are played for each one that is wanted, before the collection fails."""
 MOST_BYTES = 1 << 28
 
 Arrays = Mapping[str, np.ndarray]
@@ -152,7 +152,7 @@ async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collect
     if len(kept) < wanted.episodes:
         reason = f"{len(kept)} of {MOST_TRIES * wanted.episodes} episodes of {task} succeeded"
         fix = "lower --noise, or raise environment.max_episode_steps"
-        raise mistake("--episodes", f"{wanted.episodes} are wanted, and {reason}", fix)
+        raise user_error("--episodes", f"{wanted.episodes} are wanted, and {reason}", fix)
     found.episodes += kept[: wanted.episodes]
     found.image_shapes.update(player.image_shapes)
 
@@ -177,9 +177,9 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
     except grpc.aio.AioRpcError as error:
         reason = f"{environment.backend} refuses {task}: {error.details()}"
         fix = "demonstrations are collected of environments with the option `expert`, such as Meta-World's"
-        raise mistake("environment", reason, fix) from error
+        raise user_error("environment", reason, fix) from error
     if EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
-        raise mistake(
+        raise user_error(
             "environment.tasks",
             f"{task} of {environment.backend} has no observation {EXPERT_ACTION!r}",
             "choose a task with a scripted policy, such as Meta-World's",

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_cli.errors import mistake
+from headrace_cli.errors import user_error
 
 NEEDED_BYTES = 256 * 1024 * 1024  # the store's file, logs and one checkpoint of a small model
 NEEDED_SHM_BYTES = 1024 * 1024 * 1024  # two policy versions of a small model in each of two services
@@ -83,12 +83,12 @@ class DataDir:
             free = shutil.disk_usage(self.root).free
         except OSError as error:
             detail = error.strerror or "unknown reason"
-            raise mistake(
+            raise user_error(
                 "--data-dir", f"{where} cannot be written ({detail})", "name a directory of yours"
             ) from error
         if free < needed_bytes:
             problem = f"{where} has {free >> 20} MiB free, a fleet needs {needed_bytes >> 20} MiB"
-            raise mistake("--data-dir", problem, "free some space or name a directory on another disk")
+            raise user_error("--data-dir", problem, "free some space or name a directory on another disk")
 
     def log_file(self, name: str) -> Path:
         """The log of a process."""
@@ -101,7 +101,7 @@ class DataDir:
             path.replace(path.with_suffix(".log.1"))
 
     def make_shared_memory(self, tmpfs: Path = Path("/dev/shm")) -> Path:
-        """An empty folder for weights and bodies, on a tmpfs when there is one with room."""
+        """An empty folder for weights and trajectories, on a tmpfs when there is one with room."""
         roomy = os.access(tmpfs, os.W_OK) and shutil.disk_usage(tmpfs).free >= NEEDED_SHM_BYTES
         folder = tmpfs / self.fleet_id if roomy else self.root / "shm"
         shutil.rmtree(folder, ignore_errors=True)

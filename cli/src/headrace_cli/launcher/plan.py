@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from headrace_cli.errors import mistake
+from headrace_cli.errors import user_error
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
 DEFAULT_PORT = 8470
@@ -101,7 +101,7 @@ def kind_and_count(text: str, option: str) -> tuple[str, int]:
     """What KIND=N says, such as rollout=2. Raises CommandError (exit code 2), which names the option."""
     kind, _, number = text.partition("=")
     if kind not in KINDS or not number.isdigit():
-        raise mistake(
+        raise user_error(
             option, f"{text!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2"
         )
     return kind, int(number)
@@ -113,7 +113,7 @@ def engine_python(engine: str, folder: Path = Path()) -> str:
     Raises CommandError (exit code 2) where neither has it.
     """
     if not engine.isidentifier():
-        raise mistake("--engine", f"{engine!r} is no engine", "write transformers, vllm or sglang")
+        raise user_error("--engine", f"{engine!r} is no engine", "write transformers, vllm or sglang")
     if engine == "transformers":
         return ""
     fix = f"install headrace-rollout[{engine}], or in a checkout: make engines ENGINE={engine}"
@@ -123,7 +123,7 @@ def engine_python(engine: str, folder: Path = Path()) -> str:
 def simulator_python(simulator: str, folder: Path = Path()) -> str:
     """As `engine_python`, of the simulator instances and a simulator."""
     if simulator not in SIMULATORS:
-        raise mistake("--sim", f"{simulator!r} is no simulator", f"write one of {', '.join(SIMULATORS)}")
+        raise user_error("--sim", f"{simulator!r} is no simulator", f"write one of {', '.join(SIMULATORS)}")
     if simulator == DEFAULT_SIMULATOR:
         return ""  # A service without it starts all the same, and offers what it has.
     fix = f"install headrace-simulator[{simulator}], or in a checkout: make simulators SIM={simulator}"
@@ -136,7 +136,7 @@ def backend_python(backend: str, folder: Path = Path()) -> str:
         return ""
     if backend not in BACKENDS:
         known = ", ".join((DEFAULT_BACKEND, *BACKENDS))
-        raise mistake("--backend", f"{backend!r} is no training backend", f"write one of {known}")
+        raise user_error("--backend", f"{backend!r} is no training backend", f"write one of {known}")
     fix = f"install headrace-trainer[{backend}], or in a checkout: make {backend}"
     return _python_with(backend, BACKENDS[backend], folder, "--backend", fix)
 
@@ -147,7 +147,7 @@ def _python_with(name: str, module: str, folder: Path, option: str, fix: str) ->
     python = folder.absolute() / ".envs" / name / "bin" / "python"
     if python.is_file():
         return str(python)
-    raise mistake(option, f"{name} is not installed here, and there is no {python}", fix)
+    raise user_error(option, f"{name} is not installed here, and there is no {python}", fix)
 
 
 def _module(name: str, python: str = "") -> list[str]:

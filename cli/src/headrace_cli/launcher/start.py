@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from headrace.client import Client, HeadraceError, Instance
 from headrace_servicekit.process.capacity import Capacity
+from headrace_servicekit.process.ports import LOOPBACK
 
-from headrace_cli.errors import CommandError, mistake
+from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.patience import Patience
 from headrace_cli.launcher.plan import FleetPlan
-from headrace_cli.launcher.ports import require_free_port
 from headrace_cli.launcher.state import FleetState, living_state, read_state
 from headrace_cli.launcher.stop import stop_fleet
 from headrace_cli.launcher.store import require_store
@@ -29,6 +30,11 @@ START_TIMEOUT_S = 600.0
 """How long a fleet may take to start, while it progresses."""
 POLL_S = 0.05
 DEATHS_THAT_FAIL = 3
+STANDSTILL_S = 60.0
+"""A start fails once nothing has come up for so long and the missing processes have hardly used a core."""
+WORK_S = 1.0
+"""CPU seconds that count as work: more than a process that only waits uses in `STANDSTILL_S`."""
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,20 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
     """Raises CommandError (exit code 2) when a fleet lives on the data directory."""
     if state := living_state(data_dir):
         problem = f"a fleet already runs on {data_dir.root} ({state.url}, launcher {state.launcher_pid})"
-        raise mistake(
+        raise user_error(
             "--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}"
         )
+
+
+def require_free_port(port: int) -> None:
+    """Raises CommandError (exit code 2) when the port is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except (OSError, OverflowError) as error:
+            problem = f"{port} is in use by another program, maybe another fleet"
+            raise user_error("--port", problem, "choose another with --port") from error
 
 
 def require_room(counts: Mapping[str, int], capacity: Capacity | None = None) -> None:
@@ -84,7 +101,7 @@ def require_room(counts: Mapping[str, int], capacity: Capacity | None = None) ->
     for kind, count in counts.items():
         others = [(other, 0) for other, number in counts.items() if other != kind for _ in range(number)]
         if count > 1 and (refusal := capacity.refusal(kind, count, others)):
-            raise mistake(f"--{kind}", refusal, "start fewer")
+            raise user_error(f"--{kind}", refusal, "start fewer")
 
 
 def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:
@@ -108,7 +125,7 @@ def _wait_until_ready(
     patience: Patience,
 ) -> tuple[FleetState, list[Instance]]:
     missing, pids = "launcher", [launcher.pid]
-    while not (given_up := patience.over(missing, pids)):
+    while not (too_late := patience.over(missing, pids)):
         if launcher.poll() is not None:
             raise _failure(data_dir, "launcher", f"the launcher ended with status {launcher.returncode}")
         state = read_state(data_dir)
@@ -121,7 +138,7 @@ def _wait_until_ready(
             pids = [process.pid for process in state.processes if process.name in names and process.pid]
             progress(missing)
         time.sleep(POLL_S)
-    raise _failure(data_dir, missing.split(",")[0], given_up)
+    raise _failure(data_dir, missing.split(",")[0], too_late)
 
 
 def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str]:
@@ -164,3 +181,49 @@ def last_lines(path: Path, count: int) -> list[str]:
             return list(deque(file.read().decode(errors="replace").splitlines(), maxlen=count))
     except OSError:
         return []
+
+
+class Patience:
+    """One start, which may take `timeout_s` in all."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_seconds: Callable[[Iterable[int]], float] | None = None,
+    ) -> None:
+        self._clock, self._cpu_seconds = clock, cpu_seconds or cpu_seconds_of
+        self._timeout_s = timeout_s
+        self._began = self._moved = clock()
+        self._looked = float("-inf")
+        self._missing = ""
+        self._used = 0.0
+
+    def over(self, missing: str, pids: Iterable[int]) -> str:
+        """Why the wait for `missing`, whose processes are `pids`, ends now; empty while it goes on."""
+        now = self._clock()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self._look(now, missing, pids)
+        if now - self._began >= self._timeout_s:
+            return f"not ready after {self._timeout_s:g} s (--timeout): {missing}"
+        if now - self._moved >= STANDSTILL_S:
+            return f"not ready, and no progress for {STANDSTILL_S:g} s: {missing}"
+        return ""
+
+    def _look(self, now: float, missing: str, pids: Iterable[int]) -> None:
+        used = self._cpu_seconds(pids)
+        if missing != self._missing or used < self._used or used - self._used >= WORK_S:
+            self._moved, self._missing, self._used = now, missing, used
+
+
+def cpu_seconds_of(pids: Iterable[int]) -> float:
+    """CPU seconds that living processes have used so far."""
+    total = 0.0
+    for pid in pids:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            continue
+        total += float(times.user + times.system)
+    return total

@@ -82,7 +82,7 @@ class FleetLock:
         return True
 
     def release(self) -> None:
-        """Lets go."""
+        """Releases the lock, if it is held."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -49,8 +49,8 @@ def _ends(
     except ProcessLookupError:
         return True
     told = ""
-    give_up_at = time.monotonic() + patience_s
-    while time.monotonic() < give_up_at:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
         if _is_gone(pid) and not is_locked(data_dir):
             return True
         state = read_state(data_dir)

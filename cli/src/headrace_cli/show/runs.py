@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
-    from headrace.client import Certificate, Evaluation, Event, Run, Step, Trajectory
+    from headrace.client import Certificate, Evaluation, Run, Step, Trajectory
+    from rich.console import RenderableType
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
-BRIEF_CHARACTERS = 40
 FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
 """Columns that a narrow terminal does without, in this order."""
 WIDE_COLUMNS = 112
+WIDE = 100
+"""Columns from which on the reason has room beside the figures."""
+NARROW_COLUMNS = ("run", "state", "place", "step", "age")
 
 
 def run_table(run: Run) -> Table:
@@ -39,7 +45,7 @@ def run_table(run: Run) -> Table:
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
         ("forked from", origin(run)),
-        ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
+        ("policy", f"version {run.policy.ordinal}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
         (
             "slots",
@@ -120,25 +126,15 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
     )
 
 
-def event_line(event: Event) -> str:
-    """One event as a line of a log; lists and mappings by their size, `--json` has them whole."""
-    at = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return f"{at} {event.id:>6} {event.type:<24} " + " ".join(
-        f"{key}={_brief(value)}" for key, value in event.data.items()
-    )
+def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
+    """Prompts, answers and rewards: a table on a wide terminal, two lines a trajectory on a narrow one."""
+    return _trajectories_table(trajectories) if width >= WIDE else _trajectory_lines(trajectories, width)
 
 
-def _brief(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
-    """Prompts, answers and rewards."""
+def _trajectories_table(trajectories: Sequence[Trajectory]) -> RenderableType:
     rows = [
         (item.step, item.prompt_ordinal, item.sample_index, f"{item.reward:.3f}", _tail(item.prompt),
-         repr(item.completion)[1:-1], item.reference, item.finish_reason, item.tokens)
+         _answer(item), item.reference, item.finish_reason, item.tokens)
         for item in trajectories
     ]  # fmt: skip
     return table(
@@ -147,67 +143,72 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
     )
 
 
-def run_plan_table(plan: dict[str, Any]) -> Table:
-    """How a run uses its devices."""
-    measured: dict[str, float] = plan["measured_s"]
-    seconds = [
-        f"{name} {predicted:.3g} s" + (f" (last step {measured[name]:.3g} s)" if name in measured else "")
-        for name, predicted in plan["predicted_s"].items()
-    ]
-    others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
-    rows: list[tuple[object, object]] = [
-        ("placement", ", ".join(filter(None, (plan["mode"], plan.get("flow"), plan.get("memory"))))),
-        ("chosen by", plan["chosen_by"]),
-        ("from step", plan["from_step"]),
-        ("why", plan["reason"]),
-        ("generate on", _short(plan["rollout"])),
-        ("learn on", _short(plan["trainer"])),
-        ("predicted", "\n".join(seconds)),
-        ("a step with", "\n".join(others)),
-        ("proposal", plan["proposal"]),
-    ]
-    return table(("", ""), [row for row in rows if str(row[1])])
+def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts = []
+    for item in trajectories:
+        what = "actions" if _episode(item) else "tokens"
+        head = f"step {item.step}, prompt {item.prompt_ordinal}, sample {item.sample_index}"
+        line = f"{head}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}"
+        parts.append(Text(line[:width], style="bold"))
+        reference = f" (reference {item.reference})" if item.reference else ""
+        said = f"{_tail(item.prompt)} → {_answer(item)}{reference}"
+        parts.append(Text("  " + (said if len(said) <= width - 2 else said[: width - 3] + "…")))
+    return Group(*parts)
 
 
-def _short(devices: Sequence[str]) -> str:
-    return ", ".join(device.rpartition("/")[2] for device in devices)
+def _episode(item: Trajectory) -> dict[str, Any] | None:
+    """What the rollout says of an episode; None for an answer in words."""
+    try:
+        found = json.loads(item.completion)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"return", "success", "steps"} <= found.keys() else None
+
+
+def _answer(item: Trajectory) -> str:
+    """An answer on one line; an episode in words."""
+    if (episode := _episode(item)) is None:
+        return repr(item.completion)[1:-1]
+    if episode.get("error"):
+        return f"episode lost: {episode['error']}"
+    ended = "succeeded" if episode["success"] else "did not succeed"
+    return f"episode {ended} after {episode['steps']} steps, return {episode['return']:.4g}"
+
+
+CERTIFICATE_COLUMNS = (
+    *(">step", ">version", ">attempt", "live", ">trained", ">dropped", ">filtered", ">refilled"),
+    *(">tokens", ">staleness", ">mismatch", ">its KL", "set digest"),
+)
 
 
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
-    """One line an update."""
-    rows = [
-        (
-            item.step,
-            item.version.number,
-            item.attempt,
-            "yes" if item.live else "abandoned",
-            len(item.trained),
-            len(item.dropped),
-            sum(reason == FILTERED for _, _, reason in item.dropped),
-            item.refilled,
-            item.tokens,
-            item.max_staleness,
-            "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
-            "" if item.log_prob_mismatch_kl is None else f"{item.log_prob_mismatch_kl:.2g}",
-            item.set_digest[:16],
+    """One line an update; versions and attempts are counted from 1, versions along the live lineage."""
+    attempts = Counter[int]()
+    rows = []
+    for item in certificates:
+        attempts[item.step] += 1
+        mean, kl = item.log_prob_mismatch_mean, item.log_prob_mismatch_kl
+        rows.append(
+            (
+                item.step,
+                item.version.ordinal,
+                attempts[item.step],
+                "yes" if item.live else "abandoned",
+                len(item.trained),
+                len(item.dropped),
+                sum(reason == FILTERED for _, _, reason in item.dropped),
+                item.refilled,
+                item.tokens,
+                item.max_staleness,
+                "not compared" if mean is None else f"{mean:.2g}",
+                "" if kl is None else f"{kl:.2g}",
+                item.set_digest[:16],
+            )
         )
-        for item in certificates
-    ]
-    headers = (
-        ">step",
-        ">version",
-        ">attempt",
-        "live",
-        ">trained",
-        ">dropped",
-        ">filtered",
-        ">refilled",
-        ">tokens",
-        ">staleness",
-        ">mismatch",
-        ">its KL",
-    )
-    return table((*headers, "set digest"), rows)
+    return table(CERTIFICATE_COLUMNS, rows)
 
 
 def heldout(run: Run) -> list[Evaluation]:
@@ -244,3 +245,52 @@ def age(since: float) -> str:
 def _tail(text: str, characters: int = 40) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= characters else "…" + flat[-characters:]
+
+
+def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
+    """Each run with its state, place in the queue, progress, and why or what it waits for; `width` in columns."""
+    return _table(runs) if width >= WIDE else _lines(runs, width)
+
+
+def _table(runs: Sequence[Run]) -> RenderableType:
+    ranked = any(run.priority for run in runs)
+    rows = [
+        (
+            run.id,
+            state_text(run.state),
+            run.place or "",
+            *([run.priority] if ranked else []),
+            f"{run.step}/{run.steps}",
+            heldout_change(run),
+            age(run.created_at),
+            sentence(run),
+        )
+        for run in runs
+    ]
+    priority = [">priority"] if ranked else []
+    return table(("run", "state", ">place", *priority, ">step", "held-out", ">age", "why"), rows)
+
+
+def _lines(runs: Sequence[Run], width: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = [_cells(run) for run in runs]
+    widths = [max(len(row[i]) for row in (NARROW_COLUMNS, *rows)) for i in range(len(NARROW_COLUMNS))]
+    parts = [Text("  ".join(_padded(NARROW_COLUMNS, widths)), style="bold")]
+    for run, cells in zip(runs, rows, strict=True):
+        name, state, *rest = _padded(cells, widths)
+        parts.append(Text("  ").join([Text(name), state_text(state, run.state), Text("  ".join(rest))]))
+        why = sentence(run) + (f" (priority {run.priority})" if run.priority else "")
+        # Wrapped here: a console that writes to a file wraps nothing.
+        parts += [Text(f"  {line}", style="dim") for line in wrap(why, width - 2, break_on_hyphens=False)]
+    return Group(*parts)
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    place = str(run.place) if run.place else ""
+    return run.id, run.state, place, f"{run.step}/{run.steps}", age(run.created_at)
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]

@@ -33,7 +33,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nobody uses."""
+    """Free memory of a GPU."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 

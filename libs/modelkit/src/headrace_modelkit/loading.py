@@ -66,7 +66,7 @@ def load_architecture(config: ModelSection) -> PreTrainedConfig:
 
 
 def context_limit(config: ModelSection, architecture: PreTrainedConfig) -> int:
-    """Tokens that prompt and answer may have together. Raises ModelNotReadable when nobody says."""
+    """Tokens that prompt and answer may have together. Raises ModelNotReadable when none is known."""
     own: int | None = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     if own is None and config.max_context is None:
         raise ModelNotReadable(

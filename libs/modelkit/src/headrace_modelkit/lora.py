@@ -2,23 +2,29 @@
 
 A layer computes with W + alpha/R · B A, rounded once to the type of W: the very weight that is published. So engine and
 trainer agree in every step, also where the type is bf16 and a change of W is smaller than its rounding. An adapter's
-gradient needs products with A and B alone; that of W is never made. Knows no sharding, no optimizer and no checkpoint.
+gradient needs products with A and B alone; that of W is never made. Adapters are written as peft writes them, without
+peft. Knows no sharding and no optimizer.
 
 Shapes: N positions, O outputs, I inputs of a layer, R rank.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from headrace_schema.problems import choose
 from headrace_schema.sections.learning import LoraSection
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from headrace_modelkit.loading import sync_directory
 
 A, B = "lora_A", "lora_B"
 """Names of a layer's adapter, beside its `weight`."""
@@ -55,7 +61,7 @@ class LoraLinear(nn.Linear):
 
 
 class _MergedLinear(torch.autograd.Function):
-    """A linear function with the merged weight, which is made anew in each forward and kept by none."""
+    """A linear function with the merged weight, which is computed anew in each forward and not kept."""
 
     @staticmethod
     def forward(
@@ -170,3 +176,36 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 def _is(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
+
+
+def save_adapter(directory: Path, lora: LoraSection, adapters: Mapping[str, Tensor], base: str) -> None:
+    """Writes the adapters of a model, by the names that its layers give them, into a new directory.
+
+    `base` is where the model below them was read from.
+    """
+    directory.mkdir()
+    save_file(
+        {_peft_name(name): tensor.contiguous() for name, tensor in adapters.items()},
+        directory / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        # Whole names: the last part of one may be that of the head or of a layer without adapter too.
+        "target_modules": sorted({name.rpartition(".")[0] for name in adapters}),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    sync_directory(directory)
+
+
+def _peft_name(name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    assert part in (A, B)
+    return f"base_model.model.{layer}.{part}.weight"

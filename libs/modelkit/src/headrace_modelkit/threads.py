@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -31,7 +31,8 @@ LEAST_S = 1e-7
 class Threads:
     """The number of threads of one thread of this process that computes. Use it from that thread alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.fixed = False
         """All cores of the lease whatever they bring: another number rounds sums in another way."""
         self._most = 1
@@ -56,10 +57,10 @@ class Threads:
         choice = self._choices.setdefault((self._most, kind, max(1, size).bit_length()), Choice())
         several = choice.several
         torch.set_num_threads(self._most if several else 1)
-        began = time.perf_counter()
+        began = self._clock()
         try:
             yield
-            choice.took(time.perf_counter() - began, max(1, size))
+            choice.took(self._clock() - began, max(1, size))
         finally:
             torch.set_num_threads(self._most)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace_planner.cluster.describing import describe
+from headrace_planner.cluster.simulating import describe
 from headrace_planner.documents import PlanRequest
 from headrace_planner.errors import PlanError, refuse
 from headrace_planner.graph import Workflow

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace_planner.errors import PlanError, PlanProblem, refuse
 from headrace_planner.graph import Workflow
 from headrace_planner.profiling.profiles import Profile, by_stage
-from headrace_planner.trees.building import build
 from headrace_planner.trees.costs import (
     NO_SYNC,
     DeviceKind,
@@ -18,8 +17,9 @@ from headrace_planner.trees.costs import (
     Workload,
     assignments,
 )
-from headrace_planner.trees.search import ALL_SHAPES, Search, Shapes
-from headrace_planner.trees.tree import Node, devices, leaves
+from headrace_planner.trees.divisions import Counts
+from headrace_planner.trees.search import ALL_SHAPES, Found, Search, Shapes
+from headrace_planner.trees.tree import Cycle, Leaf, Node, Share, Split, devices, leaves
 
 GIB = 2.0**30
 FIXES = "share without resident, hand over fewer and larger chunks, or add devices"
@@ -64,10 +64,76 @@ def plan(
         units, counts = (1 << len(workflow.units)) - 1, tuple(kind.count for kind in kinds.values())
         seconds = search.best(units, counts, work.items).seconds
         if math.isfinite(seconds) and (best is None or seconds < best.seconds):
-            best = Plan(seconds, build(search, units, counts, work.items), work)
+            best = Plan(seconds, _build(search, units, counts, work.items), work)
     if best is None:
         raise PlanError(*_unfit(workflow, known, kinds, float(items)))
     return best
+
+
+def _build(search: Search, units: int, counts: Counts, items: float, given: Counts | None = None) -> Node:
+    """The tree that `search.best` has found. `given`: devices; they may exceed `counts` by what was rounded off."""
+    return _node(search, search.best(units, counts, items), units, items, counts, given or counts)
+
+
+def _node(search: Search, found: Found, units: int, items: float, counts: Counts, given: Counts) -> Node:
+    match found.shape:
+        case "leaf":
+            return search.leaf(search.stages(units)[0], given)
+        case "resident":
+            return Share(
+                tuple(_loaded(search, unit, given) for unit in _in_order(search, units)), resident=True
+            )
+        case "shared cycle":
+            return _loaded(search, units, given)
+        case "cycle":
+            mine, theirs = _with_rest(found, given)
+            left, right = search.stages(units)
+            return Cycle(search.leaf(left, mine), search.leaf(right, theirs), found.chunks)
+        case "offloaded":
+            return Share(tuple(_turns(search, found, items, counts, given)))
+    return _split(search, found, items, given)
+
+
+def _split(search: Search, found: Found, items: float, given: Counts) -> Split:
+    first, second = found.cut
+    passes = 1 if search.work.source(first) else found.chunks
+    mine, theirs = _with_rest(found, given)
+    return Split(
+        _build(search, first, found.counts[0], items / passes, mine),
+        _build(search, second, found.counts[1], items / found.chunks, theirs),
+        found.chunks,
+    )
+
+
+def _turns(search: Search, found: Found, items: float, counts: Counts, given: Counts) -> Iterator[Node]:
+    first, second = found.cut
+    yield _node(search, search.unshared(first, counts, items), first, items, counts, given)
+    plain, rest = search.unshared(second, counts, items), search.offloaded(second, counts, items)
+    if rest.seconds < plain.seconds + search.work.turn_seconds(search.stages(second)):
+        yield from _turns(search, rest, items, counts, given)
+    else:
+        yield _node(search, plain, second, items, counts, given)
+
+
+def _with_rest(found: Found, given: Counts) -> tuple[Counts, Counts]:
+    """Each side's devices; what the ladder rounded off goes to the second side."""
+    mine, theirs = found.counts
+    return mine, tuple(total - a if b else 0 for a, b, total in zip(mine, theirs, given, strict=True))
+
+
+def _loaded(search: Search, unit: int, counts: Counts) -> Leaf | Cycle:
+    made = [search.leaf(stage, counts) for stage in search.stages(unit)]
+    return made[0] if len(made) == 1 else Cycle(made[0], made[1], shared=True)
+
+
+def _in_order(search: Search, units: int) -> list[int]:
+    """Single units of a set, producers before consumers."""
+    order: list[int] = []
+    while units & (units - 1):
+        first = next(first for first, _ in search.work.workflow.cuts(units) if first & (first - 1) == 0)
+        order.append(first)
+        units &= ~first
+    return [*order, units]
 
 
 def predict(

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from headrace_schema.problems import Impossible, problem
-from headrace_schema.rules.spec import truncated_sampling
+from headrace_schema.rules.combinations import truncated_sampling
 from headrace_schema.sections.base import Count, Section, Seed
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import ModelSection, RolloutSection, SamplingSection

@@ -1,105 +1,23 @@
-"""The run spec: what a user submits, as typed sections.
+"""The run spec: what a user submits, as typed sections that fit together.
 
-Validates shapes and combinations that need no fleet. What only the fleet knows (which scorers,
-engines and devices exist) is checked by the coordinator at submission.
+Validates shapes and combinations that need no fleet. What only the fleet knows (which scorers, engines and devices
+exist) the coordinator checks at submission.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from headrace_schema.problems import Impossible
+from headrace_schema.rules.combinations import impossible_combinations
 from headrace_schema.rules.embodied import with_defaults
-from headrace_schema.rules.spec import impossible_combinations
-from headrace_schema.sections.base import Count, Section, Seed
-from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_schema.sections.generating import (
-    DataSection,
-    EvaluationSection,
-    ModelSection,
-    RolloutSection,
-    SamplingSection,
-)
-from headrace_schema.sections.learning import (
-    AlgorithmSection,
-    CheckpointSection,
-    OptimizerSection,
-    TrainerSection,
-)
-from headrace_schema.sections.replying import ReplySection
-from headrace_schema.sections.running import (
-    FromCheckpointSection,
-    LimitsSection,
-    PlacementSection,
-    SchedulingSection,
-)
-from headrace_schema.sections.scoring import RewardSection
-from headrace_schema.sections.tracking import TrackingSection
-from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
+from headrace_schema.sections.run import RunSections
 
 
-class RunSpec(Section):
+class RunSpec(RunSections):
     """One run."""
-
-    # An embodied run's data and reward follow from its environment: the description must not ask for them.
-    model_config = ConfigDict(json_schema_extra={"required": ["model"]})
-
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
-        default="run", description="begins the run's id"
-    )
-    workflow: WorkflowChoice = Field(
-        default="reasoning",
-        description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), or stages and "
-        "edges of one's own",
-    )
-    steps: Count = Field(default=10, description="policy updates")
-    seed: Seed = Field(default=0, description="of the order of items and of all sampling")
-    deterministic: bool = Field(
-        default=False, description="same seed, same final weights, also over crashes; slower"
-    )
-    export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
-    model: ModelSection
-    environment: EnvironmentSection | None = Field(
-        default=None, description="what an embodied run's policy acts in"
-    )
-    data: DataSection = Field(description="where prompts come from; needed but for an embodied run")
-    sampling: SamplingSection = SamplingSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    trainer: TrainerSection = TrainerSection()
-    rollout: RolloutSection = RolloutSection()
-    reply: ReplySection | None = Field(
-        default=None,
-        description="what answers the policy inside a trajectory; the workflow's second rollout stage",
-    )
-    reward: RewardSection = Field(description="what judges an answer; needed but for an embodied run")
-    placement: PlacementSection = PlacementSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    tracking: TrackingSection = TrackingSection()
-    scheduling: SchedulingSection = SchedulingSection()
-    limits: LimitsSection = LimitsSection()
-    from_checkpoint: FromCheckpointSection | None = Field(
-        default=None,
-        description="continue from a checkpoint of another run; default: from the model's weights",
-    )
-
-    @property
-    def slots_per_step(self) -> int:
-        """B: slots of one step."""
-        return self.algorithm.group_size * self.algorithm.prompts_per_step
-
-    @property
-    def graph(self) -> GraphSection:
-        """The workflow with its stages and edges, whichever way it was declared."""
-        return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]
-
-    @property
-    def main_stage(self) -> str:
-        """The reward stage whose scorers are `reward.scorers`."""
-        return next((name for name in self.graph.of("reward") if name not in self.reward.stages), "score")
 
     @model_validator(mode="before")
     @classmethod

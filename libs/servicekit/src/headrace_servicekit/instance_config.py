@@ -1,4 +1,4 @@
-"""What every instance is told at its start, by flags or by HEADRACE_ variables."""
+"""The settings of every instance, from flags or from HEADRACE_ variables."""
 
 from __future__ import annotations
 

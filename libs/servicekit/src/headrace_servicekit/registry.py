@@ -149,7 +149,7 @@ class Registry(Generic[Made]):
             raise PluginError([self._below(each) for each in explain(error, found.options)]) from error
 
     def capabilities(self, warn: Callable[[str], object]) -> list[str]:
-        """One "name={JSON Schema of its options}" for each plug-in that can be had; `warn` hears of the others."""
+        """One "name={JSON Schema of its options}" for each plug-in that loads; `warn` is called for the others."""
         listed = []
         for name in self.names():
             try:

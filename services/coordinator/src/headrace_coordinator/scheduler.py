@@ -1,6 +1,6 @@
-"""Admits runs, and gives each admitted run a controller; settles the intents of runs that hold nothing.
+"""Admits runs, and runs the loop of each; changes the state of runs that hold nothing as their users ask.
 
-The rules are `domain.devices.scheduling` and `domain.runs`; this carries them out, one event at a time.
+The rules are `domain.devices.scheduling` and `domain.runs`; this applies them, one event at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
-"""Quanta and patience end without an event: the queue is looked at again after so long."""
+"""A quantum ends without an event: the queue is planned again after so long."""
 MakeProjection = Callable[[Path, TrackingSection], Projection]
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
@@ -44,7 +44,7 @@ class Scheduler:
     ) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.plan = Plan([], {}, {}, {})
-        """As it was made last: who waits, in order, and for what."""
+        """The newest plan: which runs wait, in order, and for what."""
         self._event_log = event_log
         self._fleet = fleet
         self._make_projection = make_projection
@@ -105,7 +105,7 @@ class Scheduler:
                 self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")
 
     async def _control(self, run: RunState) -> None:
-        """One run from its grant to its release; whatever breaks, it ends with nothing open and nothing held."""
+        """Works on one run from its grant to its release; after any error nothing is open and nothing is held."""
         try:
             await self._work(run)
         except asyncio.CancelledError:
@@ -138,14 +138,14 @@ class Scheduler:
             self._trackers.end(directory, run.state if run.state in run_states.TERMINAL else "")
 
     def _note(self, context: RunContext, text: str) -> None:
-        """Tells the run's user, unless the run has ended so long ago that its events are closed."""
+        """Tells the run's user; logs it where the run has ended so long ago that its events are archived."""
         if context.run_id in self._event_log.state.runs:
             context.note(text)
         else:
             log.warning("run %s: %s", context.run_id, text)
 
     async def _abandon(self, run: RunState, reason: str) -> None:
-        """Ends a run whose loop cannot: its leases end, and the reconciler closes what its instances report."""
+        """Fails a run whose loop broke: its leases end, and the reconciler closes what its instances report."""
         if run.state in run_states.TERMINAL:
             return
         await self._fleet.lease_manager.release_all(run.id)
@@ -176,7 +176,7 @@ class Scheduler:
         return False
 
     async def stop(self) -> None:
-        """Ends the controllers where they are; a restart resumes their runs."""
+        """Cancels the loops where they are; a restart resumes their runs."""
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()

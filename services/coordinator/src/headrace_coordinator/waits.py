@@ -40,13 +40,13 @@ class Waits:
 
 
 def _rounded(seconds: float) -> int:
-    """Coarse on purpose: who shows waits line by line repeats one when its text changes."""
+    """Rounded down, so that a log does not print a new line every second."""
     unit = 10 if seconds < 60 else 60
     return int(seconds // unit) * unit
 
 
 class Notifier:
-    """Wakes everybody who waits now. `next()` is taken before the check, so no beat is missed."""
+    """Wakes all that wait now. Call `next()` before the check that may wait, so that no beat is missed."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None

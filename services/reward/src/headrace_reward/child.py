@@ -10,11 +10,16 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
+from headrace_servicekit.process.worker_pipes import (
+    become_worker,
+    decode_json,
+    encode_json,
+    frame,
+    read_frame,
+)
 from headrace_servicekit.registry import PluginError
 
 from headrace_reward import judge, scorers
-from headrace_reward.pipes import decode, encode
 from headrace_reward.scorers.base import Answer, ScorerError
 
 Sets = dict[str, list[judge.LoadedScorer]]
@@ -25,7 +30,7 @@ def main() -> None:
     reader, writer = become_worker()
     loaded: Sets = {}
     while (body := read_frame(reader)) is not None:
-        message = decode(body)
+        message = decode_json(body)
         if message["operation"] == "score":
             score(loaded, message["answers"], writer)
         elif message["operation"] == "open":
@@ -88,7 +93,7 @@ def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None
 
 def _write(writer: BinaryIO, message: dict[str, Any]) -> None:
     # At once: the parent's clock for the next answer starts when it reads this one.
-    writer.write(frame(encode(message)))
+    writer.write(frame(encode_json(message)))
     writer.flush()
 
 

@@ -10,14 +10,18 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker_pipes import JSON_CODEC
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
+from headrace_reward import judge
 from headrace_reward.config import PoolSettings
-from headrace_reward.pipes import CODEC, Message
+from headrace_reward.scorers.base import Answer, ScorerError
 
-# A child that died may have been killed from outside: who was in it deserves a second one before it is blamed.
+# A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
 _TRIES = 2
 
 
@@ -79,7 +83,7 @@ class Pool(Protocol):
         ...
 
 
-class ScorerPool:
+class ScorerPool(Pool):
     """Children that hold the scorers of one run. `opening` is the `open` message each of them gets."""
 
     def __init__(
@@ -187,14 +191,14 @@ class ScorerPool:
             _settle(jobs.popleft(), Finding("answer", detail, wall_s=wall_s))
 
     async def _start(self) -> Worker[Message]:
-        child = await Worker.start("headrace_reward.child", CODEC, self._settings.memory_bytes)
+        child = await Worker.start("headrace_reward.child", JSON_CODEC, self._settings.memory_bytes)
         try:
             child.send(self._opening)
             at = _At("scorers", 0, "loaded")
             while not isinstance(step := await self._load(child, at), dict):
                 at = step
             self._compare(step)
-        except BaseException:  # cancelled too: a child that did not load is nobody's to end
+        except BaseException:  # cancelled too: nobody else ends a child that did not load
             await child.kill()
             raise
         return child
@@ -202,7 +206,7 @@ class ScorerPool:
     async def _load(self, child: Worker[Message], at: _At) -> _At | dict[str, list[str]]:
         """The next step of loading, which the child announces, or the digests at its end.
 
-        So whoever hangs or dies has a name.
+        So an error can name the scorer that hung or died.
         """
         loads = at.doing == "loaded"
         limit = self._load_timeout_s if loads else self._timeout_s
@@ -236,7 +240,7 @@ async def list_scorers(settings: PoolSettings) -> list[Message]:
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start("headrace_reward.child", CODEC, settings.memory_bytes)
+    child = await Worker.start("headrace_reward.child", JSON_CODEC, settings.memory_bytes)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(child.kill)
         child.send({"operation": "catalogue"})
@@ -252,3 +256,38 @@ def _settle(job: _Job, finding: Finding) -> None:
 def _settle_exception(job: _Job) -> None:
     if not job.found.done():
         job.found.set_exception(PoolClosed())
+
+
+class InlinePool(Pool):
+    """Judges answers one by one where it is called; `opening` as in ScorerPool."""
+
+    def __init__(self, opening: dict[str, Any]) -> None:
+        self._opening = opening
+        self._loaded: dict[str, list[judge.LoadedScorer]] = {}
+
+    async def open(self) -> dict[str, list[str]]:
+        """Loads the scorers; returns their code digests. Raises OpenFault.
+
+        They are not tried on a blank answer: a breakpoint() in one should first stop at an answer of the policy.
+        """
+        directory = Path(self._opening["directory"])
+        for name, entries in self._opening["sets"].items():
+            self._loaded[name] = []
+            for index, entry in enumerate(entries):
+                try:
+                    each = judge.load(entry["name"], entry["options"], entry["part"], directory)
+                except ScorerError as error:
+                    raise OpenFault(name, index, error.field, error.message) from error
+                self._loaded[name].append(each)
+        return {name: [each.digest for each in loaded] for name, loaded in self._loaded.items()}
+
+    def find(self, answer: dict[str, Any]) -> asyncio.Future[Finding]:
+        """Judges one answer, at once."""
+        fields = dict(answer)
+        judged = judge.judge(self._loaded[fields.pop("set")], Answer(**fields))
+        found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
+        found.set_result(Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.parts)))
+        return found
+
+    async def close(self) -> None:
+        return

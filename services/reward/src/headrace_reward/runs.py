@@ -19,8 +19,7 @@ from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_o
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings
-from headrace_reward.inline import InlinePool
-from headrace_reward.pool import Finding, Pool, ScorerPool
+from headrace_reward.pool import Finding, InlinePool, Pool, ScorerPool
 
 
 class Status(Enum):
@@ -85,7 +84,7 @@ class _Recorded:
     waiting: list[asyncio.Future[Verdict]] = field(default_factory=list)
 
     def ask(self) -> asyncio.Future[Verdict]:
-        """The verdict for one caller, who may go away without taking it from the others."""
+        """The verdict for one caller; others still get it when that caller is cancelled."""
         asked: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         if self.verdict is None:
             self.waiting.append(asked)
@@ -129,7 +128,7 @@ class Run:
         self.digest = digest_bytes(json.dumps([rules, code], sort_keys=True).encode())
 
     async def close(self) -> None:
-        """Kills the children; who still waits for a result gets pool.PoolClosed."""
+        """Kills the children; results that are still awaited raise pool.PoolClosed."""
         await self._pool.close()
 
     def score(self, item: Item) -> asyncio.Future[Verdict]:
@@ -184,7 +183,9 @@ class Run:
             status, reward = Status.ANSWER_FAILED, self.section.failed_reward
         else:
             weighted = zip(self.section.sets()[name], self._parts[name], strict=True)
-            status, reward = Status.OK, sum(entry.weight * found.scores[part] for entry, part in weighted)
+            # fsum: weights of .7, .2 and .1 of full scores are 1, which `sum` misses.
+            status = Status.OK
+            reward = math.fsum(entry.weight * found.scores[part] for entry, part in weighted)
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
             return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)

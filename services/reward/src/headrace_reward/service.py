@@ -160,7 +160,7 @@ def _check_stage(stage: str, run: Run) -> None:
 def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
     key = verdict.key
     result = reward_pb2.ScoreResult(
-        sample=common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index),
+        sample=common_pb2.SlotKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index),
         attempt=key.attempt,
         status=_STATUS[verdict.status],
         reward=verdict.reward,

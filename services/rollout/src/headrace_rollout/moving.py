@@ -1,6 +1,6 @@
-"""What engines have computed of samples that move to another instance: kept there for a while, and taken here.
+"""Cached contexts of samples that move between instances: kept for another one, or taken from it.
 
-Whatever goes wrong costs time alone: the engine computes the context again.
+A cache that cannot be had costs time alone: the engine computes the context again.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.engines.base import CachedContext
+from headrace_rollout.engines.samples import CachedContext
 
 KEPT_S = 60.0
 """How long another instance may take a cache."""
 FREE_SHARE = 0.25
-"""Of the tmpfs' room, where weights are published too, the most that caches may take together."""
+"""Largest share of the tmpfs' room that all caches may take together; published weights lie there too."""
 TAKE_S = 5.0
-"""How long an instance may take to send one; it is asked for no other afterwards."""
+"""Longest wait for an instance to send a cache; one that takes longer is not asked again."""
 _log = logging.getLogger(__name__)
 
 
 class MovedCaches:
-    """Those of one instance. `directory`: where its blobs lie, below the host's SHM_DIR."""
+    """The caches of one instance. `directory` holds its blobs, below the host's SHM_DIR."""
 
     def __init__(self, directory: Path, token: str | None) -> None:
         self.blobs = BlobStore(directory)
@@ -35,7 +35,7 @@ class MovedCaches:
         self._silent: set[str] = set()
 
     def keep(self, cache: CachedContext) -> common_pb2.CachedContext | None:
-        """A reference, for KEPT_S; None where there is no room. Needs an event loop."""
+        """Keeps a cache for KEPT_S and returns a reference to it; None where there is no room. Needs an event loop."""
         taken, free = self._kept_bytes + len(cache.data), shutil.disk_usage(self._directory).free
         if taken > FREE_SHARE * (free + self._kept_bytes):
             return None
@@ -53,7 +53,7 @@ class MovedCaches:
         self.blobs.release(blob)
 
     async def take(self, state: common_pb2.ResumeState) -> CachedContext | None:
-        """What a state refers to; None for nothing, or where it cannot be had any more."""
+        """The cache that a state refers to; None where it names none, or where that one cannot be had."""
         producer = state.cache.blob.incarnation
         if not state.HasField("cache") or producer in self._silent:
             return None
@@ -72,5 +72,5 @@ class MovedCaches:
         return CachedContext(state.cache.form, state.cache.tokens, data)
 
     async def close(self) -> None:
-        """Closes what was opened to other instances."""
+        """Closes the connections to other instances."""
         await self._reader.close()

@@ -21,16 +21,14 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
 
-from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Authority, Refused, Scope
-from headrace_rollout.figures import GenerateFigures
+from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
-from headrace_rollout.refusal import refusals
-from headrace_rollout.runs.installing import PolicyInstaller
-from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
-from headrace_rollout.streams.base import Opening, ResponseT, SampleStream, Serving
+from headrace_rollout.runs.opened import OpenedRun
+from headrace_rollout.runs.opening import PolicyInstaller, devices_of, memory_on, open_run
+from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
-from headrace_rollout.wire import distribution_of, invalid, keys_of
+from headrace_rollout.wire import distribution_of, invalid, keys_of, refusals
 
 REPORT_EVERY_S = 2.0
 
@@ -49,7 +47,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance, self._caches = instance, caches
         self._run: OpenedRun | None = None
         self._leases: dict[int, tuple[str, ...]] = {}
-        self._figures = GenerateFigures()
         self._reported = 0.0
         # Opening, closing and installing change what the other calls find; one at a time.
         self._changing = asyncio.Lock()
@@ -73,13 +70,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
         return rollout_pb2.OpenRunResponse(
             max_concurrency=config.rollout.max_concurrency,
-            max_context_tokens=run.engine.max_context_tokens if isinstance(run, TextRun) else 0,
+            max_context_tokens=run.max_context_tokens,
         )
 
     async def CloseRun(
         self, request: rollout_pb2.CloseRunRequest, context: Context
     ) -> rollout_pb2.CloseRunResponse:
-        """Aborts what runs and forgets engine and bodies; a run that is not open is forgotten already."""
+        """Aborts what runs and closes engine and retention; a run that is not open stays closed."""
         await self._instance.close_run(request.header)
         return rollout_pb2.CloseRunResponse()
 
@@ -95,13 +92,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             # A thread cannot be cancelled: what it builds is released before the run counts as closed.
             await (await building).engine.close()
             raise
-        self._run, self._figures = run, GenerateFigures()
+        self._run = run
         self._caches.blobs.address = self._instance.address
         await self._place()
         return run
 
     async def _end(self) -> None:
-        """Ends the run's streams with their partial outputs, then gives back engine, weights and bodies."""
+        """Ends the run's streams with their partial outputs, then frees engine, weights and trajectories."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -116,7 +113,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Fills groups; see Generation."""
         opening = await _opening(request_iterator)
-        run = self._text_run(self._ready_run(opening))
+        run = self._ready_run(opening).text
         async for response in self._serve(
             run, Generation(run, opening, self._serving(run)), request_iterator
         ):
@@ -127,12 +124,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.RunEpisodesResponse]:
         """Runs episodes; see EpisodeStream."""
         opening = await _opening(request_iterator)
-        run = self._ready_run(opening)
-        if not isinstance(run, RobotRun):
-            raise _wrong_policy(
-                "the run's policy is a language model: call Generate; episodes need model.policy"
-            )
-        from headrace_rollout.robot.streaming import EpisodeStream
+        run = self._ready_run(opening).robot
+        from headrace_rollout.streams.episodes import EpisodeStream
 
         stream = EpisodeStream(run, opening, self._serving(run))
         async for response in self._serve(run, stream, request_iterator):
@@ -168,7 +161,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Score(self, request: rollout_pb2.ScoreRequest, context: Context) -> rollout_pb2.ScoreResponse:
         """Log-probs of given tokens; RAW asks for the model's own distribution."""
         self._instance.fence.check(request.header, lease=True)
-        run = self._text_run(self._opened(request.header))
+        run = self._opened(request.header).text
         check_enum("distribution.log_prob_kind", common_pb2.LogProbKind, request.distribution.log_prob_kind)
         wanted = request.distribution
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
@@ -223,7 +216,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(request.header, lease=False)
         run = self._opened(request.header)
         with refusals():
-            self._instance.weights.let_go(run.name)
+            self._instance.weights.release(run.name)
             freed = await run.engine.suspend()
         return rollout_pb2.SuspendResponse(
             released_bytes=freed.released_bytes, free_memory_bytes=freed.free_bytes
@@ -249,7 +242,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def FetchTrajectories(
         self, request: rollout_pb2.FetchTrajectoriesRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.FetchTrajectoriesResponse]:
-        """Bodies retained, in responses of bounded size."""
+        """Trajectories that are retained, in responses of bounded size."""
         self._instance.fence.check(request.header, lease=False)
         response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
         for trajectory, own_size in list(self._opened(request.header).retention.fetch(request.samples)):
@@ -289,7 +282,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await run.revoke_streams(epoch, notice_s)
         await self._place()
         if run is not None and not self._leases and not keep:
-            self._instance.weights.let_go(run.name)
+            self._instance.weights.release(run.name)
             await run.engine.release()
         return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()
 
@@ -328,17 +321,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         return self._run
 
-    def _text_run(self, run: OpenedRun) -> TextRun:
-        if not isinstance(run, TextRun):
-            raise _wrong_policy(
-                "the run's policy is a robot's: call RunEpisodes; it generates and scores no text"
-            )
-        return run
-
     def _report(self, run: OpenedRun, *, now: bool = False) -> None:
         if now or time.monotonic() - self._reported > REPORT_EVERY_S:
             self._reported = time.monotonic()
-            if (metrics := self._figures.since_last(run)) is not None:
+            if (metrics := run.metrics()) is not None:
                 self._instance.report(metrics)
 
 
@@ -350,16 +336,7 @@ async def _opening(requests: AsyncIterator[Any]) -> Any:
     raise invalid("a stream of samples begins with its opening")
 
 
-def _wrong_policy(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_POLICY", message)
-
-
 def _check_ready(run: OpenedRun, number: int) -> None:
-    policy = run.engine.policy
-    if policy is None or policy.number != number:
-        have = "none" if policy is None else str(policy.number)
-        raise Refused(
-            "POLICY_MISMATCH", f"version {number} is wanted and {have} is installed; install it first"
-        )
+    require_installed(run.engine.policy, number)
     if run.engine.paused:
         raise Refused("PAUSED", "the engine is paused; call Resume first")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,17 +17,16 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
-from headrace_rollout.engines.base import (
+from headrace_rollout.engines.base import Refused, WeightEntry, Weights
+from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
     Group,
-    Output,
     Prefix,
     Sample,
-    SampleKey,
+    SlotKey,
     Stream,
-    WeightEntry,
-    Weights,
+    TrajectoryUpdate,
 )
 from headrace_rollout.moving import MovedCaches
 
@@ -43,8 +43,20 @@ FINISH_REASONS = {
 
 
 def invalid(message: str) -> ServiceError:
-    """A caller's mistake; the message names the field."""
+    """The refusal of a request; `message` names the field."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """FAILED_PRECONDITION with the engine's reason; INVALID_ARGUMENT for INVALID."""
+    try:
+        yield
+    except Refused as error:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        if error.reason == "INVALID":
+            code = grpc.StatusCode.INVALID_ARGUMENT
+        raise ServiceError(code, error.reason, str(error)) from error
 
 
 def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:
@@ -72,7 +84,7 @@ def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:
 
 def stream_of(
     message: rollout_pb2.GenerateOpen,
-    sink: Callable[[list[Output]], None],
+    sink: Callable[[list[TrajectoryUpdate]], None],
     failed: Callable[[str], None],
     holds: Callable[[], bool],
 ) -> Stream:
@@ -134,8 +146,8 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
         raise invalid(str(error)) from error
 
 
-def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream) -> None:
-    """What an output says of its sample; tokens ride only on streams that asked for chunks."""
+def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: TrajectoryUpdate, stream: Stream) -> None:
+    """Fills a chunk from an update; with tokens only on streams that asked for chunks."""
     fill_key(chunk.sample, output.key)
     chunk.attempt = output.attempt
     chunk.token_offset = output.offset
@@ -147,19 +159,22 @@ def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream
 
 def fill_trajectory(
     trajectory: common_pb2.Trajectory,
-    output: Output,
+    output: TrajectoryUpdate,
     stream: Stream,
     codec: TextCodec,
     producer: str,
 ) -> None:
-    """A finished output as a trajectory, in place: the prompt's segment, then one a version; 0 made what was given."""
+    """Fills a trajectory from a finished update: the prompt's segment, then one for each version.
+
+    Version 0 stands for tokens that were given.
+    """
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
     if any(not number for number, _ in output.whole.spans):
-        lengths = []  # The text is of given tokens too: no sampled one says where in it its part lies.
+        lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
@@ -169,8 +184,10 @@ def fill_trajectory(
     trajectory.completion_text = text
 
 
-def partial_of(output: Output, cache: common_pb2.CachedContext | None = None) -> rollout_pb2.PartialSample:
-    """A stopped output as what another engine needs to go on, with a reference to what was computed of it."""
+def partial_of(
+    output: TrajectoryUpdate, cache: common_pb2.CachedContext | None = None
+) -> rollout_pb2.PartialSample:
+    """A stopped update as what another engine needs to go on, with a reference to its cache."""
     assert output.whole is not None
     spans = [
         common_pb2.VersionSpan(policy_number=number, token_count=count)
@@ -186,7 +203,7 @@ def partial_of(output: Output, cache: common_pb2.CachedContext | None = None) ->
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
 
 
-def fill_key(message: common_pb2.SampleKey, key: SampleKey) -> None:
+def fill_key(message: common_pb2.SlotKey, key: SlotKey) -> None:
     """A slot as a message, in place."""
     message.prompt_ordinal = key.prompt_ordinal
     message.sample_index = key.sample_index
@@ -199,14 +216,14 @@ def duration_of(seconds: float) -> Duration:
     return duration
 
 
-def sample_message(key: SampleKey) -> common_pb2.SampleKey:
+def sample_message(key: SlotKey) -> common_pb2.SlotKey:
     """A slot as a message."""
-    return common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
+    return common_pb2.SlotKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
 
 
-def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SampleKey]:
+def keys_of(messages: Iterable[common_pb2.SlotKey]) -> list[SlotKey]:
     """Slots of messages."""
-    return [SampleKey(message.prompt_ordinal, message.sample_index) for message in messages]
+    return [SlotKey(message.prompt_ordinal, message.sample_index) for message in messages]
 
 
 def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path | None = None) -> Weights:
@@ -226,7 +243,7 @@ def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path
 
 
 def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistribution:
-    """What tokens were sampled from."""
+    """A distribution as a message."""
     return common_pb2.SamplingDistribution(
         temperature=distribution.temperature,
         top_p=distribution.top_p,

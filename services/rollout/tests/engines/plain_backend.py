@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import load_weights
-from headrace_rollout.engines.base import Capabilities, Distribution, Engine, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted import BackendFailed, Deadlines, HostedEngine, Request, Start, Tokens
+from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted.backend import BackendFailed, Deadlines, Request, Start, Tokens
+from headrace_rollout.engines.hosted.engine import HostedEngine
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_servicekit.rpc.digests import digest_bytes
 

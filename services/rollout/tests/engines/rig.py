@@ -15,19 +15,9 @@ import torch
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import (
-    Distribution,
-    Engine,
-    EngineConfig,
-    Group,
-    Output,
-    Policy,
-    Sample,
-    SampleKey,
-    Stream,
-    Weights,
-)
-from headrace_rollout.engines.hosted import HostedEngine
+from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
+from headrace_rollout.engines.hosted.engine import HostedEngine
+from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_schema.sections.generating import ModelSection
 from model_weights import weights_of_model
@@ -78,18 +68,18 @@ def make_rig(name: str, directory: Path, **shape: Any) -> Rig:
 class Collector:
     """What came back on one stream."""
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[TrajectoryUpdate] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
-    def sink(self, outputs: list[Output]) -> None:
+    def sink(self, outputs: list[TrajectoryUpdate]) -> None:
         self.loop.call_soon_threadsafe(self._take, list(outputs))
 
     def failed(self, reason: str) -> None:
         self.loop.call_soon_threadsafe(self._fail, reason)
 
-    def ended(self) -> dict[SampleKey, Output]:
+    def ended(self) -> dict[SlotKey, TrajectoryUpdate]:
         return {output.key: output for output in self.outputs if output.whole is not None}
 
     async def until(self, condition: Callable[[], bool], *, failing: bool = False) -> None:
@@ -99,11 +89,11 @@ class Collector:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def wait_ended(self, count: int) -> dict[SampleKey, Output]:
+    async def wait_ended(self, count: int) -> dict[SlotKey, TrajectoryUpdate]:
         await self.until(lambda: len(self.ended()) >= count)
         return self.ended()
 
-    def _take(self, outputs: list[Output]) -> None:
+    def _take(self, outputs: list[TrajectoryUpdate]) -> None:
         self.outputs += outputs
         self.changed.set()
 
@@ -137,7 +127,7 @@ class Rig:
     async def serves(self, model: PreTrainedModel) -> None:
         """Fails unless what answers is this model."""
         prompt = [3 + index % 20 for index in range(200)]
-        output = (await self.generate([group(0, prompt)], Distribution(0.0)))[SampleKey(0, 0)]
+        output = (await self.generate([group(0, prompt)], Distribution(0.0)))[SlotKey(0, 0)]
         expected = expected_log_probs(model, prompt, list(output.whole.token_ids), Distribution())
         assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
 
@@ -167,7 +157,7 @@ class Rig:
 
     async def generate(
         self, groups: Sequence[Group], distribution: Distribution | None = None, **options
-    ) -> dict[SampleKey, Output]:
+    ) -> dict[SlotKey, TrajectoryUpdate]:
         collector = Collector()
         await self.engine.submit(self.stream(collector, distribution, **options), groups)
         return await collector.wait_ended(sum(len(group.samples) for group in groups))
@@ -194,7 +184,7 @@ def group(ordinal: int, ids: Sequence[int], samples: int = 1) -> Group:
     return Group(ordinal, list(ids), [Sample(index, 1) for index in range(samples)])
 
 
-def tokens(outputs: dict[SampleKey, Output]) -> dict[SampleKey, list[int]]:
+def tokens(outputs: dict[SlotKey, TrajectoryUpdate]) -> dict[SlotKey, list[int]]:
     """Whole answers by slot."""
     return {key: list(output.whole.token_ids) for key, output in outputs.items()}
 

@@ -12,17 +12,8 @@ import pytest
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import state_tensors
-from headrace_rollout.engines.base import (
-    Distribution,
-    Finish,
-    Group,
-    Policy,
-    Prefix,
-    Refused,
-    Sample,
-    SampleKey,
-    Scope,
-)
+from headrace_rollout.engines.base import Policy, Refused, Scope
+from headrace_rollout.engines.samples import Distribution, Finish, Group, Prefix, Sample, SlotKey
 from headrace_rollout.runs.policy_files import CHECKPOINT_WEIGHTS, read_policy
 from headrace_rollout.wire import weights_of
 from headrace_schema.openings import RolloutConfig
@@ -110,7 +101,7 @@ async def test_members_of_a_group_differ_and_a_greedy_one_is_greedy(rig):
     )
     found = await rig.generate([mixed], Distribution(temperature=1.5))
     alone = await rig.generate([group(0, PROMPTS[0])], Distribution(0.0))
-    assert tokens(found)[SampleKey(0, 0)] == tokens(alone)[SampleKey(0, 0)]
+    assert tokens(found)[SlotKey(0, 0)] == tokens(alone)[SlotKey(0, 0)]
     assert len({tuple(answer) for answer in tokens(found).values()}) >= 4
 
 
@@ -137,7 +128,7 @@ async def test_an_abort_gives_a_prefix_of_the_answer_and_a_resume_the_rest(rig):
     first = await collector.wait_ended(5)
     resumed, kept = [], {}
     for each in groups(1):
-        key = SampleKey(each.prompt_ordinal, 0)
+        key = SlotKey(each.prompt_ordinal, 0)
         whole = first[key].whole
         assert len(whole.token_ids) == len(whole.log_probs) == sum(count for _, count in whole.spans)
         assert list(whole.token_ids) == calm[key][: len(whole.token_ids)]
@@ -174,10 +165,10 @@ async def test_what_cannot_run_ends_at_once(rig):
     )
     found = {key.prompt_ordinal: output.finish for key, output in outputs.items()}
     assert found[0] is Finish.PROMPT_TOO_LONG and found[1] is found[2] is Finish.ERROR
-    assert len(outputs[SampleKey(3, 0)].whole.token_ids) == 1
+    assert len(outputs[SlotKey(3, 0)].whole.token_ids) == 1
     eos = Prefix([5, 1], [-1.0, -1.0], [(1, 2)])
     ended = await rig.generate([Group(0, PROMPTS[0], [Sample(0, 2, eos)])])
-    assert ended[SampleKey(0, 0)].finish is Finish.EOS
+    assert ended[SlotKey(0, 0)].finish is Finish.EOS
 
 
 async def test_given_tokens_are_scored(rig):
@@ -201,11 +192,11 @@ async def test_a_new_version_is_what_answers_and_no_cached_prefix_is_left(rig):
     greedy = Distribution(0.0)
     before = await rig.generate([group(0, LONG)], greedy)
     await rig.install(rig.model_b)
-    after = (await rig.generate([group(0, LONG)], greedy))[SampleKey(0, 0)]
+    after = (await rig.generate([group(0, LONG)], greedy))[SlotKey(0, 0)]
     answer = list(after.whole.token_ids)
     expected = expected_log_probs(rig.model_b, LONG, answer, Distribution())
     assert after.whole.log_probs == pytest.approx(expected, abs=1e-4)
-    assert answer != tokens(before)[SampleKey(0, 0)]
+    assert answer != tokens(before)[SlotKey(0, 0)]
     assert after.whole.spans == [(rig.number, len(answer))]
 
 
@@ -216,7 +207,7 @@ async def test_a_version_of_another_model_is_refused_and_the_one_before_serves_o
         with pytest.raises(ValueError, match=first.name):
             await rig.engine.install(Policy(number + 1, "c"), replace(weights, entries=tuple(entries)))
     assert rig.engine.policy.number == number
-    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SampleKey(0, 0)]
+    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SlotKey(0, 0)]
     expected = expected_log_probs(rig.model_a, LONG, list(output.whole.token_ids), Distribution())
     assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
 
@@ -271,7 +262,7 @@ async def test_a_stream_without_its_lease_gets_its_samples_back(rig):
     held = False
     outputs = await collector.wait_ended(3)
     late = await rig.generate([group(9, PROMPTS[0])], holds=lambda: False)
-    assert late[SampleKey(9, 0)].stopped and not late[SampleKey(9, 0)].whole.token_ids
+    assert late[SlotKey(9, 0)].stopped and not late[SlotKey(9, 0)].whole.token_ids
     assert all(output.stopped or output.finish is Finish.EOS for output in outputs.values())
 
 
@@ -284,9 +275,9 @@ async def test_pause_suspend_and_wake_in_every_order(rig):
     assert await engine.pause() >= 1
     await collector.wait_ended(15)
     late = await rig.generate([group(8, PROMPTS[0])])
-    assert late[SampleKey(8, 0)].stopped
+    assert late[SlotKey(8, 0)].stopped
     await engine.resume()
-    assert (await rig.generate([group(8, PROMPTS[0])]))[SampleKey(8, 0)].finish is not None
+    assert (await rig.generate([group(8, PROMPTS[0])]))[SlotKey(8, 0)].finish is not None
     await engine.pause()
     await engine.suspend()
     for call in (engine.resume(), engine.wake(Scope.KV_CACHE), rig.install(rig.model_b)):
@@ -300,14 +291,14 @@ async def test_pause_suspend_and_wake_in_every_order(rig):
         await engine.wake(Scope.KV_CACHE)
     await rig.install(rig.model_b)
     await engine.wake(Scope.KV_CACHE)
-    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SampleKey(0, 0)]
+    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SlotKey(0, 0)]
     expected = expected_log_probs(rig.model_b, LONG, list(output.whole.token_ids), Distribution())
     assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
     await engine.pause()
     await engine.suspend()
     await engine.wake(Scope.ALL)
     await rig.install(rig.model_a)
-    assert (await rig.generate([group(8, PROMPTS[0])]))[SampleKey(8, 0)].finish is not None
+    assert (await rig.generate([group(8, PROMPTS[0])]))[SlotKey(8, 0)].finish is not None
 
 
 @pytest.mark.parametrize("suspended", [True, False], ids=["suspended", "awake"])
@@ -323,7 +314,7 @@ async def test_a_lease_hand_over_leaves_an_engine_that_the_next_lease_can_use(ri
         await engine.wake(Scope.WEIGHTS)
     await rig.install(rig.model_b)
     await engine.wake(Scope.KV_CACHE)
-    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SampleKey(0, 0)]
+    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SlotKey(0, 0)]
     expected = expected_log_probs(rig.model_b, LONG, list(output.whole.token_ids), Distribution())
     assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
     assert rig.pids() == before
@@ -335,7 +326,7 @@ async def test_64_samples_with_joins_and_leaves(rig):
         stream = rig.stream(collector, Distribution(1.2), max_new_tokens=12 + 9 * turn, chunk_tokens=1)
         await rig.engine.submit(stream, [group(10 * turn + n, PROMPTS[n % 5], 4) for n in range(4)])
         await collector.until(lambda collector=collector: len(collector.outputs) > 3)
-    gone = SampleKey(30, 0)
+    gone = SlotKey(30, 0)
     await rig.engine.abort([gone])
     for collector in collectors:
         for key, output in (await collector.wait_ended(16)).items():

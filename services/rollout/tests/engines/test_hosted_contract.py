@@ -10,7 +10,8 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from headrace_rollout.engines.base import Distribution, Finish, Policy, Refused, SampleKey
+from headrace_rollout.engines.base import Policy, Refused
+from headrace_rollout.engines.samples import Distribution, Finish, SlotKey
 from headrace_servicekit.lease.devices import bind_cpu
 from rig import START_S, Collector, expected_log_probs, group
 
@@ -117,8 +118,8 @@ async def test_a_request_that_the_engine_refuses_costs_that_sample_alone(rig):
         found = await rig.generate([group(0, PROMPT, 2), group(1, [9, 5, 6])])
     finally:
         rig.engine._backend.refused.clear()
-    assert found[SampleKey(1, 0)].finish is Finish.ERROR
-    assert all(found[SampleKey(0, index)].finish in (Finish.EOS, Finish.LENGTH) for index in (0, 1))
+    assert found[SlotKey(1, 0)].finish is Finish.ERROR
+    assert all(found[SlotKey(0, index)].finish in (Finish.EOS, Finish.LENGTH) for index in (0, 1))
 
 
 async def test_a_lease_that_ends_while_the_engine_starts_does_not_wait_for_it(rig):

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from headrace_rollout.engines.base import Distribution, Refused
-from headrace_rollout.engines.hosted import Deadlines
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.hosted.backend import Deadlines
+from headrace_rollout.engines.samples import Distribution
 from plain_backend import PlainBackend, build_plain
 from rig import ENGINES_HERE, Collector, Rig, group, make_rig
 

@@ -49,6 +49,14 @@ def from_message(message: simulator_pb2.Space) -> ArraySpace:
     return ArraySpace(message.name, dtype, shape, discrete_count=message.discrete_count, **bounds)
 
 
+def in_shape(space: ArraySpace, actions: np.ndarray, *, chunk: bool) -> np.ndarray:
+    """An action, or a chunk of them, in the shape of a space of matrices: policies give each as a row of numbers."""
+    dimensions = actions.ndim - chunk
+    if dimensions == 1 and len(space.shape) > 1 and actions.shape[-1] == np.prod(space.shape):
+        return actions.reshape((*actions.shape[:chunk], *space.shape))
+    return actions
+
+
 def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
     """Why the action is not in the space, in words; None when it is."""
     if action.shape != space.shape:

@@ -1,104 +1,263 @@
-"""What a run learns from: answers of a language model, or episodes of a robot policy. Chooses its parts by that."""
+"""What a run learns from: answers of a language model, or episodes of a robot policy. Nothing else asks which it is.
+
+A kind checks a run as it opens and chooses its parts: how groups are read, algorithm, backend, learner, export.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from headrace_modelkit.loading import DTYPES, load_model, save_model
-from headrace_modelkit.peft_format import save_adapter
+import torch
+from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_modelkit.critic import check_critic, critic_section
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import DTYPES, load_architecture, load_model, save_model
+from headrace_modelkit.lora import save_adapter, targets_problem
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
-from torch import Tensor
+from typing_extensions import override
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import Algorithm, Barrier
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm, Barrier
 from headrace_trainer.algorithms.episodes import build_episode_algorithm
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
-from headrace_trainer.backends import build_backend
+from headrace_trainer.backends import build_backend, choose_backend
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.robot.backend import RobotBackend
 from headrace_trainer.backends.robot.cloning import check_demonstrations
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.batch import BatchLearner
-from headrace_trainer.learning.episodes.learner import EpisodeLearner
-from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.packing.work import StepRounds
+from headrace_trainer.learning.episodes import EpisodeLearner
+from headrace_trainer.learning.learner import BatchLearner, Learner
+from headrace_trainer.learning.passes import StepRounds
+from headrace_trainer.learning.samples import Group, Sequence
+from headrace_trainer.wire.episodes import Spaces, read_episodes
+from headrace_trainer.wire.messages import read_group, read_sequence
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyConfig
 
 AnyLearner = Learner | BatchLearner | EpisodeLearner
-
 DEFAULT_BACKEND = "fsdp"
 
 
-def learns_from_episodes(config: TrainerConfig) -> bool:
-    """Whether the model is a robot policy. Raises ModelNotReadable."""
-    return policy_of(config.model) is not None
+class RunKind(Protocol):
+    """One run of a kind; what each method raises is a Refusal."""
+
+    def check(self) -> Algorithm:
+        """The run's algorithm. Raises INVALID or MODEL_NOT_READABLE, naming the key, for a run that cannot be."""
+
+    def algorithm(self) -> Algorithm:
+        """The algorithm, of a run that was checked."""
+
+    def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
+        """The backend, without weights yet."""
+
+    def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
+        """What the leader learns with."""
+
+    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+        """A settled group. Raises INVALID or DIGEST_MISMATCH."""
+
+    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
+        """Trajectories to be scored. Raises INVALID."""
+
+    def export(
+        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Writes a directory that the model, with its tokenizer, is loaded from."""
 
 
-def run_algorithm(config: TrainerConfig) -> Algorithm:
-    """The algorithm of the run. Raises Refusal INVALID, naming the key, and ModelNotReadable."""
-    if learns_from_episodes(config):
-        return build_episode_algorithm(config.algorithm)
-    return build_algorithm(config.algorithm)
+def run_kind(config: TrainerConfig) -> RunKind:
+    """What the run learns from, by its model. Raises Refusal MODEL_NOT_READABLE."""
+    try:
+        policy = policy_of(config.model)
+    except ModelNotReadable as error:
+        key = "model.policy" if config.model.policy is not None else "model.path"
+        raise invalid(f"{key}.{error}", "MODEL_NOT_READABLE", key=key) from error
+    return AnswersRun(config) if policy is None else EpisodesRun(config, policy)
 
 
-def run_backend(config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup) -> Backend:
-    """The backend of the run, without weights yet."""
-    if learns_from_episodes(config):
-        return RobotBackend(config, cast(EpisodeAlgorithm, algorithm), trainer_group)
-    return build_backend(config, algorithm, trainer_group)
+class AnswersRun(RunKind):
+    """A run that learns from answers of a language model."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+
+    @override
+    def check(self) -> Algorithm:
+        config = self._config
+        backend = choose_backend(config.trainer)
+        algorithm = build_algorithm(config.algorithm)
+        try:
+            vocabulary = self.vocabulary
+            backend.check(config, algorithm)
+            if (critic := algorithm.critic) is not None and critic.path is not None:
+                section = critic_section(config.model, critic.path)
+                check_critic(config.model, section, "algorithm.options.critic_path")
+            self._check_lora(algorithm)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        self._check_reference(algorithm, vocabulary)
+        return algorithm
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows. Raises ModelNotReadable."""
+        return _vocabulary(self._config.model)
+
+    @override
+    def algorithm(self) -> Algorithm:
+        return build_algorithm(self._config.algorithm)
+
+    @override
+    def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
+        return build_backend(self._config, algorithm, ranks)
+
+    @override
+    def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
+        learner = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
+        return learner(self._config, algorithm, rounds)
+
+    @override
+    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+        return read_group(message, self._config.sampling, self.vocabulary)
+
+    @override
+    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
+        return [read_sequence(message, self._config.sampling, self.vocabulary) for message in messages]
+
+    @override
+    def export(
+        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """A Hugging Face directory in model.dtype. Adapters, which are merged into the weights, go by themselves into
+        `adapter/`, in peft's format.
+        """
+        config, dtype = self._config, DTYPES[self._config.model.dtype]
+        model = load_model(config.model, weights=False)
+        cast_weights = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()
+        }
+        load_weights(model, cast_weights)
+        lora = config.trainer.lora
+
+        def save_beside(directory: Path) -> None:
+            if lora is not None:
+                save_adapter(directory / "adapter", lora, adapters, config.model.path)
+
+        save_model(model, load_tokenizer(config.model), target, beside=save_beside)
+
+    def _check_lora(self, algorithm: Algorithm) -> None:
+        """Raises Refusal INVALID, naming the key, where adapters cannot be trained; and ModelNotReadable."""
+        trainer = self._config.trainer
+        if trainer.lora is None:
+            return
+        fix = ", or leave trainer.lora out"
+        if trainer.backend != DEFAULT_BACKEND:
+            reason = f"{trainer.backend} has no adapters; set trainer.backend: {DEFAULT_BACKEND}{fix}"
+            raise invalid(f"trainer.lora: {reason}", key="trainer.lora")
+        if trainer.helpers:
+            reason = (
+                f"a helper holds published weights, in which adapters are merged; set trainer.helpers: 0{fix}"
+            )
+            raise invalid(f"trainer.helpers: {reason}", key="trainer.helpers")
+        if algorithm.critic is not None and algorithm.critic.own_model:
+            name = self._config.algorithm.name
+            reason = f"{name} has a critic with a model of its own, which has no adapters"
+            raise invalid(
+                f"trainer.lora: {reason}; take a critic that is a head of the policy{fix}", key="trainer.lora"
+            )
+        with torch.device("meta"):
+            model = load_model(self._config.model, weights=False)
+        if problem := targets_problem(model, trainer.lora):
+            raise invalid(f"trainer.lora.targets: {problem}", key="trainer.lora.targets")
+
+    def _check_reference(self, algorithm: Algorithm, vocabulary: int) -> None:
+        """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
+        section, key, name = self._config.trainer.reference, "trainer.reference", self._config.algorithm.name
+        if section is None:
+            if algorithm.needs_teacher:
+                raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
+            return
+        if REFERENCE_LOG_PROBS not in algorithm.columns:
+            raise invalid(
+                f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
+            )
+        try:
+            own = _vocabulary(section)
+        except ModelNotReadable as error:
+            text = str(error).replace("model.path", f"{key}.path", 1)
+            raise invalid(text, "MODEL_NOT_READABLE", key=f"{key}.path") from error
+        if own < vocabulary:
+            raise invalid(
+                f"{key}.path: its vocabulary of {own} tokens is smaller than the policy's of {vocabulary}; give a "
+                "model with the same tokenizer",
+                key=f"{key}.path",
+            )
 
 
-def run_learner(config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
-    """What the leader learns with."""
-    if learns_from_episodes(config):
-        return EpisodeLearner(config, cast(EpisodeAlgorithm, algorithm), rounds)
-    kind = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
-    return kind(config, algorithm, rounds)
+class EpisodesRun(RunKind):
+    """A run that learns from episodes of a robot policy."""
 
+    def __init__(self, config: TrainerConfig, policy: AnyConfig) -> None:
+        self._config = config
+        self._policy = policy
 
-def export_model(
-    config: TrainerConfig, weights: Mapping[str, Tensor], target: Path, adapters: Mapping[str, Tensor]
-) -> None:
-    """Writes weights in model.dtype as a Hugging Face directory, or a robot policy's as `save_policy` does, with its
-    tokenizer. Adapters, which are merged into the weights, go by themselves into `adapter/`, in peft's format.
-    """
-    if (policy := policy_of(config.model)) is not None:
-        built = policy.build(config.seed)
+    @override
+    def check(self) -> Algorithm:
+        trainer = self._config.trainer
+        if trainer.backend != DEFAULT_BACKEND:
+            raise invalid(
+                f"trainer.backend: {trainer.backend!r} trains language models; a robot policy has a backend of "
+                "its own: leave it out",
+                key="trainer.backend",
+            )
+        idle = {
+            "trainer.backend_options": bool(trainer.backend_options),
+            "trainer.reference": trainer.reference is not None,
+            "trainer.lora": trainer.lora is not None,
+            "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
+        }
+        for key in (key for key, given in idle.items() if given):
+            raise invalid(f"{key}: is for language models; leave it out", key=key)
+        check_demonstrations(self._config)
+        return self.algorithm()
+
+    @override
+    def algorithm(self) -> Algorithm:
+        return build_episode_algorithm(self._config.algorithm)
+
+    @override
+    def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
+        return RobotBackend(self._config, cast(EpisodeAlgorithm, algorithm), ranks)
+
+    @override
+    def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
+        return EpisodeLearner(self._config, cast(EpisodeAlgorithm, algorithm), rounds)
+
+    @override
+    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+        return read_episodes(message, Spaces.of(self._policy))
+
+    @override
+    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
+        raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
+
+    @override
+    def export(
+        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
+    ) -> None:
+        built = self._policy.build(self._config.seed)
         load_weights(built, weights)
-        save_policy(built, target, tokenizer=config.model.path or None)
-        return
-    dtype = DTYPES[config.model.dtype]
-    cast_weights = {
-        name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()
-    }
-    model = load_model(config.model, weights=False)
-    load_weights(model, cast_weights)
-    lora = config.trainer.lora
-
-    def save_beside(directory: Path) -> None:
-        if lora is not None:
-            save_adapter(directory / "adapter", lora, adapters, config.model.path)
-
-    save_model(model, load_tokenizer(config.model), target, beside=save_beside)
+        save_policy(built, target, tokenizer=self._config.model.path or None)
 
 
-def check_episode_run(config: TrainerConfig) -> None:
-    """Raises Refusal INVALID, naming the key, for a section that a run of episodes does not read."""
-    trainer = config.trainer
-    if trainer.backend != DEFAULT_BACKEND:
-        reason = f"{trainer.backend!r} trains language models; a robot policy has a backend of its own: leave it out"
-        raise invalid(f"trainer.backend: {reason}", key="trainer.backend")
-    idle = {
-        "trainer.backend_options": bool(trainer.backend_options),
-        "trainer.reference": trainer.reference is not None,
-        "trainer.lora": trainer.lora is not None,
-        "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
-    }
-    for key in (key for key, given in idle.items() if given):
-        raise invalid(f"{key}: is for language models; leave it out", key=key)
-    check_demonstrations(config)
+def _vocabulary(section: Any) -> int:
+    return int(load_architecture(section).get_text_config().vocab_size)

@@ -29,17 +29,13 @@ from headrace_servicekit.rpc.requests import (
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
-from headrace_trainer.learning.queue import LearnQueue
-from headrace_trainer.learning.samples import Group, GroupRecord
+from headrace_trainer.learning.samples import GroupRecord, LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
-from headrace_trainer.learning.stream import LearnStream
-from headrace_trainer.session.session import LearnItem
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
-from headrace_trainer.wire.calls import Context, check_path, check_step
-from headrace_trainer.wire.episodes import Spaces, read_episodes
+from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
 from headrace_trainer.wire.helping import HelpingCalls
+from headrace_trainer.wire.learn import LearnQueue, LearnStream
 from headrace_trainer.wire.outputs import OutputCalls
 
 JOIN_TIMEOUT_S = 60.0
@@ -253,16 +249,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             )
         self._awake()
         with refusals():
-            if self._trainer.policy is not None:
-                raise Refusal(
-                    "INVALID",
-                    "a robot policy scores no answers; the figures of a step compare its log-probs",
-                    "invalid",
-                )
-            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
-            sequences = [
-                wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
-            ]
+            sequences = self._trainer.kind.read_sequences(list(request.trajectories))
         values, version = await self._obey(
             request.header, lambda session: (session.infer(sequences, column), session.state.version)
         )
@@ -314,7 +301,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
                     raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
             return await self._compute(lambda: self._trainer.awake_session().learn(items))
 
-        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.ranks)
+        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.world_size)
         return queue
 
     def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:
@@ -322,21 +309,15 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         self._awake()
         with refusals():
             check_step(request)
-            groups = [self._read_group(group) for group in request.groups]
+            groups = [self._trainer.kind.read_group(group) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
-
-    def _read_group(self, group: trainer_pb2.SettledGroup) -> Group:
-        trainer = self._trainer
-        if trainer.policy is not None:
-            return read_episodes(group, Spaces.of(trainer.policy))
-        return wire.read_group(group, trainer.config.sampling, trainer.vocabulary_size)
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:
         try:
             devices = torch_devices(gpu_uuids(lease.devices))
         except DeviceNotSeen as error:
             raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
-        self._trainer.use(devices, bind_cpu(lease.devices))
+        self._trainer.device.use(devices, bind_cpu(lease.devices))
         if self._revoked:
             self._revoked = False
             await self._compute(self._trainer.wake)

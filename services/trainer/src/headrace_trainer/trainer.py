@@ -9,45 +9,27 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
-from headrace_modelkit.devices import free_bytes, used_bytes
-from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.directory import policy_of
-from headrace_modelkit.threads import Threads
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms._base import Algorithm
-from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.forks import foreign_checkpoints
+from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.group.device import LeasedDevice, current
 from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import Round, RoundLost, Rounds
-from headrace_trainer.kinds import check_episode_run, run_algorithm
-from headrace_trainer.learning.contribution import check_helped
+from headrace_trainer.group.rounds import RoundLost, Rounds
+from headrace_trainer.kinds import RunKind, run_kind
 from headrace_trainer.learning.step import StepState
-from headrace_trainer.opening import check_answers_run
+from headrace_trainer.session.helping import check_helped
 from headrace_trainer.session.session import Session
-
-if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyConfig
 
 _log = get_logger(__name__)
 FOLLOWER_STOP_S = 60.0
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """fully_shard and NCCL take the thread's current GPU: it is the leased one within the body, and only there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Trainer:
@@ -62,21 +44,16 @@ class Trainer:
         self._run = ""
         self._config: TrainerConfig | None = None
         self._directory = Path()
-        self._trainer_group: TrainerGroup | None = None
+        self._ranks: TrainerGroup | None = None
         self._joined: tuple[int, int, int, str] | None = None
         self._rank: Rank | None = None
         self._rounds: Rounds | None = None
         self._session: Session | None = None
         self._follower: threading.Thread | None = None
-        self.device = torch.device("cpu")
-        self.threads = 1
-        self._threads = Threads()
+        self.device = LeasedDevice()
         self.suspended = False
         self._kept = False
-        self.vocabulary_size = 0
-        """Of the open run's model; 0 of a robot policy."""
-        self.policy: AnyConfig | None = None
-        """The open run's robot policy; None where it learns from answers."""
+        self._kind: RunKind | None = None
 
     @property
     def config(self) -> TrainerConfig:
@@ -86,14 +63,19 @@ class Trainer:
         return self._config
 
     @property
+    def kind(self) -> RunKind:
+        """What the open run learns from. Raises Refusal NOT_OPEN."""
+        _ = self.config
+        assert self._kind is not None
+        return self._kind
+
+    @property
     def generation(self) -> int:
         """Generation of this rank's trainer group; 0 for none, also when the group has lost a rank."""
         lost = (
-            self._session.trainer_group_lost
-            if self._session
-            else not (self._follower and self._follower.is_alive())
+            self._session.rounds.lost if self._session else not (self._follower and self._follower.is_alive())
         )
-        return 0 if self._trainer_group is None or lost else self._last_generation
+        return 0 if self._ranks is None or lost else self._last_generation
 
     @property
     def _last_generation(self) -> int:
@@ -108,21 +90,12 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
         """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
-        self._threads = Threads()  # another model's work may be faster with another number
-        try:
-            policy = policy_of(config.model)
-        except ModelNotReadable as error:
-            key = "model.policy" if config.model.policy is not None else "model.path"
-            raise invalid(f"{key}.{error}", "MODEL_NOT_READABLE", key=key) from error
-        if policy is None:
-            algorithm, vocabulary = check_answers_run(config)
-        else:
-            check_episode_run(config)
-            algorithm, vocabulary = run_algorithm(config), 0
+        self.device.measure_anew()
+        kind = run_kind(config)
+        algorithm = kind.check()
         if config.trainer.helpers:
             check_helped(algorithm)
-        self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size, self.policy = vocabulary, policy
+        self._run, self._config, self._directory, self._kind = run, config, directory, kind
         self._assemble()
         return algorithm
 
@@ -141,7 +114,7 @@ class Trainer:
         Raises CONFLICT or RENDEZVOUS_TIMEOUT.
         """
         key = (generation, rank, world_size, rendezvous)
-        if self._joined == key and self._trainer_group is not None:
+        if self._joined == key and self._ranks is not None:
             return
         if self._joined and generation <= self._last_generation:
             raise conflict(
@@ -150,10 +123,9 @@ class Trainer:
             )
         self._disband()
         self._await_follower()
-        with current(self.device):
-            self._trainer_group = join_trainer_group(
-                generation, rank, world_size, rendezvous, timeout_s, self.device
-            )
+        device = self.device.device
+        with current(device):
+            self._ranks = join_trainer_group(generation, rank, world_size, rendezvous, timeout_s, device)
         self._joined = key
         self._assemble()
 
@@ -162,7 +134,7 @@ class Trainer:
 
         Raises Refusal INVALID for another generation, and what `Session.carry` raises.
         """
-        if self._trainer_group is None and generation <= self._last_generation:
+        if self._ranks is None and generation <= self._last_generation:
             return
         if generation != self._last_generation:
             raise invalid(
@@ -175,12 +147,12 @@ class Trainer:
     def session(self) -> Session:
         """The leader's session. Raises Refusal NOT_OPEN or NOT_LEADER."""
         _ = self.config
-        if self._trainer_group is None:
+        if self._ranks is None:
             raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinTrainerGroup first")
         if self._session is None:
             raise Refusal(
                 "NOT_LEADER",
-                f"rank {self._trainer_group.rank} follows; send this to rank 0 of the trainer group",
+                f"rank {self._ranks.rank} follows; send this to rank 0 of the trainer group",
             )
         return self._session
 
@@ -207,27 +179,21 @@ class Trainer:
         _ = self.config
         if source:
             return foreign_checkpoints(self._directory, source)
-        return self._session.checkpoints if self._session else CheckpointDirectory(self._directory)
+        return self._session.checkpoints.directory if self._session else CheckpointDirectory(self._directory)
 
     def last_failure(self) -> str:
         """Name of the last checkpoint whose write failed, with the reason."""
-        return self._session.last_failure if self._session else ""
-
-    def use(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """Computes on the leased devices: threads from the next round on, the first device from the next group on."""
-        self.threads = threads
-        if devices and devices[0] != self.device:
-            self.device = devices[0]
+        return self._session.checkpoints.last_failure if self._session else ""
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """Ranks of its trainer group; 1 while it is in none."""
-        trainer_group = self._trainer_group  # The compute thread may leave it meanwhile.
-        return 1 if trainer_group is None else trainer_group.world_size
+        ranks = self._ranks  # The compute thread may leave it meanwhile.
+        return 1 if ranks is None else ranks.world_size
 
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
-        return self._trainer_group is not None and not self._trainer_group.leads
+        return self._ranks is not None and not self._ranks.leads
 
     def restored_steps(self, deadline_s: float) -> int:
         """Waits until the leader's restore round has run here; warm-up steps. Raises Refusal on timeout."""
@@ -252,11 +218,11 @@ class Trainer:
         self._kept = keep and loaded
         self.suspended = True  # First: a follower's vote says no from now on.
         if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.trainer_group.device):
+            with self._rounds.between, current(self._rank.ranks.device):
                 if not keep:
                     released = self._rank.backend.suspend()
                     self._rounds.gave_back = True
-        return released, self._memory()
+        return released, self.device.memory(self._ranks.device if self._ranks is not None else None)
 
     @property
     def _loaded(self) -> bool:
@@ -266,58 +232,36 @@ class Trainer:
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.trainer_group.device):
+            with self._rounds.between, current(self._rank.ranks.device):
                 self._rank.backend.wake()
         self.suspended = self._kept = False
 
     def _assemble(self) -> None:
         """Makes a rank once both a run and a trainer group are there."""
-        if self._config is None or self._trainer_group is None or self._rank is not None:
+        if self._config is None or self._ranks is None or self._rank is not None:
             return
-        self._rank = Rank(self._config, self._trainer_group)
-        self._rounds = Rounds(
-            self._trainer_group,
-            partial(self._execute, self._rank),
+        self._rank = rank = Rank(self._config, self._ranks, self.device)
+        self._rounds = rounds = Rounds(
+            rank,
             holds_lease=lambda: not self.suspended and self._holds_lease(),
-            release=partial(_release, self._rank),
             deadlines=self._deadlines,
         )
-        if self._trainer_group.leads and self._session is not None:
-            self._session.enter(self._rank, self._rounds)
-        elif self._trainer_group.leads:
-            self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
+        if self._ranks.leads and self._session is not None:
+            self._session.enter(rounds)
+        elif self._ranks.leads:
+            self._session = Session(self._run, self._directory, rounds, self._store())
         else:
             self._end_session()
-            parts = (self._rounds, self._trainer_group)
-            self._follower = threading.Thread(target=self._follow, args=parts, name="follower", daemon=True)
+            self._follower = threading.Thread(target=_follow, args=(rounds,), name="follower", daemon=True)
             self._follower.start()
-
-    def _execute(self, rank: Rank, header: Round) -> object:
-        self._threads.lease(self.threads)
-        self._threads.fixed = rank.config.deterministic or rank.trainer_group.device.type != "cpu"
-        size = _size(header, rank)
-        measured = self._threads.work(header.kind, size) if size else nullcontext()
-        with current(rank.trainer_group.device), measured:
-            return rank.execute(header)
-
-    def _follow(self, rounds: Rounds, trainer_group: TrainerGroup) -> None:
-        try:
-            rounds.follow()
-        except RoundLost as error:
-            _log.error(
-                "trainer group lost", extra={"generation": trainer_group.generation, "reason": str(error)}
-            )
-        finally:
-            # Also when a round failed here: a closed connection is what tells the others, who wait for us.
-            trainer_group.leave()
 
     def _disband(self) -> None:
         """Leaves the trainer group. A follower's thread ends when the leader has left too; `join` waits for it."""
-        if self._trainer_group is None:
+        if self._ranks is None:
             return
-        if self._trainer_group.leads:
-            self._dismiss(self._trainer_group)
-        self._trainer_group = self._rank = self._rounds = None
+        if self._ranks.leads:
+            self._dismiss(self._ranks)
+        self._ranks = self._rank = self._rounds = None
         if self._session is not None and not self._session.carried_number:
             self._end_session()
 
@@ -338,32 +282,21 @@ class Trainer:
             )
         self._follower = None
 
-    def _dismiss(self, trainer_group: TrainerGroup) -> None:
-        if self._rounds is not None and trainer_group.world_size > 1:
+    def _dismiss(self, ranks: TrainerGroup) -> None:
+        if self._rounds is not None and ranks.world_size > 1:
             try:
-                self._rounds.lead("leave")
-            except RoundLost as error:
-                _log.warning("followers are gone", extra={"reason": str(error)})
-        trainer_group.leave()
-
-    def _memory(self) -> Memory:
-        device = self._trainer_group.device if self._trainer_group is not None else self.device
-        if device.type == "cuda":
-            return Memory(free_bytes(device), used_bytes(device))
-        return host_memory()
+                self._rounds.leave()
+            except Refusal as lost:
+                _log.warning("followers are gone", extra={"reason": lost.message})
+        ranks.leave()
 
 
-def _release(rank: Rank) -> None:
-    if rank.loaded:
-        with current(rank.trainer_group.device):
-            rank.backend.release()
-
-
-def _size(header: Round, rank: Rank) -> int:
-    """What a rank's seconds in a round rise with, tokens or chunks of actions; 0 where that is not known."""
-    if header.kind not in ("micro", "infer", "chunks"):
-        return 0
-    replica = rank.backend.replica
-    if header.kind == "chunks":
-        return len(header.chunks[replica])
-    return sum(len(sequence.tokens) for row in header.work[replica] for sequence in row)
+def _follow(rounds: Rounds) -> None:
+    ranks = rounds.rank.ranks
+    try:
+        rounds.follow()
+    except RoundLost as error:
+        _log.error("trainer group lost", extra={"generation": ranks.generation, "reason": str(error)})
+    finally:
+        # Also when a round failed here: a closed connection is what tells the others, who wait for us.
+        ranks.leave()

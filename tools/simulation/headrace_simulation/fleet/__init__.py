@@ -1,1 +1,1 @@
-"""The imaginary instances of a world: their processes, network and disk."""
+"""The simulated instances of a world: their processes, network and disk."""

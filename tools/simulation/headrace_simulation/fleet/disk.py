@@ -1,4 +1,4 @@
-"""The disk of the imaginary trainers: checkpoints by run directory, which outlive processes and get damaged."""
+"""The disk of the simulated trainers: checkpoints by run directory, which outlive processes and get damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Weights = tuple[tuple[int, int], ...]
 
 
 @dataclass
-class Stored:
+class StoredCheckpoint:
     """A checkpoint. `damage` says what is wrong with it; a `torn` one is found by listing, others by reading."""
 
     directory: str
@@ -30,14 +30,14 @@ class Stored:
 
 @dataclass
 class Disk:
-    """All checkpoints, newest last. A `full` disk takes none."""
+    """All checkpoints, newest last. A `full` disk accepts none."""
 
-    checkpoints: list[Stored] = field(default_factory=list)
+    checkpoints: list[StoredCheckpoint] = field(default_factory=list)
     full: bool = False
     harmed: set[str] = field(default_factory=set)
-    """Directories of which checkpoints were ever damaged or away."""
+    """Directories whose checkpoints were ever damaged or moved away."""
 
-    def save(self, stored: Stored, keep: int = 0, retained: Collection[str] = ()) -> None:
+    def save(self, stored: StoredCheckpoint, keep: int = 0, retained: Collection[str] = ()) -> None:
         """Adds a checkpoint, the same one only once; of a run's intact ones the newest `keep` stay (0: all).
 
         Those named in `retained` stay too.
@@ -48,26 +48,26 @@ class Disk:
         for checkpoint in intact[keep:] if keep else ():
             checkpoint.pruned = checkpoint.name not in retained
 
-    def listed(self, directory: str) -> list[Stored]:
-        """What can be found in a run's directory, newest first."""
+    def listed(self, directory: str) -> list[StoredCheckpoint]:
+        """The checkpoints in a run's directory, newest first."""
         return [
             c
             for c in reversed(self.checkpoints)
             if c.directory == directory and not (c.set_aside or c.hidden or c.pruned)
         ]
 
-    def find(self, directory: str, name: str) -> Stored | None:
+    def find(self, directory: str, name: str) -> StoredCheckpoint | None:
         """A listed checkpoint by name."""
         return next((c for c in self.listed(directory) if c.name == name), None)
 
     def move_away(self, directory: str) -> None:
-        """A run's directory is not where it was, until `put_back`."""
+        """Moves a run's directory away, until `put_back`."""
         self.harmed.add(directory)
         for checkpoint in self.listed(directory):
             checkpoint.hidden = True
 
     def put_back(self, directory: str) -> None:
-        """It is there again."""
+        """Moves a run's directory back."""
         for checkpoint in self.checkpoints:
             if checkpoint.directory == directory:
                 checkpoint.hidden = False

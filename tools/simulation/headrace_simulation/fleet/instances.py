@@ -1,4 +1,4 @@
-"""What every imaginary instance has: a life, leases, a fence."""
+"""What every simulated instance has: a life, leases, a fence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace_servicekit.rpc.streams import until
 
 @dataclass
 class Instance:
-    """What every imaginary instance has: a life, leases, a fence."""
+    """What every simulated instance has: a life, leases, a fence."""
 
     KIND: ClassVar[str] = ""
     MAX_OPEN_RUNS: ClassVar[int] = 0
@@ -30,7 +30,7 @@ class Instance:
     alive: bool = True
     cut_off: bool = False
     pace: float = 1.0
-    """Factor of the times that work takes whatever the seed."""
+    """Factor of the durations that do not depend on the seed."""
     draining: bool = False
     slow: bool = False
     store_id: str = ""
@@ -86,7 +86,7 @@ class Instance:
             raise CallRefused(self.incarnation, refused.reason, refused.message) from refused
 
     def revoke(self, epoch: int, *, keep: bool = False) -> None:
-        """Obeys a revoke: the streams under the lease end in order; `keep`: what is loaded stays."""
+        """Obeys a revoke: the streams under the lease end in order. `keep`: what is on the devices stays."""
         self.held.pop(epoch, None)
         self.revocations[epoch].set()
         if keep:
@@ -95,19 +95,19 @@ class Instance:
             self.revoked()
 
     def revoked(self) -> None:
-        """A lease is to be released: what is on its devices goes."""
+        """A lease is to be released together with what is on its devices."""
 
     def rested(self) -> None:
-        """A lease is to be released, and what is on its devices stays."""
+        """A lease is to be released while what is on its devices stays."""
 
     def granted(self) -> None:
-        """A lease is held anew."""
+        """A lease was granted."""
 
     def drained(self) -> None:
         """The process is about to end in order."""
 
     async def take_time(self) -> None:
-        """Builds what a run needs; a slow instance now and then takes long."""
+        """Waits as long as building what a run needs takes; on a slow instance now and then long."""
         quick = not self.slow or self.rng.random() < 0.9
         await asyncio.sleep(self.rng.uniform(0.01, 0.5) if quick else self.rng.uniform(1.0, 45.0))
 
@@ -123,7 +123,7 @@ class Instance:
         )
 
     async def handle(self, method: str, request: Any) -> Any:
-        """A unary call, killed with the instance."""
+        """Answers a unary call; the call is cancelled when the instance is killed."""
         response = await self._mortal(getattr(self, method)(request))
         self.open_runs.applied(request.header)
         return response
@@ -142,7 +142,7 @@ class Instance:
             del self.tasks[task]
 
     def die(self) -> None:
-        """SIGKILL."""
+        """Ends as by SIGKILL."""
         self.alive = False
         for task in list(self.tasks):
             task.cancel()

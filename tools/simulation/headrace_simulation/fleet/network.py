@@ -1,4 +1,4 @@
-"""Calls between the coordinator and imaginary instances: delay, duplication, lost replies, partitions, death."""
+"""Calls between the coordinator and simulated instances: delay, duplication, lost replies, partitions, death."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceClient, InstanceDown
+from typing_extensions import override
 
 QUIESCED_RETRY_S = 0.2
 KEEPALIVE_S = 20.0
 """After so long a silent peer counts as unreachable."""
 
 
-class Answers(Protocol):
-    """An imaginary instance as the network sees it."""
+class ReachableInstance(Protocol):
+    """A simulated instance as the network sees it."""
 
     incarnation: str
     alive: bool
     cut_off: bool
 
     async def handle(self, method: str, request: Any) -> Any:
-        """A unary call."""
+        """Answers a unary call."""
 
     def handle_stream(self, method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """A stream."""
+        """Answers a stream."""
 
 
-class Written:
-    """A caller's requests on their way, as gRPC takes them: in a task of its own.
+class SentRequests:
+    """A stream's requests on their way, read in a task of their own as gRPC does.
 
     That task learns of a broken stream only once it has the next request, which is lost.
     """
@@ -53,12 +54,12 @@ class Written:
             yield request
 
 
-class SimulatedInstanceClient:
-    """A `InstanceClient` to one imaginary instance."""
+class SimulatedInstanceClient(InstanceClient):
+    """Calls one imaginary instance. Any call may be delivered twice, or executed and its reply lost."""
 
     def __init__(
         self,
-        instance: Answers,
+        instance: ReachableInstance,
         rng: random.Random,
         faulty: bool,
         heard: Callable[[str, Any], None] = lambda method, request: None,
@@ -80,8 +81,8 @@ class SimulatedInstanceClient:
     def _happens(self, probability: float) -> bool:
         return self._faulty and self._rng.random() < probability
 
+    @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `InstanceClient.call`. Any call may be delivered twice, or executed and its reply lost."""
         self.calls[method] += 1
         self._heard(method, request)
         await self._travel(timeout)
@@ -97,7 +98,7 @@ class SimulatedInstanceClient:
         return answer
 
     async def _patiently(self, method: str, request: Any, timeout: float) -> Any:
-        """As over gRPC: a lease that was not renewed in time is waited for."""
+        """Repeats a call that is refused because its lease was not renewed in time, as the gRPC client does."""
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             try:
@@ -117,25 +118,13 @@ class SimulatedInstanceClient:
                 raise InstanceDown(self._instance.incarnation, f"{method}: killed") from None
             raise
 
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.stream`."""
-        return self._responses(method, requests, timeout)
-
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.listen`."""
-
-        async def one() -> AsyncIterator[Any]:
-            yield request
-
-        return self._responses(method, one(), timeout)
-
-    async def _responses(
-        self, method: str, requests: AsyncIterator[Any], timeout: float
-    ) -> AsyncIterator[Any]:
+    @override
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        requests = sent if isinstance(sent, AsyncIterator) else _one(sent)
         self.calls[method] += 1
         await self._travel(timeout)
-        written = Written(requests)
-        source = self._instance.handle_stream(method, written.read())
+        sent = SentRequests(requests)
+        source = self._instance.handle_stream(method, sent.read())
         try:
             while True:
                 response = await self._next(source, method)
@@ -147,11 +136,11 @@ class SimulatedInstanceClient:
                 if method != "FetchLedger" and self._happens(0.03):
                     yield response
         except InstanceDown:
-            written.broken = True
+            sent.broken = True
             raise
         finally:
-            if not written.broken:
-                written.task.cancel()
+            if not sent.broken:
+                sent.task.cancel()
             await source.aclose()  # type: ignore[attr-defined]
 
     async def _next(self, source: AsyncIterator[Any], method: str) -> Any:
@@ -170,5 +159,6 @@ class SimulatedInstanceClient:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def close(self) -> None:
-        """See `InstanceClient.close`."""
+
+async def _one(request: Any) -> AsyncIterator[Any]:
+    yield request

@@ -58,7 +58,7 @@ class Processes(ABC):
 
     @abstractmethod
     def heard(self, method: str, request: Any) -> None:
-        """A coordinator calls an instance."""
+        """Called with each call of a coordinator to an instance."""
 
     # --- life
 
@@ -81,7 +81,7 @@ class Processes(ABC):
         self.spawn(self._lifeline(instance))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task of the world, whose error is the world's."""
+        """Starts a task of the world; its error ends the world."""
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task
@@ -122,7 +122,7 @@ class Processes(ABC):
                 await self._session(instance, fleet)
 
     async def _answer(self, fleet: Fleet, call: Coroutine[Any, Any, T]) -> T | None:
-        """What a call to the coordinator answers; None once that is gone, as its connections are then."""
+        """The answer of a call to the coordinator; None when that coordinator was killed meanwhile."""
         asked = asyncio.ensure_future(call)
         while not asked.done() and fleet is self._fleet():
             await asyncio.wait({asked}, timeout=0.5)
@@ -138,7 +138,7 @@ class Processes(ABC):
             commands.put_nowait((command, body))
 
         async def obey() -> None:
-            while True:  # One after the other: a session is a stream.
+            while True:  # In sequence, as a session is a stream.
                 await self._command(instance, fleet, *await commands.get())
 
         obeying = self.spawn(obey())
@@ -194,7 +194,7 @@ class Processes(ABC):
     # --- supervisors
 
     def tell_tables(self, fleet: Fleet, first: bool = False) -> None:
-        """Each host's supervisor says what it runs; `first`: over a new connection."""
+        """Each host's supervisor reports its processes; `first`: over a new connection."""
         for host in self.hosts:
             alive = frozenset(i.incarnation for i in self.instances.values() if i.alive and i.host == host)
             table = Supervisor(host, self._supervisor_command, frozenset(), alive)
@@ -230,7 +230,7 @@ class Processes(ABC):
     # --- orderly ends
 
     async def terminate(self, instance: Instance, grace_s: float) -> None:
-        """SIGTERM: it opens no run any more, and goes at the coordinator's Drain, or after its grace."""
+        """SIGTERM: it opens no further run, and ends at the coordinator's Drain, or after its grace."""
         instance.draining = True
         fleet = self._fleet()
         connected = fleet is not None and instance.incarnation in fleet.sessions and not instance.cut_off
@@ -255,12 +255,12 @@ class Processes(ABC):
             await self._gone(instance, "it ended in order")
 
     def connect(self, kind: str, address: str, incarnation: str) -> SimulatedInstanceClient:
-        """See `ports.Connect`."""
         if incarnation not in self.instances:
             raise InstanceDown(incarnation, "there is no such process")
+        # The word in the middle is a salt: another one would change what every known seed does.
         seed = f"{self.seed}/port/{incarnation}"
-        port = SimulatedInstanceClient(
+        client = SimulatedInstanceClient(
             self.instances[incarnation], random.Random(seed), self.faulty, self.heard
         )
-        self.clients.append(port)
-        return port
+        self.clients.append(client)
+        return client

@@ -1,4 +1,4 @@
-"""An imaginary reward service."""
+"""A simulated reward service."""
 
 from __future__ import annotations
 

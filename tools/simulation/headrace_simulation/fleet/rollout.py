@@ -1,4 +1,4 @@
-"""An imaginary rollout: the contract without a model."""
+"""A simulated rollout: the contract without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_simulation.fleet.simulator import Simulator
 
 PREFILL_MS = 20
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
-"""Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""
+"""States of the engine's memory: nothing taken yet, released, weights alone, all."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Rollout(Instance):
     MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
     peers: dict[str, Instance] = field(default_factory=dict)
-    """Everybody by address, for the simulators and the repliers among them."""
+    """All instances by address: the simulators and the rollouts that reply are called there."""
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
@@ -56,11 +56,11 @@ class Rollout(Instance):
         self.version, self.paused, self.memory = common.PolicyVersion(), False, COLD
 
     def rested(self) -> None:
-        """Its samples end; weights and cache stay."""
+        """Ends its samples; weights and cache stay."""
         self.stop()
 
     def drained(self) -> None:
-        """Partial outputs go out, so that others go on."""
+        """Sends partial outputs, so that others can continue them."""
         self.paused = True
         self.stop()
 
@@ -129,11 +129,11 @@ class Rollout(Instance):
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 work -= {task for task in work if task.done()}
                 if waiting.done():
-                    body = waiting.result()
-                    if isinstance(body, rollout.PartialSample):
-                        yield response(partials=[body], **self._lost(opening))
+                    made = waiting.result()
+                    if isinstance(made, rollout.PartialSample):
+                        yield response(partials=[made], **self._lost(opening))
                         continue
-                    chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
+                    chunk = common.TrajectoryChunk(sample=made.sample, attempt=made.attempt, finished=made)
                     yield response(chunks=[chunk], **_prefill(response))
                 else:
                     waiting.cancel()
@@ -169,7 +169,7 @@ class Rollout(Instance):
         others: Any = pools if episode else opening.repliers
         mine = others[(prompt + sample.sample_index) % len(others)] if others else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
-        key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
+        key = common.SlotKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
         self.running += 1
         try:
@@ -184,7 +184,7 @@ class Rollout(Instance):
         finally:
             self.running -= 1
         failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
-        body = common.Trajectory(
+        trajectory = common.Trajectory(
             sample=key,
             attempt=sample.attempt,
             finish_reason=common.FINISH_REASON_ERROR
@@ -194,7 +194,7 @@ class Rollout(Instance):
             else common.FINISH_REASON_EOS,
             producer=self.incarnation,
         )
-        segment = body.segments.add(policy_number=self.version.number)
+        segment = trajectory.segments.add(policy_number=self.version.number)
         if episode:
             segment.actions.valid_mask.data = b"\x01" * length
         else:
@@ -203,13 +203,13 @@ class Rollout(Instance):
             segment.tokens.distribution.temperature = (
                 0.0 if sample.greedy else opening.distribution.temperature
             )
-        body.body_digest = trajectory_digest(body)
+        trajectory.body_digest = trajectory_digest(trajectory)
         if not opening.evaluation and not failed and self.live_leases():
-            self.retention[prompt, sample.sample_index] = body
-        done.put_nowait(body)
+            self.retention[prompt, sample.sample_index] = trajectory
+        done.put_nowait(trajectory)
 
     def _stands(self, other: rollout.EnvironmentPool | rollout.Replier) -> bool:
-        """Whether who takes turns with this one answers."""
+        """Whether the instance that takes turns with this rollout can be reached."""
         peer = self.peers.get(other.address)
         if isinstance(other, rollout.Replier):
             return isinstance(peer, Rollout) and peer.replies(other)
@@ -301,12 +301,12 @@ class Rollout(Instance):
         return rollout.ReleaseTrajectoriesResponse()
 
     def stop(self) -> None:
-        """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""
+        """Returns samples in work as partial outputs: a lease was renewed too late, or a drain begins."""
         self.stops += 1
 
 
 def _prefill(response: Any) -> dict[str, Any]:
-    """Each answer's prompt was computed just before it was sent, as far as anybody can tell."""
+    """Times of prefill: each answer's prompt was computed just before it was sent."""
     if response is not rollout.GenerateResponse:
         return {}
     span = rollout.Prefill()
@@ -315,7 +315,7 @@ def _prefill(response: Any) -> dict[str, Any]:
     return {"prefills": [span]}
 
 
-def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:
+def _partial(key: common.SlotKey, attempt: int, length: int) -> rollout.PartialSample:
     state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
     if length:
         state.cache.MergeFrom(common.CachedContext(form="simulated", tokens=length - 1))

@@ -1,4 +1,4 @@
-"""An imaginary simulator: pools that are open or not, and steps that some of them take under a lease alone."""
+"""A simulated simulator: pools that are open or not, and steps that some of them take under a lease alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An imaginary trainer: its "weights" are the list of slots in them, so that what was trained can be read off them."""
+"""A simulated trainer: its "weights" are the list of slots in them, so that what was trained can be read off them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Trainer(TrainerCheckpoints):
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
     offered: trainer.Contribution = field(default_factory=trainer.Contribution)
     helpers: dict[str, Trainer] = field(default_factory=dict)
-    """Whoever has offered a contribution, by its name."""
+    """Helpers that have offered a contribution, by name."""
 
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
@@ -267,8 +267,8 @@ class Trainer(TrainerCheckpoints):
             return self.commit
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != key:
             raise self._refuse("CONFLICT", f"attempt {key} is not open")
-        members = [member for prompt in sorted(self.groups) for member in self.groups[prompt]]
-        if set_digest(members) != request.set_digest:
+        learned = [slot for prompt in sorted(self.groups) for slot in self.groups[prompt]]
+        if set_digest(learned) != request.set_digest:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
         self._lead(governed=True)
@@ -278,17 +278,17 @@ class Trainer(TrainerCheckpoints):
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_NONFINITE)
         base = self.version
-        slots = tuple((prompt, sample) for prompt, sample, _, _ in sorted(members))
+        slots = tuple((prompt, sample) for prompt, sample, _, _ in sorted(learned))
         self._hold(self.weights + slots, request.next_number, base.number, base.ordinal + 1)
         self.phase = trainer.STEP_PHASE_COMMITTED
         self.commit = trainer.CommitStepResponse(
             result=trainer.COMMIT_RESULT_COMMITTED,
             version=self.version,
             group_count=len(self.groups),
-            sequence_count=len(members),
-            token_count=len(members),
-            tokens_by_version={base.number: len(members)},
-            figures={"log_prob_compared_tokens": len(members), "log_prob_mismatch_mean": 0.0},
+            sequence_count=len(learned),
+            token_count=len(learned),
+            tokens_by_version={base.number: len(learned)},
+            figures={"log_prob_compared_tokens": len(learned), "log_prob_mismatch_mean": 0.0},
         )
         return self.commit
 

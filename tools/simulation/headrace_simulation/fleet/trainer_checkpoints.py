@@ -1,4 +1,4 @@
-"""An imaginary trainer's checkpoints: written beside training, set aside where they are damaged."""
+"""A simulated trainer's checkpoints: written beside training, set aside where they are damaged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
-from headrace_simulation.fleet.disk import Disk, Stored
-from headrace_simulation.fleet.trainer_group import GroupMember
+from headrace_simulation.fleet.disk import Disk, StoredCheckpoint
+from headrace_simulation.fleet.trainer_group import GroupedTrainer
 
 PIECE_BYTES = 1 << 20
 """Of a ledger, in one message."""
 
 
 @dataclass
-class TrainerCheckpoints(GroupMember):
+class TrainerCheckpoints(GroupedTrainer):
     """The calls that save, list and read checkpoints."""
 
     disk: Disk = field(default_factory=Disk)
@@ -33,7 +33,7 @@ class TrainerCheckpoints(GroupMember):
             raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
         self._lead()
         name = f"lineage-{self.lineage}/step-{self.version.ordinal}-{request.number}"
-        stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
+        stored = StoredCheckpoint(self.directory, name, self.version, self.weights, request.ledger)
         while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
             if not request.wait:
                 raise self._refuse("BUSY", f"the checkpoint of version {self.writing[0]} is being written")
@@ -57,7 +57,7 @@ class TrainerCheckpoints(GroupMember):
         done = self.writing[1]
         return not done.done() or (not done.cancelled() and done.exception() is None)
 
-    async def _write(self, stored: Stored, retained: list[str]) -> None:
+    async def _write(self, stored: StoredCheckpoint, retained: list[str]) -> None:
         self.last_failure = ""
         await asyncio.sleep(self.rng.uniform(0.2, 2.0))
         if self.disk.full:
@@ -77,7 +77,7 @@ class TrainerCheckpoints(GroupMember):
             raise self._refuse("NOT_FOUND", f"source_run_directory {directory!r} has no checkpoints")
         return directory
 
-    def _intact(self, directory: str, name: str) -> Stored:
+    def _intact(self, directory: str, name: str) -> StoredCheckpoint:
         found = self.disk.find(directory, name)
         if found is None:
             raise self._refuse("NOT_FOUND", f"no live checkpoint {name!r}")
@@ -86,7 +86,7 @@ class TrainerCheckpoints(GroupMember):
             raise self._refuse("CHECKPOINT_DAMAGED", f"{name}: {found.damage}")
         return found
 
-    def _set_aside(self, found: Stored) -> None:
+    def _set_aside(self, found: StoredCheckpoint) -> None:
         """Another run's are left in their place."""
         found.set_aside = found.directory == self.directory
         self.reports.append(

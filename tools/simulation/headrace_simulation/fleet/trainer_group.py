@@ -1,4 +1,4 @@
-"""An imaginary trainer's place in a trainer group, and the version that it holds there. Knows no steps."""
+"""A simulated trainer's place in a trainer group, and the version that it holds there. Knows no steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_simulation.fleet.disk import Weights
 from headrace_simulation.fleet.instances import Instance
 
-TrainerGroups = dict[tuple[int, str], dict[int, "GroupMember"]]
-"""Who has met, by generation and rendezvous, and rank."""
+TrainerGroups = dict[tuple[int, str], dict[int, "GroupedTrainer"]]
+"""The trainers of each group, by generation and rendezvous, then by rank."""
 
 
 @dataclass
-class GroupMember(Instance):
-    """Meets others, leads rounds, and carries a version from one group to the next."""
+class GroupedTrainer(Instance):
+    """A trainer in a trainer group: joins it, leads rounds, and carries a version from one group to the next."""
 
     directory: str = ""
     generation: int = 0
@@ -27,13 +27,13 @@ class GroupMember(Instance):
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     weights: Weights = ()
     made: dict[tuple[str, int], Weights] = field(default_factory=dict)
-    """Weights of every version it held, for the judge: a run that is closed leaves nothing else."""
+    """Weights of every version that it had, for the judge: nothing else is left of a closed run."""
     attempt: tuple[int, int] = (0, 0)
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     carried: tuple[common.PolicyVersion, Weights] | None = None
-    """What it keeps between two trainer groups."""
+    """The version that it keeps between two trainer groups."""
     helps: bool = False
-    """It holds a base to help with, and makes no versions."""
+    """Whether it is a helper: it has a base to learn from, and makes no versions."""
     trainer_groups: TrainerGroups = field(default_factory=dict)
     joined: tuple[int, int, int, str] | None = None
     suspended: bool = False
@@ -45,7 +45,7 @@ class GroupMember(Instance):
         self, request: trainer.JoinTrainerGroupRequest
     ) -> trainer.JoinTrainerGroupResponse:
         self.fence(request.header, lease=False)
-        # With port 0 a group of one rank meets nobody, wherever it is.
+        # A group of one rank has port 0, whatever its host: it meets no other rank.
         where = f"{request.header.run} {request.rendezvous}"
         key = (request.generation, request.rank, request.world_size, where)
         if self.joined == key and self.generation:
@@ -106,8 +106,8 @@ class GroupMember(Instance):
         self.version = common.PolicyVersion(number=number, parent=parent, ordinal=ordinal, digest=digest)
         self.phase = trainer.STEP_PHASE_IDLE
 
-    def _trainer_group(self) -> list[GroupMember]:
-        """Members of its trainer group that are still in it."""
+    def _trainer_group(self) -> list[GroupedTrainer]:
+        """The trainers that are in its trainer group now."""
         if self.joined is None:
             return []
         met = self.trainer_groups.get((self.joined[0], self.joined[3]), {})
@@ -119,8 +119,8 @@ class GroupMember(Instance):
     def _disband(self) -> None:
         """Leaves the trainer group; when the leader leaves, the others are in none."""
         if self.joined is not None and self.joined[1] == 0:
-            for member in self._trainer_group():
-                member.generation = 0
+            for each in self._trainer_group():
+                each.generation = 0
         self.generation = 0
 
     def _lead(self, *, governed: bool = False) -> None:
@@ -147,13 +147,13 @@ class GroupMember(Instance):
             raise self._refuse("SUSPENDED", "the trainer is suspended: call Wake first")
 
     def revoked(self) -> None:
-        """Its memory is released until the next grant."""
+        """Releases its memory until the next grant."""
         self.suspended = True
 
     def rested(self) -> None:
-        """Nothing runs until the next grant."""
+        """Does nothing until the next grant."""
         self.suspended = True
 
     def granted(self) -> None:
-        """See `revoked` and `rested`."""
+        """Work may go on."""
         self.suspended = False

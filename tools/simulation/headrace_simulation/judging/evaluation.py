@@ -11,14 +11,14 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.projections.lines import read_lines
-from headrace_coordinator.projections.trajectories import NAME, Settled
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.projections.trajectories import NAME, SettledTrajectory
+from headrace_coordinator.store.run_files import Item
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_simulation.fleet.reward import reward_of
 from headrace_simulation.judging.judge import Violation
 
-Key = tuple[int, int]
+SlotKey = tuple[int, int]
 
 
 def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequence[Item]) -> None:
@@ -39,9 +39,12 @@ def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequenc
         _check_figures(run, asked)
 
 
-def _written(run: runs.RunState) -> set[Key]:
-    """Keys of the transcripts' lines, each of which comes once, with the reward that it deserves."""
-    lines = [msgspec.json.decode(line, type=Settled) for _, line in read_lines(Path(run.directory) / NAME)]
+def _written(run: runs.RunState) -> set[SlotKey]:
+    """Keys of the transcripts' lines; raises `Violation` for a line that comes twice or has a wrong reward."""
+    lines = [
+        msgspec.json.decode(line, type=SettledTrajectory)
+        for _, line in read_lines(Path(run.directory) / NAME)
+    ]
     counts = Counter((line.prompt_ordinal, line.sample_index) for line in lines)
     if twice := sorted(key for key, count in counts.items() if count > 1):
         raise Violation(f"evaluation: {run.id} has the answers {twice} twice")
@@ -52,7 +55,7 @@ def _written(run: runs.RunState) -> set[Key]:
 
 
 def _check_progress(run: runs.RunState, history: Sequence[Item], written: int) -> None:
-    """What was told of it only grows, is on the disk, and is of one set of weights."""
+    """Raises `Violation` unless the reported progress only grows, is on the disk, and is of one set of weights."""
     told = [event for _, event in history if isinstance(event, ev.EvaluationProgressed)]
     counts = [event.answers for event in told]
     if counts != sorted(counts) or (counts and counts[-1] > written):

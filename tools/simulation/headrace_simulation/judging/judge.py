@@ -9,9 +9,9 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.ledger.slot_index import FILTERED
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_refilled, step_trained
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
-from headrace_simulation.fleet.disk import Stored, Weights
+from headrace_simulation.fleet.disk import StoredCheckpoint, Weights
 from headrace_simulation.fleet.reward import all_equal
 
 REPLACED = (FILTERED, "GROUP_INCOMPLETE", "PROMPT_TOO_LONG")
@@ -23,7 +23,10 @@ class Violation(AssertionError):
 
 
 def judge(
-    run: runs.RunState, history: Sequence[Item], weights: Weights | None, origin: Stored | None = None
+    run: runs.RunState,
+    history: Sequence[Item],
+    weights: Weights | None,
+    origin: StoredCheckpoint | None = None,
 ) -> Tally:
     """The run's counts; raises `Violation` when a guarantee does not hold. `origin`: what a fork began with."""
     counts = audit(run, history)
@@ -41,11 +44,11 @@ def judge(
 
 
 def _ended_unsaved(run: runs.RunState) -> bool:
-    """It was cancelled, or failed, with a head that was never on the disk: that went with its trainer."""
+    """Whether the run was cancelled or failed with a head that was never saved: its trainer alone had it."""
     return run.state in (run_states.CANCELLED, run_states.FAILED) and run.last_checkpoint != run.lineage.head
 
 
-def _check_weights(history: Sequence[Item], weights: Weights | None, origin: Stored | None) -> None:
+def _check_weights(history: Sequence[Item], weights: Weights | None, origin: StoredCheckpoint | None) -> None:
     """The final weights hold exactly what the live certificates say, in step order, behind a fork's origin."""
     certified = [
         (prompt, sample)
@@ -74,7 +77,7 @@ def _check_membership(run: runs.RunState, history: Sequence[Item]) -> None:
 
 
 def _check_refill(run: runs.RunState, step: Step) -> None:
-    """What a step keeps, and how many groups it takes, follows from what became of each group."""
+    """Checks the groups that a step keeps and takes in addition against what became of each group."""
     options = run.spec["algorithm"]["options"]
     filtered = {prompt for prompt, _, reason in step_dropped(step) if reason == FILTERED}
     kept = {prompt for prompt, _, _ in step_trained(step)}

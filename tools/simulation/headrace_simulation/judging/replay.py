@@ -1,4 +1,4 @@
-"""The log of a world, folded again event by event: what must hold at every point of it, for all runs together."""
+"""The log of a world, applied again event by event, with what must hold after each of them for all runs together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from headrace_coordinator.domain.devices.demand import shares
 from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
 from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup
 from headrace_coordinator.domain.state import State
+from headrace_coordinator.store.memory_store import MemoryStore
+from typing_extensions import override
 
 from headrace_simulation.judging.judge import Violation
 
@@ -18,14 +20,31 @@ Pair = tuple[str, str]
 NEVER = {
     (run_states.CANCELLING, other) for other in (run_states.RUN, run_states.PAUSE, run_states.PAUSE_NOW)
 } | {(run_states.CANCELLED, other) for other in (run_states.RUN, run_states.PAUSE, run_states.PAUSE_NOW)}
-"""Only a wish to cancel leads to these states, and it cannot be taken back."""
+"""Only the intent CANCEL leads to these states, and it cannot be changed any more."""
 REACHABLE = {(state, intent) for state in run_states.STATES for intent in run_states.INTENTS} - NEVER
+
+
+class RecordingStore(MemoryStore):
+    """A `MemoryStore`; `log` has every event that was ever appended, in order, also those that a snapshot covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[ev.Event] = []
+
+    @override
+    async def append(self, epoch: int, expected: int, first: int, payloads: list[bytes]) -> None:
+        before = self._stored.sequence
+        try:
+            await super().append(epoch, expected, first, payloads)
+        finally:
+            if self._stored.sequence != before:
+                self.log += [ev.decode(payload) for payload in payloads]
 
 
 class Replay:
     """The folded state, every run that ended, and which (state, intent) pairs were visited."""
 
-    def __init__(self, log: Iterable[ev.AnyEvent]) -> None:
+    def __init__(self, log: Iterable[ev.Event]) -> None:
         self.state = State()
         self.runs: dict[str, runs.RunState] = {}
         self.pairs: Counter[Pair] = Counter()
@@ -36,7 +55,7 @@ class Replay:
         self.regrouped = 0
         """Changes of a trainer group's size."""
         self.given = 0
-        """Those with which a run gave trainers to another one."""
+        """Changes of size with which a run gave trainers to another run."""
         self.passed = 0
         """Leases of devices that another run had last, which it still was granted."""
         self._last: dict[str, str] = {}
@@ -47,7 +66,7 @@ class Replay:
             self.state.apply(event)
             self._after(event)
 
-    def _before(self, event: ev.AnyEvent) -> None:
+    def _before(self, event: ev.Event) -> None:
         match event:
             case ev.TrainersChanged():
                 self._regroup(event)
@@ -70,7 +89,7 @@ class Replay:
                 self._lease(event)
 
     def _regroup(self, event: ev.TrainersChanged) -> None:
-        """Between two steps, of a run at work, to what was free then; the leader stays."""
+        """Checks a change of a trainer group: between two steps of a run at work, free trainers, the same leader."""
         run = self.state.runs[event.run]
         planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at, event.given_to)
         if planned != event:
@@ -106,7 +125,7 @@ class Replay:
         if others:
             raise Violation(f"leases: {event.incarnation} works for {event.run} and {sorted(others)}")
 
-    def _after(self, event: ev.AnyEvent) -> None:
+    def _after(self, event: ev.Event) -> None:
         match event:
             case ev.StepRefilled(groups=groups):
                 self.refilled += groups

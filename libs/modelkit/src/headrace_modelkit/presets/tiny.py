@@ -12,7 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from headrace_modelkit.loading import save_model
-from headrace_modelkit.presets.complete import is_complete
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a directory holds a preset. It appears by one rename, so it is whole or not there."""
+    return all(
+        (directory / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json")
+    )
+
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789 =+->:,.?\nacdoprsty"

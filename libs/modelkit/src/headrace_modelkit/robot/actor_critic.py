@@ -15,6 +15,7 @@ import torch
 from headrace_schema.sections.base import Count, CountOrZero, Section
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_modelkit.robot import gaussian
 from headrace_modelkit.robot.normalizer import Normalizer, NormalizerConfig
@@ -23,6 +24,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    RobotPolicy,
     check_seeds,
     image_of,
     state_of,
@@ -78,7 +80,7 @@ class CnnConfig(_GaussianConfig):
             return CnnPolicy(self)
 
 
-class _GaussianPolicy(nn.Module, ABC):
+class _GaussianPolicy(nn.Module, RobotPolicy, ABC):
     """Actor and critic on features of an observation."""
 
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
@@ -111,10 +113,10 @@ class _GaussianPolicy(nn.Module, ABC):
         return mean_BCA, self.critic(features_BF)[:, 0]
 
     @torch.no_grad()
+    @override
     def act(
         self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
     ) -> ActionChunk:
-        """See `RobotPolicy.act`."""
         check_seeds(observation, seeds)
         mean_BCA, values_B = self(observation)
         drawn_BCA = mean_BCA
@@ -129,8 +131,8 @@ class _GaussianPolicy(nn.Module, ABC):
             values_B=values_B,
         )
 
+    @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
-        """See `RobotPolicy.evaluate`."""
         mean_BCA, values_B = self(observation)
         log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, self.log_std)
         return Evaluation(log_probs_BCA, gaussian.entropy(self.log_std).expand_as(mean_BCA), values_B)

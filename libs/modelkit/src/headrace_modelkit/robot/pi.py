@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PI0Config, PI0ForConditionalGeneration
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
+from typing_extensions import override
 
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import flow
@@ -31,6 +32,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    RobotPolicy,
     check_seeds,
     image_of,
     state_of,
@@ -74,7 +76,7 @@ class PiConfig(Section):
             return (Pi0Policy(self) if self.kind == "pi0" else Pi05Policy(self)).eval()
 
 
-class PiPolicy(nn.Module, ABC):
+class PiPolicy(nn.Module, RobotPolicy, ABC):
     """What both share: reading the prefix once, and a path of denoising steps."""
 
     vlm: Any
@@ -96,10 +98,11 @@ class PiPolicy(nn.Module, ABC):
         """The velocity field of what is seen; the cache is left as it was given."""
 
     @torch.no_grad()
+    @override
     def act(
         self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
     ) -> ActionChunk:
-        """See `RobotPolicy.act`. Deterministic: the ODE's path, from noise by the seeds."""
+        """Deterministic: the ODE's path, from noise by the seeds."""
         check_seeds(observation, seeds)
         cache, mask_BN, values_B = self.prefix(observation)
         sizes: Any = self.sizes
@@ -120,8 +123,8 @@ class PiPolicy(nn.Module, ABC):
             values_B=values_B,
         )
 
+    @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
-        """See `RobotPolicy.evaluate`."""
         cache, mask_BN, values_B = self.prefix(observation)
         found = flow.score(self.field(observation, cache, mask_BN), self.config.flow, sampled)
         log_probs_BCA, entropy_BCA = (self._executed(values) for values in found)
@@ -191,11 +194,11 @@ class Pi0Policy(PiPolicy):
 
     @property
     def vlm(self) -> Any:
-        """The language model and its eyes, a part of `model`."""
+        """The language model and its image encoder, a part of `model`."""
         return self.model.model.vlm
 
+    @override
     def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
-        """See `PiPolicy.field`."""
         assert self.config.state is not None
         sizes: Any = self.sizes
         state_BS = state_of(observation, self.config.state.size).to(mask_BN.device)
@@ -232,8 +235,8 @@ class Pi05Policy(PiPolicy):
         self.expert = AdaptiveGemma(untyped.dit_config)
         self.action_out_proj = nn.Linear(hidden, numbers)
 
+    @override
     def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
-        """See `PiPolicy.field`."""
 
         def velocity(point: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
             time_BF = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.times(time_B)))))

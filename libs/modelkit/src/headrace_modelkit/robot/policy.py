@@ -1,4 +1,4 @@
-"""What every robot policy is: actions with three faces, and log-probs that can be taken again later.
+"""What every robot policy is: it draws actions, and computes their log-probs again later.
 
 Shapes: B environments, C actions of a chunk, A numbers of an action, S numbers of a state, H × W pixels. A number of an
 action is a token where the policy draws tokens. Knows no environment, no wire and no loss.
@@ -75,7 +75,7 @@ class ActionChunk:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy thinks of actions drawn earlier; all differentiable.
+    """Log-probs, entropies and values of actions drawn earlier; all differentiable.
 
     `entropy_BCA` is that of the distribution that each number is drawn from, in nats.
     """

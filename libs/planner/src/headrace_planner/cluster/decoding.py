@@ -1,12 +1,14 @@
-"""Sequences of one replica: continuous batching as processor sharing. Knows no plan and no device."""
+"""Sequences of one replica: continuous batching as processor sharing. Knows no plan."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from headrace_planner.cluster.spans import DeviceTrack
 from headrace_planner.profiling.profiles import Pace
 
 Finished = tuple[float, int]
@@ -38,7 +40,7 @@ class Replica:
         self._fill()
 
     def take(self) -> list[tuple[float, int]]:
-        """Gives up all unfinished sequences as (remaining length, item)."""
+        """Removes all unfinished sequences; returns them as (remaining length, item)."""
         given = [(end - self.length, item) for end, item in sorted(self._flying)] + list(self._waiting)
         self._flying.clear()
         self._waiting.clear()
@@ -69,6 +71,18 @@ class Replica:
         while self._waiting and len(self._flying) < self.pace.concurrency:
             remaining, item = self._waiting.popleft()
             heappush(self._flying, (self.length + remaining, item))
+
+
+@dataclass
+class DecodingDevices:
+    """A rollout replica and the devices that it decodes on. `last`: when it finished its last output."""
+
+    name: str
+    track: DeviceTrack
+    replica: Replica
+    owner: bool
+    last: float
+    finished: int = 0
 
 
 def spread(items: Sequence[int], replicas: int) -> list[list[int]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from headrace_planner.cluster.moving import ElasticStep
+from headrace_planner.cluster.elastic_step import ElasticStep
 from headrace_planner.cluster.sampling import Draws, draw
 from headrace_planner.cluster.spans import UNPLANNED, Label, Place, Timeline
-from headrace_planner.cluster.walking import Pass, Walk
+from headrace_planner.cluster.walking import TreePass, TreeWalk
 from headrace_planner.elastic.outlook import MoveCosts, Terms
 from headrace_planner.errors import refuse
 from headrace_planner.graph import Granularity
+from headrace_planner.profiling.lengths import Lengths
 from headrace_planner.trees.costs import Evaluation, Workload
 from headrace_planner.trees.tree import Leaf, Node, Share, Split, devices
 
@@ -48,7 +50,7 @@ def simulate(
     [22.8, 22.8]
     """
     checked(work, tree, iterations)
-    walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
+    walk, origin = TreeWalk(work, Timeline()), dict.fromkeys(work.devices, 0)
     now, seconds, learned = 0.0, [], []
     for iteration in range(iterations):
         draws = given[iteration] if given else draw(work, seed, iteration)
@@ -77,7 +79,7 @@ def simulate_elastic(
     checked(work, tree, iterations)
     terms, rollouts, owners, chunks = elastic_terms(work, tree, costs, helper_devices)
     timeline = Timeline()
-    walk = Walk(work, timeline)
+    walk = TreeWalk(work, timeline)
     units = [
         walk.evaluation.units(Leaf(stage, rollouts.kind, 1))
         for stage in (terms.generate.stage, terms.learn.stage)
@@ -87,9 +89,9 @@ def simulate_elastic(
     for iteration in range(iterations):
         draws = given[iteration] if given else draw(work, seed, iteration)
         step = ElasticStep(terms, rollouts, owners, work.items / chunks, timeline, now)
-        made = Pass(step.run(draws), step.done)
+        made = TreePass(step.run(draws), step.done)
         walk.hold(tree, made.end, made.end + sync, dict.fromkeys(work.devices, 0), Label.SYNC)
-        made = Pass(made.end + sync, step.done)
+        made = TreePass(made.end + sync, step.done)
         _rest(walk, tree, work.devices, now, made)
         seconds.append(made.end - now)
         learned.append(tuple(item for _, item in made.done))
@@ -141,9 +143,63 @@ def checked(work: Workload, tree: Node, iterations: int) -> None:
         raise refuse("tree", "does not fit the memory or hands over too small chunks", "plan another tree")
 
 
-def _rest(walk: Walk, tree: Node, cluster: Mapping[str, object], begin: float, made: Pass) -> None:
+def _rest(walk: TreeWalk, tree: Node, cluster: Mapping[str, object], begin: float, made: TreePass) -> None:
     """Devices of the cluster that the tree leaves idle."""
     for kind in cluster:
         used = devices(tree).get(kind, 0)
         place = Place(kind, used, walk.work.devices[kind].count - used)
         walk.timeline.add(place, begin, made.end, UNPLANNED, Label.WAIT_LEASE)
+
+
+def describe(work: Workload, tree: Node, iterations: int, seed: int, trace: bool = False) -> dict[str, Any]:
+    """Simulates a plan and compares; every value is JSON. `trace` adds the timeline as a Chrome trace."""
+    found, predicted = simulate(work, tree, iterations, seed), Evaluation(work).seconds(tree)
+    whole = _whole_items(work, tree)
+    total = sum(found.timeline.device_seconds().values())
+    described = {
+        "iterations": iterations,
+        "seed": seed,
+        "predicted_s": predicted,
+        "step_s": found.step_s,
+        "steps_s": list(found.seconds),
+        "whole_items_s": whole,
+        "lengths_s": found.step_s - predicted - whole,
+        "drawn": _drawn(work, iterations, seed),
+        "device_seconds": [
+            {"stage": stage, "label": label.value, "device_s": value / iterations, "share": value / total}
+            for (stage, label), value in _largest_first(found)
+        ],
+    }
+    return {**described, "chrome_trace": found.timeline.chrome_trace()} if trace else described
+
+
+def _largest_first(found: Simulated) -> list[Any]:
+    return sorted(found.timeline.device_seconds().items(), key=lambda entry: (-entry[1], entry[0]))
+
+
+def _whole_items(work: Workload, tree: Node) -> float:
+    """Seconds that whole items, rounds and chunks add to what the prediction smooths over, with equal lengths."""
+    profiles = {
+        stage: replace(profile, lengths=Lengths((1.0,), profile.lengths.group_correlation))
+        if profile.lengths
+        else profile
+        for stage, profile in work.profiles.items()
+    }
+    equal = Workload(work.workflow, profiles, work.devices, work.items, work.sync)
+    return simulate(equal, tree).step_s - Evaluation(equal).seconds(tree)
+
+
+def _drawn(work: Workload, iterations: int, seed: int) -> dict[str, Any]:
+    """For each stage with lengths: mean and longest of the drawn outputs, and the longest that there is, in means."""
+    found: dict[str, list[list[float]]] = {}
+    for iteration in range(iterations):
+        for stage, lengths in draw(work, seed, iteration).lengths.items():
+            found.setdefault(stage, []).append(lengths)
+    return {
+        stage: {
+            "mean": sum(sum(step) / len(step) for step in steps) / len(steps),
+            "longest": sum(max(step) for step in steps) / len(steps),
+            "limit": getattr(work.profiles[stage].lengths, "stretch", 1.0),
+        }
+        for stage, steps in found.items()
+    }

@@ -83,6 +83,19 @@ class Timeline:
         return {"displayTimeUnit": "ms", "traceEvents": [_event(span) for span in self.spans]}
 
 
+class DeviceTrack:
+    """Adjacent devices whose labels follow one another without gaps."""
+
+    def __init__(self, place: Place, timeline: Timeline, begin: float) -> None:
+        self.place, self.timeline, self.now = place, timeline, begin
+
+    def until(self, when: float, stage: str, label: Label, items: float = 0.0) -> None:
+        """Labels the devices from where the last label ended."""
+        if when > self.now:
+            self.timeline.add(self.place, self.now, when, stage, label, items)
+            self.now = when
+
+
 def by_label(found: Mapping[tuple[str, Label], float]) -> dict[Label, float]:
     """Device-seconds by label alone, of those that occur."""
     total: defaultdict[Label, float] = defaultdict(float)

@@ -25,7 +25,7 @@ Offset = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Pass:
+class TreePass:
     """What a pass made: when it ended, and (seconds, item) of all items by time.
 
     `dry`: when the first replica of its generator had nothing left to decode; `decoded`: when the last one had.
@@ -37,7 +37,7 @@ class Pass:
     decoded: float = -math.inf
 
 
-class Walk:
+class TreeWalk:
     """Walks over one tree, onto one timeline."""
 
     def __init__(self, work: Workload, timeline: Timeline) -> None:
@@ -45,7 +45,7 @@ class Walk:
         self.timeline = timeline
         self.evaluation = Evaluation(work)
 
-    def run(self, node: Node, items: Sequence[int], draws: Draws, begin: float, offset: Offset) -> Pass:
+    def run(self, node: Node, items: Sequence[int], draws: Draws, begin: float, offset: Offset) -> TreePass:
         """One pass through a node whose first devices are at `offset`; labels all of its devices until the end."""
         match node:
             case Leaf():
@@ -59,7 +59,7 @@ class Walk:
 
     def leaf(
         self, leaf: Leaf, items: Sequence[int], draws: Draws, begin: float, offset: Offset, kept: float
-    ) -> Pass:
+    ) -> TreePass:
         """A stage whose neighbours keep `kept` bytes of each device."""
         profile, budget = self.work.profiles[leaf.stage], self.work.memory(leaf.kind) - kept
         used, first = profile.used(len(items), leaf.devices), offset[leaf.kind]
@@ -71,7 +71,7 @@ class Walk:
             end = begin + profile.seconds(draws.weight(items), used, budget)
             place = Place(leaf.kind, first, used)
             self.timeline.add(place, begin, end, leaf.stage, label_of(self.work, leaf.stage), len(items))
-            made = Pass(end, [(end, item) for item in items])
+            made = TreePass(end, [(end, item) for item in items])
         idle = Place(leaf.kind, first + used, leaf.devices - used)
         self.timeline.add(idle, begin, made.end, UNPLANNED, Label.WAIT_LEASE)
         return made
@@ -85,7 +85,7 @@ class Walk:
         draws: Draws,
         begin: float,
         first: int,
-    ) -> Pass:
+    ) -> TreePass:
         size, lengths = self.work.profiles[leaf.stage].replica_devices, draws.lengths[leaf.stage]
         dealt = spread(items, used // size)
         runs = [Replica(pace, begin, [(lengths[i], i) for i in own]).run() for own in dealt]
@@ -94,11 +94,13 @@ class Walk:
             place = Place(leaf.kind, first + index * size, size)
             self.timeline.add(place, begin, end, leaf.stage, Label.DECODE, len(own))
             self.timeline.add(place, end, max(ends), leaf.stage, Label.WAIT_TAIL)
-        return Pass(max(ends), sorted(pair for run in runs for pair in run), min(ends), max(ends))
+        return TreePass(max(ends), sorted(pair for run in runs for pair in run), min(ends), max(ends))
 
-    def _cycle(self, cycle: Cycle, items: Sequence[int], draws: Draws, begin: float, offset: Offset) -> Pass:
+    def _cycle(
+        self, cycle: Cycle, items: Sequence[int], draws: Draws, begin: float, offset: Offset
+    ) -> TreePass:
         """Turns of each stage are drawn as one span: first the one, then the other, or side by side."""
-        alone = Walk(self.work, Timeline())  # how long each takes alone; its turns lie elsewhere in time
+        alone = TreeWalk(self.work, Timeline())  # how long each takes alone; its turns lie elsewhere in time
         pair = (cycle.first, cycle.second)
         part = list(items) if cycle.shared else items[:: cycle.batches]
         kept = [
@@ -114,7 +116,7 @@ class Walk:
             busy = (cycle.batches * one.end, cycle.batches * two.end)
         self._draw_cycle(cycle, (begin, begin + seconds), busy, len(items), offset)
         finished = _stretched(one, two, list(items), begin, seconds)
-        return Pass(begin + seconds, finished)
+        return TreePass(begin + seconds, finished)
 
     def _draw_cycle(
         self, cycle: Cycle, window: tuple[float, float], busy: tuple[float, float], items: int, offset: Offset
@@ -131,9 +133,11 @@ class Walk:
             self.timeline.add(idle, begin, until, UNPLANNED, Label.WAIT_LEASE)
             begin = until if cycle.shared else begin
 
-    def _share(self, share: Share, items: Sequence[int], draws: Draws, begin: float, offset: Offset) -> Pass:
+    def _share(
+        self, share: Share, items: Sequence[int], draws: Draws, begin: float, offset: Offset
+    ) -> TreePass:
         now, before, sync = begin, 0, 0.0
-        made, generated = Pass(begin), Pass(begin)
+        made, generated = TreePass(begin), TreePass(begin)
         for child in share.children:
             units, stages = self.evaluation.units(child), [leaf.stage for leaf in leaves(child)]
             sync += self.work.sync_seconds(before, units, len(items), between=False)
@@ -151,21 +155,23 @@ class Walk:
             self._unused(share, child, start, now, offset)
         end = now + sync
         self.hold(share, now, end, offset, Label.SYNC)
-        return Pass(end, made.done, generated.dry, generated.decoded)
+        return TreePass(end, made.done, generated.dry, generated.decoded)
 
     def _resident(
         self, child: Node, share: Share, items: Sequence[int], draws: Draws, begin: float, offset: Offset
-    ) -> Pass:
+    ) -> TreePass:
         if isinstance(child, Leaf):
             kept = self.evaluation.kept_beside(child, share, len(items))
             return self.leaf(child, items, draws, begin, offset, kept)
-        made = Pass(begin)
+        made = TreePass(begin)
         for leaf in leaves(child):  # a shared cycle: the turns of its stages add up
             kept = self.evaluation.kept_beside(leaf, share, len(items))
             made = self.leaf(leaf, items, draws, made.end, offset, kept)
         return made
 
-    def _split(self, split: Split, items: Sequence[int], draws: Draws, begin: float, offset: Offset) -> Pass:
+    def _split(
+        self, split: Split, items: Sequence[int], draws: Draws, begin: float, offset: Offset
+    ) -> TreePass:
         first, second = self.evaluation.units(split.first), self.evaluation.units(split.second)
         limit, theirs = self.work.chunk_limit(first, second), after(split.first, offset)
         ahead, pieces = self._first(split, items, draws, begin, offset, limit)
@@ -187,7 +193,7 @@ class Walk:
         self.hold(split.first, ahead.end, until, offset, Label.WAIT_DATA)
         end = until + self.work.sync_seconds(first, second, len(items), between=True)
         self.hold(split, until, end, offset, Label.SYNC)
-        return Pass(end, done, ahead.dry, ahead.decoded)
+        return TreePass(end, done, ahead.dry, ahead.decoded)
 
     def _first(
         self,
@@ -197,7 +203,7 @@ class Walk:
         begin: float,
         offset: Offset,
         limit: float | None,
-    ) -> tuple[Pass, list[tuple[float, list[int]]]]:
+    ) -> tuple[TreePass, list[tuple[float, list[int]]]]:
         """The first part's pass or passes, and when each chunk for the second part is ready."""
         units = self.evaluation.units(split.first)
         if limit is None:
@@ -206,13 +212,13 @@ class Walk:
         if split.chunks == 1 or self.work.source(units) is not None:
             made = self.run(split.first, items, draws, begin, offset)
             return made, list(pieces_of(made.done, draws, group, split.chunks))
-        pieces, made = [], Pass(begin)
+        pieces, made = [], TreePass(begin)
         for piece in _parts(items, split.chunks):
             made = self.run(split.first, piece, draws, made.end, offset)
             pieces.append((made.end, piece))
         return made, pieces
 
-    def _wait(self, node: Node, begin: float, end: float, offset: Offset, ahead: Pass) -> None:
+    def _wait(self, node: Node, begin: float, end: float, offset: Offset, ahead: TreePass) -> None:
         """Idle devices until a chunk is ready: its data, the tail of what is generated, or the stages after that."""
         tail, rest = min(max(begin, ahead.dry), end), min(max(begin, ahead.decoded), end)
         tail = min(tail, rest) if ahead.decoded > -math.inf else end
@@ -287,7 +293,9 @@ def _parts(items: Sequence[int], count: int) -> list[list[int]]:
     return [list(items[a:b]) for a, b in pairwise(ends) if b > a]
 
 
-def _stretched(one: Pass, two: Pass, items: Sequence[int], begin: float, seconds: float) -> list[Finished]:
+def _stretched(
+    one: TreePass, two: TreePass, items: Sequence[int], begin: float, seconds: float
+) -> list[Finished]:
     """Items of a cycle finish as its generator alone would finish them, over the cycle's time."""
     source = next((made for made in (one, two) if made.decoded > -math.inf), None)
     if source is None or len(source.done) != len(items):

@@ -18,17 +18,17 @@ from statistics import median
 from headrace_planner.placements.layouts import Layout, StepTime, typical
 
 MOST_ROUNDS, CHALLENGES = 4, 2
-"""Blocks of each layout; of one that challenges the best."""
+"""Most blocks of each layout; and of a layout that is compared with the present best (the champion) alone."""
 CLEAR = 2.0
-"""Blocks agree when the median of their comparisons is so many times what these differ by."""
+"""A comparison is clear when the median of its ratios is more than so many times their spread."""
 NO_MATTER = 0.03
-"""Layouts that surely differ by less are not compared any longer."""
+"""Layouts whose difference is certainly below this share are not compared further."""
 LEAST_S = 1e-9
 
 
 @dataclass
 class Block:
-    """Some steps in a row; `place`: which of all blocks it was."""
+    """Consecutive steps of one layout; `place`: the block's number among all blocks."""
 
     place: int
     steps: list[StepTime]
@@ -40,13 +40,13 @@ class Block:
 
 
 class Trial:
-    """Some layouts of one run that are measured by turns.
+    """Measures some layouts of one run by turns.
 
-    `window`: about as many steps are measured of each: at most a third more, and where they differ clearly a third
-    fewer. With a window of 1 each is measured once, in sequence.
+    `window`: about the number of steps that are measured of each layout: at most a third more, and a third fewer where
+    the layouts differ clearly. With a window of 1 each layout is measured once, in sequence.
 
-    With a `champion` and some steps of it, a layout challenges it that promised to be faster: it gets two blocks, or
-    one, where that is slower already.
+    With a `champion` and its steps, a layout that is predicted to be faster is compared with it alone: in two blocks,
+    or in one block if that is slower already.
     """
 
     def __init__(self, window: int, champion: Layout | None = None, steps: Sequence[StepTime] = ()) -> None:
@@ -59,42 +59,43 @@ class Trial:
             self._blocks[champion] = [Block(0, [*steps] * self._block)]
 
     def add(self, layout: Layout, step: StepTime) -> None:
-        """A step of a layout was measured."""
+        """Adds a measured step of a layout."""
         blocks = self._blocks.setdefault(layout, [])
         if not blocks or self._is_whole(blocks[-1]):
             blocks.append(Block(sum(map(len, self._blocks.values())), []))
         blocks[-1].steps.append(step)
 
     def drop(self, layout: Layout) -> None:
-        """A layout cannot be had again."""
+        """Ends the measuring of a layout that is not available any more."""
         self._lost.add(layout)
 
     def full(self, layout: Layout) -> bool:
-        """Whether a layout has nothing but whole blocks, and one at least."""
+        """Whether a layout has at least one block and all its blocks are complete."""
         blocks = self._blocks.get(layout, [])
         return bool(blocks) and self._is_whole(blocks[-1])
 
     @property
     def layouts(self) -> list[Layout]:
-        """What was measured, in the order of the first round."""
+        """Layouts with a complete block, in the order of the first round."""
         return [layout for layout in self._blocks if self._whole(layout)]
 
     def following(self) -> Layout | None:
-        """Whose block is next; None once the comparison is over."""
+        """The layout to measure next; None once the comparison is over."""
         contenders = self._contenders()
         if not contenders:
             return None
         made = min(map(self._whole, contenders))
         if len(self._blocks) == 1 and made * self._block < self._window:
-            return contenders[0]  # It has no rival: all its steps tell what it takes.
+            return contenders[0]  # There is nothing to compare it with: all its steps count.
         if made and (len(contenders) == 1 or made >= self._rounds):
             return None
         return next(layout for layout in contenders if self._whole(layout) == made)
 
     def times(self) -> dict[Layout, StepTime]:
-        """What a step takes by layout, at one speed of the machine: as when the one measured most was measured.
+        """Seconds of a step by layout, all at the speed that the machine had for the most measured layout.
 
-        What was measured tells the parts of a step; how long all of it takes, the median of the comparisons.
+        The parts of a step are in the proportion in which they were measured; the whole step comes from the median
+        ratio of the comparisons.
         """
         if not (known := self.layouts):
             return {}
@@ -109,7 +110,7 @@ class Trial:
         return found
 
     def words(self, best: Layout) -> str:
-        """For people: how surely a layout is the faster one; empty where each was measured once."""
+        """A sentence: how certain it is that `best` is faster; empty where each layout was measured once."""
         rivals = [layout for layout in self.layouts if layout != best]
         times = self.times()
         if best not in times or not rivals:
@@ -138,7 +139,7 @@ class Trial:
         ]
 
     def _decided(self, layout: Layout, leader: Layout) -> bool:
-        """Whether the comparisons say more than they differ, or that nothing hangs on it."""
+        """Whether the comparisons of two layouts are clear, or show that the difference does not matter."""
         least = min(self._whole(layout), self._whole(leader))
         if least < 2:
             return bool(least) and leader == self._champion
@@ -171,19 +172,19 @@ class Trial:
 
 
 def merged(known: Mapping[Layout, StepTime], newer: Mapping[Layout, StepTime]) -> dict[Layout, StepTime]:
-    """Seconds of two comparisons, the older ones at the newer one's speed by a layout that is in both."""
+    """Seconds of two comparisons by layout; the older ones are scaled by a layout that is in both."""
     both = next((layout for layout in newer if layout in known), None)
     factor = newer[both].step / max(known[both].step, LEAST_S) if both else 1.0
     return {**{layout: scaled(time, factor) for layout, time in known.items()}, **newer}
 
 
 def scaled(time: StepTime, factor: float) -> StepTime:
-    """All seconds of a step, times a factor."""
+    """The step with all its seconds multiplied by `factor`."""
     return replace(time, **{name: value * factor for name, value in vars(time).items()})
 
 
 def _between(blocks: Sequence[Block], place: int) -> float | None:
-    """What a block would have taken at a place between two others; None where it is not between any."""
+    """Logarithm of a block's seconds at `place`, interpolated between two blocks; None outside all of them."""
     for before, after in pairwise(blocks):
         if before.place < place < after.place:
             share = (place - before.place) / (after.place - before.place)

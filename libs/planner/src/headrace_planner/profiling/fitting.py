@@ -73,7 +73,7 @@ def _check(template: Profile, points: Sequence[Point]) -> None:
 
 
 def _row(profile: Profile, point: Point) -> tuple[float, float]:
-    """Factors of `fixed_s` and `item_s` in the seconds of a point."""
+    """What `fixed_s` and `item_s` are multiplied by in the predicted seconds of a point."""
     limited = replace(
         profile, max_concurrency=min(profile.max_concurrency, point.concurrency), memory=Memory()
     )

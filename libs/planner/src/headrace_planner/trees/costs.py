@@ -77,7 +77,7 @@ class Workload:
         return overlapped(self.leaf_seconds(first, part), self.leaf_seconds(second, part), cycle.batches)
 
     def turn_seconds(self, stages: Sequence[str]) -> float:
-        """Seconds to load stages for their turn on shared devices and to give the memory back."""
+        """Seconds to load stages for their turn on shared devices and to offload them after it."""
         return sum(self.profiles[stage].load_s + self.profiles[stage].offload_s for stage in stages)
 
     def sync_seconds(self, first: int, second: int, items: float, between: bool) -> float:

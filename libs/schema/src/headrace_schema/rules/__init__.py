@@ -1,1 +1,1 @@
-"""Combinations of a spec that cannot work, found without a fleet: each rule yields problems with their fixes."""
+"""Combinations of a spec's values that cannot work, found without a fleet: rules yield problems with their fixes."""

@@ -1,4 +1,7 @@
-"""What holds for every side that acts beside the rollouts on devices of its own, whatever it does there."""
+"""What cannot work where a spec names devices for simulators or for instances that reply.
+
+Both act beside the rollouts on devices of their own, while answers are made.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,118 @@ from collections.abc import Collection, Iterator, Sequence
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.running import PlacementSection, overlap
+from headrace_schema.sections.run import RunSections
+from headrace_schema.sections.running import APART, EVERY, PlacementSection, overlap
+
+SIMULATOR = "placement.simulator"
+REPLY = "placement.reply"
 
 
-def unnamed(placement: PlacementSection, key: str) -> Iterator[KeyProblemView]:
-    """The first of the other sides whose devices are left out, where `key` names some."""
+def simulator_problems(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of `placement.simulator`; none where it is left out."""
+    placement = spec.placement
+    if not placement.simulator:
+        return
+    if spec.environment is None:
+        yield problem(SIMULATOR, "the run has no environment, and so no simulator", "remove it")
+        return
+    if missing := list(missing_devices(placement, SIMULATOR)):
+        yield from missing
+        return
+    yield from refuse_sharing(placement, SIMULATOR, "an episode")
+    yield from _turns_of_simulators(spec)
+    yield from _room_for_simulators(spec)
+
+
+def replier_problems(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of `placement.reply`, and of `reply.instances` where it is left out."""
+    placement = spec.placement
+    if not placement.reply:
+        if spec.reply is not None and spec.reply.instances > 1:
+            reason = f"without {REPLY} each rollout replies itself, on its own devices"
+            yield problem("reply.instances", reason, f"remove it, or name devices in {REPLY}")
+        return
+    if spec.reply is None:
+        reason = "the run has no second policy that replies"
+        yield problem(REPLY, reason, "remove it, or add the section reply and its stage of the workflow")
+        return
+    if missing := list(missing_devices(placement, REPLY)):
+        yield from missing
+        return
+    yield from refuse_sharing(placement, REPLY, "an exchange")
+    yield from _turns_of_repliers(spec)
+    yield from _room_for_repliers(spec)
+
+
+def _turns_of_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.simulator})):
+        yield overlaps_trainer(SIMULATOR, both, placement.mode)
+    yield from refuse_trainer_elsewhere(placement, SIMULATOR, placement.simulator, "simulate")
+
+
+def _turns_of_repliers(spec: RunSections) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if overlap(placement.rollout, placement.reply):
+        both = sorted({*placement.rollout} & {*placement.reply})
+        yield overlaps_rollout(both or placement.reply)
+    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reply})):
+        yield overlaps_trainer(REPLY, both, placement.mode)
+    yield from refuse_trainer_elsewhere(placement, REPLY, placement.reply, "reply")
+
+
+def _room_for_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
+    placement, rollouts = spec.placement, spec.rollout.instances
+    names = [*placement.rollout, *placement.simulator]
+    if len({*placement.simulator}) < len(placement.simulator):
+        yield problem(SIMULATOR, "a device is named twice", "name each device once")
+    elif not any(name.rpartition("/")[2] == EVERY for name in names) and len({*names}) <= rollouts:
+        yield too_few_to_simulate(len({*names}), rollouts)
+
+
+def _room_for_repliers(spec: RunSections) -> Iterator[KeyProblemView]:
+    names, instances = spec.placement.reply, spec.reply.instances if spec.reply else 1
+    if len({*names}) < len(names):
+        yield problem(REPLY, "a device is named twice", "name each device once")
+    elif len(names) < instances and not any(name.rpartition("/")[2] == EVERY for name in names):
+        yield too_few_to_reply(len(names), instances)
+
+
+def too_few_to_simulate(devices: int, rollouts: int) -> KeyProblemView:
+    """The problem of rollouts and simulators that have fewer devices than processes."""
+    one = rollouts == 1
+    reason = (
+        f"a device is leased to one process at a time, and {devices} {'is' if devices == 1 else 'are'} named for "
+        f"{'a rollout' if one else f'{rollouts} rollouts'} and a simulator, which act at the same time"
+    )
+    fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
+    fix = f"name at least {rollouts + 1} devices{fewer}, or remove {SIMULATOR}: simulators then hold no lease"
+    return problem(SIMULATOR, reason, fix)
+
+
+def too_few_to_reply(devices: int, instances: int) -> KeyProblemView:
+    """The problem of fewer named devices than instances that reply."""
+    reason = f"{devices} devices are too few for reply.instances: {instances}"
+    return problem(REPLY, reason, f"name at least {instances} devices, or set reply.instances: {devices}")
+
+
+def overlaps_rollout(devices: Collection[str]) -> KeyProblemView:
+    """The problem of devices that both policies would have at the same time."""
+    reason = (
+        f"{', '.join(devices)} generates too, and a device is leased to one process at a time: the policies take turns "
+        "within a trajectory, while other trajectories are at the other one"
+    )
+    return problem(REPLY, reason, f"name other devices, or remove {REPLY}: rollouts then reply on their own")
+
+
+def overlaps_trainer(key: str, devices: Collection[str], mode: str) -> KeyProblemView:
+    """The problem of devices that the trainer would have at the same time."""
+    reason = f"{', '.join(devices)} learns too; {mode} placement needs disjoint devices"
+    return problem(key, reason, "name other devices, or set placement.mode: collocated")
+
+
+def missing_devices(placement: PlacementSection, key: str) -> Iterator[KeyProblemView]:
+    """Yields the first other side that names no devices, although `key` names some."""
     for side in ("rollout", "trainer"):
         if not getattr(placement, side):
             reason = f"{key} is given: what is left for the others is not guessed"
@@ -18,26 +128,38 @@ def unnamed(placement: PlacementSection, key: str) -> Iterator[KeyProblemView]:
             return
 
 
-def given_away(placement: PlacementSection, key: str, lost: str) -> Iterator[KeyProblemView]:
-    """Devices that other runs may take while `lost` is under way."""
+def refuse_sharing(placement: PlacementSection, key: str, lost: str) -> Iterator[KeyProblemView]:
+    """Refuses to share devices, which other runs would take while `lost` is under way."""
     if placement.share:
         reason = f"runs that share give their devices away while they generate, and {lost} would be lost"
         yield problem("placement.share", reason, f"remove it, or {key}")
 
 
-def also_learns(key: str, devices: Collection[str], mode: str) -> KeyProblemView:
-    """What is said of devices that the trainer is to have at the same time."""
-    reason = f"{', '.join(devices)} learns too; {mode} placement needs disjoint devices"
-    return problem(key, reason, "name other devices, or set placement.mode: collocated")
-
-
-def learns_elsewhere(
+def refuse_trainer_elsewhere(
     placement: PlacementSection, key: str, devices: Sequence[str], does: str
 ) -> Iterator[KeyProblemView]:
-    """A collocated trainer none of whose devices generates, or does what the side of `key` does."""
+    """Refuses a collocated trainer that has no device in common with the rollouts or the side of `key`."""
     if placement.mode == "collocated" and not overlap(placement.trainer, [*placement.rollout, *devices]):
         yield problem(
             "placement.trainer",
             f"collocated placement takes turns on the same devices, and these neither generate nor {does}",
             f"name devices of placement.rollout or {key}, or set placement.mode: disaggregated",
         )
+
+
+def apart(generates: Sequence[str], simulates: Sequence[str], rollouts: int) -> tuple[list[str], list[str]]:
+    """(devices of the rollouts, devices of the simulators): half of what both name goes to each.
+
+    The rollouts have one each where there are as many, and the simulators at least one.
+
+    >>> apart(["0", "1", "2", "3"], ["0", "1", "2", "3"], rollouts=1)
+    (['0', '1'], ['2', '3'])
+    """
+    both = [device for device in generates if device in simulates]
+    if not both:
+        return list(generates), list(simulates)
+    alone = len(generates) - len(both)
+    most = len(both) - (len(both) == len(simulates))
+    kept = both[: max(0, min(most, max(len(both) // 2, rollouts - alone)))]
+    mine = [device for device in generates if device in kept or device not in both]
+    return mine, [device for device in simulates if device not in kept]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
-
-if TYPE_CHECKING:
-    from headrace_schema.spec import RunSpec
+from headrace_schema.sections.run import RunSections
 
 EPISODES = "episodes"
 """The data source of start states, and what is short for it: `data: {heldout: 48}`."""
@@ -69,7 +67,7 @@ def _start_states(data: Any, tasks: Any) -> Any:
     return filled
 
 
-def embodied_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
+def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a spec with, or without, an environment."""
     if spec.workflow != "embodied":
         of_robots = {
@@ -107,7 +105,7 @@ def embodied_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem("environment.tasks", "a task is named twice", "name each task once")
 
 
-def _demonstrations(spec: RunSpec) -> Iterator[KeyProblemView]:
+def _demonstrations(spec: RunSections) -> Iterator[KeyProblemView]:
     warmup = spec.trainer.warmup
     if warmup.steps and not warmup.demonstrations:
         reason = "a robot policy imitates demonstrations, and there are none"
@@ -118,7 +116,7 @@ def _demonstrations(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem("trainer.warmup.demonstrations", reason, "set trainer.warmup.steps, or leave it out")
 
 
-def _start_state_tasks(spec: RunSpec) -> Iterator[KeyProblemView]:
+def _start_state_tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     assert spec.environment is not None
     if spec.data.source != EPISODES:
         reason = f"{spec.data.source} has questions, and an episode begins with a start state"
@@ -131,7 +129,7 @@ def _start_state_tasks(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem("data.options.tasks", reason, "leave data.options.tasks out")
 
 
-def _of_text(spec: RunSpec) -> Iterator[KeyProblemView]:
+def _of_text(spec: RunSections) -> Iterator[KeyProblemView]:
     for key, why in OF_TEXT.items():
         place: Any = spec
         for name in key.split("."):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import GraphEdge, GraphSection
-
-if TYPE_CHECKING:
-    from headrace_schema.spec import RunSpec
 
 NAMES = {"rollout": "generate", "trainer": "learn"}
 """The one stage of each of these services."""
@@ -18,7 +15,7 @@ TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "r
 """Names of times of a step: no reward stage has them."""
 
 
-def workflow_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
+def workflow_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """Every problem of the spec's graph, of the second policy and of the scorers that it names."""
     graph = spec.graph
     yield from _reply(spec, graph)
@@ -129,7 +126,7 @@ def _turns(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProble
         yield problem(f"{key}.granularity", f"{words}: two policies answer each other by turns", "use turn")
 
 
-def _reply(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
+def _reply(spec: RunSections, graph: GraphSection) -> Iterator[KeyProblemView]:
     """What a second policy needs, and what it does not go with."""
     stage = graph.reply_stage
     if stage and spec.reply is None:
@@ -195,7 +192,7 @@ def _loose_ends(graph: GraphSection) -> Iterator[KeyProblemView]:
             yield problem(key, "no stage reads what it makes", fix)
 
 
-def _scorers(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
+def _scorers(spec: RunSections, graph: GraphSection) -> Iterator[KeyProblemView]:
     stages = graph.of("reward")
     for name in spec.reward.stages:
         if name not in stages:

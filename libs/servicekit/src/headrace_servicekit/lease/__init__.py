@@ -1,1 +1,1 @@
-"""The holder's side of leases and openings, and the lifeline to the coordinator."""
+"""The holder's side of leases and openings, and the session with the coordinator."""

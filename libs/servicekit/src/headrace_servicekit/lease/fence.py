@@ -1,7 +1,7 @@
 """Refuses commands of a past coordinator, of leases that are not held now, and to runs that are not open so.
 
 The deadline of each lease is compared at every check, so a stuck event loop cannot stretch a lease. A higher
-coordinator epoch in a command is believed once the command is accepted: what is refused teaches nothing.
+coordinator epoch in a command is noted once the command is accepted; a refused command changes nothing.
 """
 
 from __future__ import annotations

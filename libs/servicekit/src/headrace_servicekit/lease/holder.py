@@ -38,7 +38,7 @@ class _Outgoing:
 
 
 class LeaseHolder:
-    """The leases of one instance. `on_failure` is told when a device's state is no longer known."""
+    """The leases of one instance. `on_failure` is called when the state of a device is unknown."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class LeaseHolder:
             _logger.warning(
                 "lease released after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
             )
-        self.handle(leases.LetGo(epoch, freed.result()))
+        self.handle(leases.Released(epoch, freed.result()))
 
 
 async def _outcome(work: Awaitable[None], timeout_s: float) -> BaseException | None:

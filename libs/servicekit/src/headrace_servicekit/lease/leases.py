@@ -30,19 +30,19 @@ class Phase(Enum):
     """In use."""
     QUIESCED = "quiesced"
     """The own deadline has passed: nothing new starts, memory is kept, a renewal brings it back."""
-    LEAVING = "leaving"
+    RELEASING = "releasing"
     """Being released; valid until it is."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """One lease; `deadline` on the injected clock; `leave_notice_s` when a revoke waits for the grant."""
+    """One lease; `deadline` on the injected clock; `release_notice_s` is set when a revoke waits for the grant."""
 
     lease: common_pb2.Lease
     phase: Phase
     deadline: float
-    leave_notice_s: float | None = None
-    leave_keeping: bool = False
+    release_notice_s: float | None = None
+    release_keeping: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Revoked:
 
 
 @dataclass(frozen=True)
-class LetGo:
+class Released:
     """The instance has given the resources back."""
 
     epoch: int
@@ -146,7 +146,7 @@ class Tick:
     at: float
 
 
-Event = SessionOpened | Granted | Acquired | HeartbeatSent | HeartbeatAcked | Revoked | LetGo | Tick
+Event = SessionOpened | Granted | Acquired | HeartbeatSent | HeartbeatAcked | Revoked | Released | Tick
 
 # Effects
 
@@ -175,7 +175,7 @@ class Quiesce:
 
 @dataclass(frozen=True)
 class Release:
-    """Reach a safe point within the notice, give the resources back (`keep`: all but memory), then say LetGo."""
+    """Reach a safe point within the notice, give the resources back (`keep`: all but memory), then say Released."""
 
     epoch: int
     notice_s: float
@@ -225,8 +225,8 @@ def reduce(state: LeaseState, event: Event) -> Step:
             return _acked(state, event)
         case Revoked():
             return _revoked(state, event)
-        case LetGo():
-            return _let_go(state, event)
+        case Released():
+            return _released(state, event)
         case Tick():
             return _tick(state, event.at)
 
@@ -248,10 +248,10 @@ def _acquired(state: LeaseState, event: Acquired) -> Step:
         return state, []
     if event.refusal:
         return _without(state, event.epoch), [Drop(event.epoch), TellHeld(event.epoch, event.refusal)]
-    if holding.leave_notice_s is not None:
-        leaving = replace(holding, phase=Phase.LEAVING)
-        release = Release(event.epoch, holding.leave_notice_s, holding.leave_keeping)
-        return _with(state, leaving), [release]
+    if holding.release_notice_s is not None:
+        releasing = replace(holding, phase=Phase.RELEASING)
+        release = Release(event.epoch, holding.release_notice_s, holding.release_keeping)
+        return _with(state, releasing), [release]
     held = replace(holding, phase=Phase.HELD)
     return _with(state, held), [Hold(event.epoch, held.deadline), TellHeld(event.epoch)]
 
@@ -296,15 +296,15 @@ def _revoked(state: LeaseState, event: Revoked) -> Step:
     holding = state.holdings.get(epoch)
     if holding is None:
         return state, [TellReleased(epoch, state.released.get(epoch, Memory()))]
-    if holding.phase is Phase.LEAVING:
+    if holding.phase is Phase.RELEASING:
         return state, []
     if holding.phase is Phase.ACQUIRING:
-        return _with(state, replace(holding, leave_notice_s=event.notice_s, leave_keeping=event.keep)), []
-    leaving = replace(holding, phase=Phase.LEAVING)
-    return _with(state, leaving), [Release(epoch, event.notice_s, event.keep)]
+        return _with(state, replace(holding, release_notice_s=event.notice_s, release_keeping=event.keep)), []
+    releasing = replace(holding, phase=Phase.RELEASING)
+    return _with(state, releasing), [Release(epoch, event.notice_s, event.keep)]
 
 
-def _let_go(state: LeaseState, event: LetGo) -> Step:
+def _released(state: LeaseState, event: Released) -> Step:
     if event.epoch not in state.holdings:
         return state, []
     remembered = dict(list(state.released.items())[-_REMEMBERED + 1 :])

@@ -198,7 +198,7 @@ class OpenRuns:
         return opening.built
 
     async def _close(self, opening: Opening) -> None:
-        """Waits until the run is closed, beginning with it if nobody has. A closing outlives its caller."""
+        """Closes the run, or waits where that has begun. A closing goes on when its caller is cancelled."""
         if opening.phase is not OpenPhase.CLOSING:
             building, opening.phase = opening.work, OpenPhase.CLOSING
             opening.work = _task(self._end(opening, building), f"close {opening.run}")
@@ -233,7 +233,7 @@ class OpenRuns:
 
 def _task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
     task = asyncio.create_task(work, name=name)
-    # Whoever waited for it may be gone: its error is then nobody's to report.
+    # The caller that waited for it may be gone: then nobody reports its error.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 

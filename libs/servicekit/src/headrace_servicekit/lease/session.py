@@ -1,6 +1,6 @@
-"""The lifeline of an instance: Register, then a stream of heartbeats up and lease commands down.
+"""An instance's session with the coordinator: Register, then a stream of heartbeats up and lease commands down.
 
-Comes back with backoff after a lost stream or a coordinator's restart. Knows nothing of the work.
+Connects again, with backoff, after a lost stream or a coordinator's restart. Knows nothing of the work.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Session:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _write(self, call: _Call, interval_s: float) -> None:
-        """Heartbeats every `interval_s`, other messages at once; gives up when acks stay away."""
+        """Heartbeats every `interval_s`, other messages at once; raises SessionLost without acks."""
         sequence, next_beat = 1, self._now()
         while True:
             self._holder.wake.clear()

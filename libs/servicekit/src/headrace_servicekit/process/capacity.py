@@ -36,14 +36,14 @@ class HostMemory:
         return max(LEAST_RESERVED_BYTES, int(RESERVED_SHARE * self.total))
 
 
-def host_memory() -> HostMemory:
-    """Memory as it is now."""
+def host_memory(cgroup: Path = _CGROUP) -> HostMemory:
+    """Memory as it is now; `cgroup` is the folder of the container's limits."""
     host = psutil.virtual_memory()
     total, available = int(host.total), int(host.available)
     for limit_file, used_file, cached_key in _CGROUP_FILES:
-        limit, used = _number(_CGROUP / limit_file), _number(_CGROUP / used_file)
+        limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
         if limit is not None and used is not None and limit < total:
-            cached = _cached(_CGROUP / Path(used_file).with_name("memory.stat"), cached_key)
+            cached = _cached(cgroup / Path(used_file).with_name("memory.stat"), cached_key)
             total, available = limit, min(available, max(0, limit - used + cached))
     return HostMemory(total, available)
 

@@ -37,9 +37,9 @@ class Start:
             self._places.release()
 
     async def _until_listening(self, pid: int) -> None:
-        give_up_at = asyncio.get_running_loop().time() + START_S
+        deadline = asyncio.get_running_loop().time() + START_S
         while not _listens(pid):
-            if asyncio.get_running_loop().time() > give_up_at:
+            if asyncio.get_running_loop().time() > deadline:
                 waited = {"supervised": self._name, "waited_s": START_S}
                 _logger.warning("does not listen yet; the next process starts", extra=waited)
                 break
@@ -54,16 +54,16 @@ class StartGate:
     def __init__(self, places: int) -> None:
         self._places = asyncio.Semaphore(places)
 
-    async def enter(self, name: str, given_up: asyncio.Event) -> Start | None:
-        """Waits for a place, in the order of the calls; None when `given_up` is set first."""
+    async def enter(self, name: str, stopping: asyncio.Event) -> Start | None:
+        """Waits for a place, in the order of the calls; None when `stopping` is set first."""
         place = asyncio.ensure_future(self._places.acquire())
-        stop = asyncio.ensure_future(given_up.wait())
+        stop = asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait({place, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
             place.cancel()
-        if not given_up.is_set():
+        if not stopping.is_set():
             return Start(self._places, name)
         if not place.cancelled() and place.done():
             self._places.release()

@@ -49,7 +49,7 @@ class Supervisor:
     HEADRACE_INCARNATION and its name, by default KIND-INDEX, in HEADRACE_NAME. Output goes to
     `log_dir`/NAME.log. With an empty `coordinator_address` nothing is reported; the coordinator may change
     the number of `scalable_kinds` only, up to what `capacity` allows. Kinds that the contract does not have
-    are supervised and not reported. At most `starts_at_once` processes start at a time. `on_end` hears of
+    are supervised, but not reported. At most `starts_at_once` processes start at a time. `on_end` hears of
     every end.
     """
 

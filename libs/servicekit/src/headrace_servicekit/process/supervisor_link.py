@@ -1,12 +1,11 @@
-"""A supervisor's line to the coordinator: its processes and their ends up; Scale and Kill down."""
+"""A supervisor's stream to the coordinator: reports processes and their ends, obeys Scale and Kill."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -14,9 +13,12 @@ from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 
 from headrace_servicekit.kinds import KINDS, kind_name
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.child import ProcessEnd, ProcessInfo
+from headrace_servicekit.process.child import ProcessEnd
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
+
+if TYPE_CHECKING:
+    from headrace_servicekit.process.supervisor import Supervisor
 
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 3.0
@@ -25,31 +27,14 @@ _logger = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[fleet_pb2.SuperviseRequest, fleet_pb2.SuperviseResponse]
 
 
-class Supervised(Protocol):
-    """What the link needs of its supervisor."""
-
-    @property
-    def scalable_kinds(self) -> Sequence[str]:
-        """Kinds whose number may be changed."""
-
-    def processes(self) -> list[ProcessInfo]:
-        """What runs."""
-
-    async def scale(self, kind: str, n: int) -> str:
-        """Wants `n` processes of a kind; returns why not, or nothing."""
-
-    def kill(self, instance: str, incarnation: str, reason: str) -> bool:
-        """SIGKILLs one incarnation."""
-
-
 class SupervisorLink:
-    """Keeps a Supervise stream open. Ends are told again on every new stream: they prove devices free."""
+    """Keeps a Supervise stream open. Ends are reported again on every new stream: they prove that devices are free."""
 
-    def __init__(self, host: str, address: str, token: str | None, supervised: Supervised) -> None:
+    def __init__(self, host: str, address: str, token: str | None, supervisor: Supervisor) -> None:
         self._host = host
         self._address = address
         self._token = token
-        self._supervised = supervised
+        self._supervisor = supervisor
         self._exits: deque[fleet_pb2.ProcessExit] = deque(maxlen=_REMEMBERED_EXITS)
         self._outbox: deque[fleet_pb2.SuperviseRequest] = deque(maxlen=2 * _REMEMBERED_EXITS)
         self._wake = asyncio.Event()
@@ -61,7 +46,7 @@ class SupervisorLink:
             self._task = asyncio.create_task(self._run(), name="supervisor link")
 
     async def stop(self) -> None:
-        """Ends the line after a moment for the last messages."""
+        """Ends the stream, after a moment in which the last messages are sent."""
         if self._task is None:
             return
         for _ in range(20):
@@ -73,20 +58,20 @@ class SupervisorLink:
         self._task = None
 
     def report_processes(self) -> None:
-        """Tells the set of processes as it is now."""
+        """Reports the set of processes as it is now."""
         processes = [
             fleet_pb2.SupervisedProcess(
                 instance=info.instance, incarnation=info.incarnation, kind=KINDS[info.kind], pid=info.pid
             )
-            for info in self._supervised.processes()
+            for info in self._supervisor.processes()
             if info.pid and info.kind in KINDS
         ]
-        scalable = [KINDS[kind] for kind in self._supervised.scalable_kinds]
+        scalable = [KINDS[kind] for kind in self._supervisor.scalable_kinds]
         table = fleet_pb2.ProcessTable(processes=processes, scalable_kinds=scalable)
         self._send(fleet_pb2.SuperviseRequest(processes=table))
 
     def report_exit(self, end: ProcessEnd) -> None:
-        """Tells that a process ended."""
+        """Reports the end of a process."""
         if end.kind in KINDS:
             told = fleet_pb2.ProcessExit(
                 instance=end.instance,
@@ -147,19 +132,19 @@ class SupervisorLink:
                     await self._scale(response.scale)
                 case "kill":
                     kill = response.kill
-                    self._supervised.kill(kill.instance, kill.incarnation, kill.reason)
+                    self._supervisor.kill(kill.instance, kill.incarnation, kill.reason)
                 case None:
                     pass
 
     async def _scale(self, scale: fleet_pb2.Scale) -> None:
         kind, error = kind_name(scale.kind), ""
-        if kind not in self._supervised.scalable_kinds:
-            allowed = ", ".join(self._supervised.scalable_kinds) or "none"
+        if kind not in self._supervisor.scalable_kinds:
+            allowed = ", ".join(self._supervisor.scalable_kinds) or "none"
             error = f"{kind or 'this kind'} cannot be scaled here; scalable kinds: {allowed}"
         elif scale.count < 0:
             error = f"the number of processes cannot be {scale.count}"
         else:
-            error = await self._supervised.scale(kind, scale.count)
+            error = await self._supervisor.scale(kind, scale.count)
         result = fleet_pb2.ScaleResult(
             request_id=scale.request_id, kind=scale.kind, count=scale.count, error=error
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from headrace_servicekit.process.spawn import die_with_parent
 
@@ -71,3 +72,22 @@ def become_worker() -> tuple[BinaryIO, BinaryIO]:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     return os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
+
+
+JsonMessage = dict[str, Any]
+
+
+def encode_json(message: JsonMessage) -> bytes:
+    """A JSON object as the body of a frame; text of any kind comes through, lone surrogates too."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def decode_json(body: bytes) -> JsonMessage:
+    """The JSON object of a frame's body; ValueError where it is none."""
+    message = json.loads(body.decode("utf-8", "surrogatepass"))
+    if not isinstance(message, dict):
+        raise ValueError("a frame holds a JSON object")
+    return message
+
+
+JSON_CODEC: Codec[JsonMessage] = Codec(encode_json, decode_json)

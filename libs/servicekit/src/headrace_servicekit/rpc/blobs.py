@@ -1,4 +1,4 @@
-"""Bodies by reference: kept by their producer, taken by whoever holds the reference, verified by digest.
+"""Bodies by reference: kept by their producer, read by those that have the reference, verified by digest.
 
 On the producer's host the reader opens the file on the shared tmpfs, elsewhere it asks the producer by gRPC. Knows
 nothing of what a body means or of when its retention ends.
@@ -26,7 +26,7 @@ from headrace_servicekit.weights.store import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
 SPARE_BYTES = 64 * 1024 * 1024
-"""Of released blobs' files: the next ones of their sizes are written onto their pages, which are there already."""
+"""Size of the files of released blobs that are kept for reuse by blobs of the same size, in bytes."""
 FETCH_S = 60.0
 _FOLDER = "blobs"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -86,7 +86,7 @@ class BlobStore:
         return kept.size_bytes if kept is not None else 0
 
     def release(self, reference: common_pb2.BlobRef) -> None:
-        """Ends retention: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
+        """Drops a blob. Whoever still reads it gets its bytes or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
         if kept is None:
             return

@@ -46,7 +46,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Returns the handler with everything around it, or one that refuses."""
         method = handler_call_details.method
-        # Who asks for health has no token and holds up no drain.
+        # A health check has no token, and a drain does not wait for it.
         work = not method.startswith(HEALTH_PREFIX)
         refusal = self._refusal(handler_call_details) if work else None
         if refusal is not None:
@@ -135,7 +135,9 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         except (asyncio.CancelledError, GeneratorExit):
             code = "CANCELLED"
             raise
-        except Exception as error:  # a bug: the caller hears of it by its method, the log has the traceback
+        except (
+            Exception
+        ) as error:  # a bug: the caller gets an error that names the method, the log has the traceback
             code = "INTERNAL"
             _logger.exception("unexpected failure", extra={"method": method})
             unexpected = _unexpected(error, method, self._instance)

@@ -132,7 +132,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def advertised_host(listen: str, advertise: str) -> str:
-    """The host that others reach a server at: as told, or the one it listens on, or this host's name."""
+    """The host that others reach a server at: the advertised one, the one it listens on, or this host's name."""
     host, _ = split_address(listen)
     if advertise:
         return advertise

@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def in_use(self) -> bool:
-        """Somebody in this process references bytes that `lend` or `write` gave."""
+        """Whether bytes that `lend` or `write` gave are referenced in this process."""
         with self._lock:
             self._given = [given for given in self._given if given() is not None]
             return bool(self._given)
@@ -120,7 +120,7 @@ class MappedSegments:
         return known
 
     def forget(self) -> None:
-        """Leaves every mapping to who still references its bytes."""
+        """Drops all mappings; bytes that are still referenced stay valid."""
         self._mapped.clear()
 
     def _trim(self) -> None:

@@ -117,8 +117,8 @@ class WeightStore:
             self._drop_spare()
             self._mapped.forget()
 
-    def let_go(self, run: str) -> None:
-        """Drops what is another store's anyway, so that its pages leave this process with their last user."""
+    def release(self, run: str) -> None:
+        """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:
@@ -161,7 +161,7 @@ class WeightStore:
         return found
 
     def _reserve(self, path: Path, size: int) -> Segment:
-        """The spare file when it has the size and nobody uses it any more, else a new one."""
+        """The spare file when it has the size and is not in use, else a new one."""
         if self._spare is not None and self._spare[0].size == size and self._spare[0].take():
             segment, before = self._spare
             self._spare = None
@@ -175,7 +175,7 @@ class WeightStore:
             raise_no_space(error, path.parent, size)
 
     def _set_aside(self, segment: Segment, path: Path) -> None:
-        """Keeps a dropped version's file for the next one, under a name that offers it to nobody."""
+        """Keeps a dropped version's file for the next one, under a name that no source offers."""
         if not segment.own:
             path.unlink(missing_ok=True)
             return
@@ -184,7 +184,7 @@ class WeightStore:
         try:
             path.rename(spare)
         except FileNotFoundError:
-            return  # somebody removed it: its bytes live in the mapping alone
+            return  # the file was removed: its bytes are in the mapping alone
         self._spare = (segment, spare)
 
     def _drop_spare(self) -> None:
@@ -267,7 +267,7 @@ class PendingWeights:
         return view
 
     def _release(self) -> None:
-        """Gives up every writable view, so that nobody can change what the digests say."""
+        """Releases every writable view, so that the bytes stay those of the digests."""
         try:
             for view in self._views:
                 view.release()

@@ -220,7 +220,7 @@ class _Body:
             raise _mismatch(f"tensor {self._entry.name}: the bytes are not those of the manifest")
 
     def release(self) -> None:
-        """Gives the memory up."""
+        """Releases the view of the memory."""
         self._whole.release()
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class BlobServiceStub:
-    """The blobs that one incarnation keeps. Who shares its tmpfs reads the file instead.
+    """The blobs that one incarnation keeps. A process that sees the same tmpfs reads the file instead.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class BlobServiceStub:
 
 
 class BlobServiceServicer:
-    """The blobs that one incarnation keeps. Who shares its tmpfs reads the file instead.
+    """The blobs that one incarnation keeps. A process that sees the same tmpfs reads the file instead.
     """
 
     def FetchBlob(self, request, context):
@@ -70,7 +70,7 @@ def add_BlobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlobService:
-    """The blobs that one incarnation keeps. Who shares its tmpfs reads the file instead.
+    """The blobs that one incarnation keeps. A process that sees the same tmpfs reads the file instead.
     """
 
     @staticmethod

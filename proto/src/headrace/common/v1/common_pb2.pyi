@@ -224,7 +224,7 @@ class SamplingDistribution(_message.Message):
     log_prob_kind: LogProbKind
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., log_prob_kind: _Optional[_Union[LogProbKind, str]] = ...) -> None: ...
 
-class SampleKey(_message.Message):
+class SlotKey(_message.Message):
     __slots__ = ("prompt_ordinal", "sample_index")
     PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -310,14 +310,14 @@ class Trajectory(_message.Message):
     COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    sample: SampleKey
+    sample: SlotKey
     attempt: int
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     finish_reason: FinishReason
     completion_text: str
     producer: str
     body_digest: str
-    def __init__(self, sample: _Optional[_Union[SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ...) -> None: ...
 
 class TrajectoryChunk(_message.Message):
     __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")
@@ -328,14 +328,14 @@ class TrajectoryChunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    sample: SampleKey
+    sample: SlotKey
     attempt: int
     token_offset: int
     policy_number: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     finished: Trajectory
-    def __init__(self, sample: _Optional[_Union[SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., policy_number: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., finished: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., policy_number: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., finished: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
 
 class ResumeState(_message.Message):
     __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json", "cache")

@@ -92,7 +92,7 @@ class ScoreItem(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
-    sample: _common_pb2.SampleKey
+    sample: _common_pb2.SlotKey
     attempt: int
     prompt: str
     completion: str
@@ -102,7 +102,7 @@ class ScoreItem(_message.Message):
     token_count: int
     evaluation: bool
     stage: str
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results",)
@@ -128,7 +128,7 @@ class ScoreResult(_message.Message):
     WALL_TIME_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
-    sample: _common_pb2.SampleKey
+    sample: _common_pb2.SlotKey
     attempt: int
     status: ScoreStatus
     reward: float
@@ -137,4 +137,4 @@ class ScoreResult(_message.Message):
     wall_time: _duration_pb2.Duration
     evaluation: bool
     stage: str
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...

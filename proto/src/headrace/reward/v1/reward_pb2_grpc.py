@@ -76,7 +76,7 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Forgets a run.
+        """Closes a run at this instance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +84,7 @@ class RewardServiceServicer:
 
     def Score(self, request_iterator, context):
         """Scores answers; results come in any order. Idempotent by
-        (sample, attempt, stage, scorer digest): the first recorded result wins.
+        (slot, attempt, stage, scorer digest): the first recorded result wins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

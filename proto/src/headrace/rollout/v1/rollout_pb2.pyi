@@ -213,10 +213,10 @@ class PartialSample(_message.Message):
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    sample: _common_pb2.SampleKey
+    sample: _common_pb2.SlotKey
     attempt: int
     state: _common_pb2.ResumeState
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
 
 class RunEpisodesRequest(_message.Message):
     __slots__ = ("open", "assign", "reauthorize")
@@ -282,9 +282,9 @@ class EpisodeVideo(_message.Message):
     __slots__ = ("sample", "content")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
-    sample: _common_pb2.SampleKey
+    sample: _common_pb2.SlotKey
     content: bytes
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("header", "sequences", "distribution")
@@ -383,8 +383,8 @@ class AbortRequest(_message.Message):
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
-    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SlotKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SlotKey, _Mapping]]] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("aborted_count",)
@@ -436,19 +436,19 @@ class InventoryItem(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    sample: _common_pb2.SampleKey
+    sample: _common_pb2.SlotKey
     attempt: int
     body_digest: str
     size_bytes: int
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., body_digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., body_digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class FetchTrajectoriesRequest(_message.Message):
     __slots__ = ("header", "samples")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
-    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SlotKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SlotKey, _Mapping]]] = ...) -> None: ...
 
 class FetchTrajectoriesResponse(_message.Message):
     __slots__ = ("trajectories",)
@@ -461,8 +461,8 @@ class ReleaseTrajectoriesRequest(_message.Message):
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
-    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SlotKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SlotKey, _Mapping]]] = ...) -> None: ...
 
 class ReleaseTrajectoriesResponse(_message.Message):
     __slots__ = ()

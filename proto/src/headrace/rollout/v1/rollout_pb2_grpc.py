@@ -119,7 +119,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Forgets a run and its bodies.
+        """Closes a run, and drops the trajectories that are kept of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,7 +162,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on after Pause.
+        """Continues after Pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,7 +197,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchTrajectories(self, request, context):
-        """Bodies of kept trajectories.
+        """The kept trajectories themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

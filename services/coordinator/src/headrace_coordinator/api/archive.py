@@ -68,7 +68,9 @@ class Archive:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
         path = self._event_log.history.directory(run_id) / NAME
         try:
-            return present.summary_view(json.loads(path.read_bytes()))
+            view = present.summary_view(json.loads(path.read_bytes()))
+            # The data directory may have been moved since the run ended.
+            return view.model_copy(update={"run_directory": str(path.parents[1])})
         except (OSError, ValueError, ValidationError) as error:
             message = f"the summary of run {run_id} cannot be read: {path}: {error}"
             raise Refused("UNAVAILABLE", message) from error

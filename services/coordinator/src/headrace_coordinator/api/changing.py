@@ -6,7 +6,7 @@ import copy
 
 from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.rules.megatron import model_ranks
+from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError

@@ -35,7 +35,7 @@ from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
-from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 
 const POINTS = 500;
 
-// The same tags as TensorBoard's (projections/scalars.py).
+// The same tags as TensorBoard's (projections/tensorboard.py).
 function scalars(view) {
   const found = {
     "train/reward": view.reward_mean,

@@ -37,7 +37,7 @@ export function plural(count, word) {
 const EVENTS = {
   run_submitted: () => "submitted",
   run_admitted: (data) => `admitted: ${plural(data.rollouts.length, "rollout")}, ${plural(data.trainers.length, "trainer")}`,
-  run_released: () => "holds nothing any more",
+  run_released: () => "released its instances and devices",
   run_state_changed: (data) => data.state + (data.reason ? `: ${data.reason}` : ""),
   run_intent_changed: (data) => `wanted: ${data.intent} (by ${data.author})${data.reason ? `: ${data.reason}` : ""}`,
   ranks_wanted: (data) => `trainer group of ${plural(data.ranks, "rank")} wanted (by ${data.author})`,

@@ -16,7 +16,7 @@ QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
 SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
 ADMITTED = frozenset({PLANNING, RUNNING, RECOVERING, PAUSING, CANCELLING})
-"""States of a run that a controller works on; all others hold nothing."""
+"""States of a run that a run loop works on; in all others a run holds nothing."""
 STATES = (QUEUED, *sorted(ADMITTED), PAUSED, *sorted(TERMINAL))
 
 RUN, PAUSE, PAUSE_NOW, CANCEL = "RUN", "PAUSE", "PAUSE_NOW", "CANCEL"
@@ -36,7 +36,7 @@ FOLLOWS: dict[str, frozenset[str]] = {
     CANCELLED: frozenset(),
 }
 
-# What the controller does next. MOVE appends `state`; the others are about the work of an admitted run.
+# What the run's controller does next: MOVE changes its state, the others concern an admitted run's work.
 WAIT, WORK, STOP_AT_BOUNDARY, STOP_NOW, MOVE = "WAIT", "WORK", "STOP_AT_BOUNDARY", "STOP_NOW", "MOVE"
 
 

@@ -1,4 +1,4 @@
-"""The life of a run as one pure reducer: what is wanted of it (`intent`), where it stands (`state`), what it holds.
+"""The life of a run as one pure reducer: what is wanted of it (`intent`), its `state`, and what it holds.
 
 Each field has one writer: users, or the coordinator as `system`, append intents; the run's controller appends
 states. Knows no instance and no clock.
@@ -31,9 +31,9 @@ from headrace_coordinator.domain.run_states import (
 from headrace_coordinator.domain.totals import Totals
 
 EVALUATED_KEPT = 256
-"""Names of evaluations that were done: a rewind goes back by fewer."""
+"""Names of evaluations that are kept: a rewind abandons fewer."""
 SWITCH_SHARE = 1.0
-"""A run keeps its instances at least so many times as long as its last change of turns took."""
+"""A run keeps its instances at least so many times as long as its last start took."""
 
 
 class Grant(msgspec.Struct):
@@ -53,7 +53,7 @@ class Grant(msgspec.Struct):
 
 
 class SuiteEvaluation(msgspec.Struct):
-    """What a run that evaluates asks, how far it is, and what it found."""
+    """The request of a run that evaluates, its progress and its result."""
 
     spec: dict[str, Any]
     model: str
@@ -118,15 +118,15 @@ class RunState(msgspec.Struct):
     evaluation: SuiteEvaluation | None = None
     """None for a run that trains."""
     plan: ev.PlanAdopted | None = None
-    """How it uses its devices; None: as its spec says, or collocated where that says auto."""
+    """How it uses its devices; None: as its spec says, or collocated where the spec says auto."""
     fitted: ev.PolicyFitted | None = None
     """Of an embodied run, once its environment is known."""
     proposal: str = ""
-    """What would be faster, of a run whose plan only its user changes."""
+    """A faster plan, in words, of a run whose plan only its user changes."""
     changed_ranks: int = 0
     """Ranks of its trainer group since that was changed; 0: those of its spec."""
     wanted_ranks: int = 0
-    """What they should be from the next step on; 0: as they are."""
+    """Ranks from the next step on; 0: no change."""
     ranks_reason: str = ""
     """Why they were changed last."""
     regrouped_at: float = 0.0
@@ -134,7 +134,7 @@ class RunState(msgspec.Struct):
     """When its trainer group changed last, and when it last did for another run."""
 
     def share(self, now: float) -> float:
-        """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
+        """Device-seconds used, over the run's weight; a run that is new to the queue starts at the others' least."""
         held = max(0.0, now - self.share_at) if self.grant is not None else 0.0
         return self.share_s + held * self._rate()
 
@@ -153,7 +153,7 @@ class RunState(msgspec.Struct):
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of ranks that it may take by itself, ascending: those that share a step's groups evenly."""
+        """Numbers of ranks that it may change to by itself, ascending: those that divide a step's groups evenly."""
         own, trainer = self.own_ranks, self.spec.get("trainer", {})
         least, most = trainer.get("min_ranks") or own, trainer.get("max_ranks") or own
         prompts: int = self._section("algorithm", "prompts_per_step", 1)
@@ -203,7 +203,7 @@ class RunState(msgspec.Struct):
                 if self.wanted_ranks:
                     self._take_ranks(self.wanted_ranks)
                 elif len(self.sizes) > 1 and self.ranks > self.own_ranks:
-                    self.changed_ranks = 0  # It queues for what its spec names, and grows again.
+                    self.changed_ranks = 0  # It queues for the ranks of its spec, and grows again later.
             case ev.PolicyFitted():
                 self.fitted = event
             case ev.PlanProposed():
@@ -211,7 +211,7 @@ class RunState(msgspec.Struct):
             case ev.PlanAdopted():
                 self.plan, self.proposal = event, ""
             case ev.TrainerGroupFormed():
-                self.trainer_group_generation, self.trainer_group = event.generation, list(event.members)
+                self.trainer_group_generation, self.trainer_group = event.generation, list(event.trainers)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint
@@ -279,7 +279,7 @@ class RunState(msgspec.Struct):
             self.switch_s = max(0.0, event.at - self.planned_at)
         self.state, self.reason = event.state, event.reason
         if event.state == PLANNING:
-            # A first start loads the model and warms it up: that is no measure of a change of turns.
+            # The first start also loads the model and warms it up: it says nothing about the next ones.
             self.planned_at = event.at if self.lineage.head else 0.0
             self.started_at = self.started_at or event.at
         if event.state == QUEUED:
@@ -299,7 +299,7 @@ def next_action(run: RunState) -> Action:
 
 
 def checkpoint_words(run: RunState) -> str:
-    """What a cancelled run leaves behind, for people."""
+    """What a cancelled run leaves behind, in words."""
     if run.evaluation is not None:
         return f"the {run.evaluation.answers} answers that it had stay"
     return "its last checkpoint stays" if run.last_checkpoint else "it has no checkpoint"

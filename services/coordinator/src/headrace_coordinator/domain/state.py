@@ -65,7 +65,7 @@ ENDED_KEPT = 10_000
 
 
 class State(msgspec.Struct):
-    """Everything the coordinator must not forget: bounded by active runs and their open steps."""
+    """Everything that the coordinator must keep: bounded by active runs and their open steps."""
 
     store_id: str = ""
     epoch: int = 0
@@ -130,7 +130,7 @@ class State(msgspec.Struct):
                         self._level(named, event.at)
 
     def _level(self, newcomer: RunState, now: float) -> None:
-        """A run that comes to the queue has no claim on what others used while it did not want to run."""
+        """Raises the share of a run that comes to the queue to the least of the others: time away gives it no claim."""
         others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
         newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
 
@@ -158,7 +158,7 @@ class State(msgspec.Struct):
 
 
 def _shorten(entries: dict[str, Any], kept: int) -> None:
-    """Leaves the newest entries."""
+    """Removes the oldest entries beyond `kept`."""
     while len(entries) > kept:
         del entries[next(iter(entries))]
 

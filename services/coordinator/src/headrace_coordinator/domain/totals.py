@@ -1,6 +1,6 @@
 """Running figures of one run: what its view shows without a walk over its history.
 
-`Tally` recounts certificates slot by slot and trusts no counter of the ledger's: G1 and G3, seen from outside.
+`Tally` recounts certificates slot by slot, without the ledger's counters: an independent check of G1 and G3.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Totals(msgspec.Struct):
     evaluations: list[dict[str, Any]] = []
 
     def apply(self, event: ev.Event, shape: Shape) -> None:
-        """Folds one event of the run; others change nothing."""
+        """Folds one event of the run; events of other parts are ignored."""
         match event:
             case ev.StepCommitted(view=view):
                 self.tally.add(event, shape)

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
@@ -23,6 +23,7 @@ from headrace_coordinator.fleet.sessions import (
     Session,
     Supervisor,
 )
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 
@@ -31,15 +32,7 @@ DRAIN_S = 10.0
 log = logging.getLogger(__name__)
 MISSED_BEATS = 2
 RESTART_S = 20.0
-"""How long a supervisor's restart of a process may take before nobody counts on it."""
-
-
-class WorkerClient(Protocol):
-    """A run's client of an instance."""
-
-    @property
-    def incarnation(self) -> str:
-        """Id of the process."""
+"""How long after an exit more instances are still expected: a supervisor restarts the process."""
 
 
 class Fleet:
@@ -64,12 +57,12 @@ class Fleet:
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
 
-    # --- the lifeline, from below
+    # --- what instances and supervisors say
 
     async def register(
         self, instance: InstanceState, held: Iterable[int], epoch_seen: int, store_id: str = ""
     ) -> list[int]:
-        """Takes a process in; returns the epochs it holds that are no longer honoured.
+        """Registers a process; returns the lease epochs that it says it holds and that are no longer valid.
 
         `epoch_seen` is the highest coordinator epoch that it obeyed, `store_id` that coordinator's store.
 
@@ -129,15 +122,15 @@ class Fleet:
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
     def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
-        """A process said what it has open, at its registration or with a heartbeat."""
+        """A process reported what it has open, at its registration or with a heartbeat."""
         if incarnation in self.event_log.state.instances:
             self.opened[incarnation] = {report.run: report for report in reports}
             self.on_report(incarnation)
 
     def draining(self, incarnation: str, grace_s: float) -> None:
-        """A process was told to stop: it gets no new work, and goes once no run needs its state any more.
+        """A process was told to stop: it gets no new work, and is told to exit once no run needs its state any more.
 
-        `grace_s` is its own deadline: it stops then in any case.
+        `grace_s`: it exits after so many seconds in any case.
         """
         state = self.event_log.state.instances.get(incarnation)
         if state is None or state.draining:
@@ -149,33 +142,33 @@ class Fleet:
     async def drain(self, incarnation: str, *events: ev.Event) -> None:
         """Takes a process out of use in order, as its own `draining` does; durable, with `events`, on return.
 
-        It has no deadline of its own: a trainer goes once its run has saved what it holds.
+        It has no deadline of its own: a trainer exits once its run has saved what it holds.
         """
         drains = ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation)
         await self.event_log.commit(drains, *events)
-        self._let_drained_go()
+        self._send_due_drains()
 
-    def _let_drained_go(self) -> None:
-        """Sends Drain to who needs it: a command of an earlier session may be lost, or a run has ended since."""
+    def _send_due_drains(self) -> None:
+        """Sends Drain to draining processes that no run needs; an earlier one may be lost, or a run has ended since."""
         for state in self.event_log.state.instances.values():
             session = self.sessions.get(state.incarnation)
             if state.draining and session and not session.drain_sent and not self._hands_over(state):
                 self.drained(state.incarnation)
 
     def _hands_over(self, state: InstanceState) -> bool:
-        """Whether a run saves what the process holds before that goes; the run then lets it go."""
+        """Whether a run saves what the process holds before it exits; the run then calls `drained`."""
         return state.kind == "trainer" and bool(self.run_of(state.incarnation))
 
     def drained(self, incarnation: str, grace_s: float = DRAIN_S) -> None:
-        """Lets a draining process go: what it had is saved or made again elsewhere."""
+        """Tells a draining process to exit: what it had is saved or made again elsewhere."""
         if session := self.sessions.get(incarnation):
             session.drain_sent = True
             session.send("drain", grace_s)
 
-    def any_draining(self, members: Iterable[WorkerClient]) -> bool:
+    def any_draining(self, workers: Iterable[WorkerClient]) -> bool:
         """Whether one of a run's instances was told to stop."""
         known = self.event_log.state.instances
-        return any(m.incarnation in known and known[m.incarnation].draining for m in members)
+        return any(w.incarnation in known and known[w.incarnation].draining for w in workers)
 
     def next_open_id(self) -> int:
         """An id above every one that was ever used in this store."""
@@ -200,9 +193,9 @@ class Fleet:
         self.event_log.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
-        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone.
+        """A supervisor's list of processes: it runs all of its host, so a process that is not listed is proven gone.
 
-        Compared at each connection. A later table of the same connection follows the exits it has told.
+        Compared at each connection: a later list of the same connection comes after the exits that it has reported.
         """
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
@@ -220,7 +213,7 @@ class Fleet:
     def _quarantines(self, incarnation: str) -> bool:
         return any(q.incarnation == incarnation for q in self.event_log.state.table.quarantined.values())
 
-    # --- the run's side
+    # --- for runs
 
     def ready(self, kind: str) -> list[InstanceState]:
         """Registered instances of a kind with a live session, by name."""
@@ -258,7 +251,7 @@ class Fleet:
         return recent or not supervised <= self.event_log.state.instances.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
-        """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""
+        """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""
         try:
             await self.event_log.wait_until(
                 lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate"
@@ -268,7 +261,7 @@ class Fleet:
         return False
 
     def client(self, incarnation: str) -> InstanceClient:
-        """The way to call an instance; raises `InstanceDown` when it is not registered."""
+        """The client of an instance; raises `InstanceDown` when it is not registered."""
         state = self.event_log.state.instances.get(incarnation)
         if state is None:
             raise InstanceDown(incarnation, "not registered")
@@ -312,7 +305,7 @@ class Fleet:
         stood_still = now - self._swept_at - self.settings.sweep
         self._swept_at = now
         if stood_still > self.settings.heartbeat:
-            # Stopped, swapped out or suspended: nobody could be heard, so nobody was silent.
+            # This process was stopped, swapped out or suspended: it could hear no instance, so no silence counts.
             log.warning("this process stood still for %.0f s: no lease expires for one lifetime", stood_still)
             self.lease_manager.wait_a_ttl()
             self._silent_since = dict.fromkeys(self._silent_since, now)
@@ -321,7 +314,7 @@ class Fleet:
         holders = self.lease_manager.expire()
         if not self.lease_manager.lenient:
             self._lose_silent(now)
-        self._let_drained_go()
+        self._send_due_drains()
         for incarnation in sorted(holders):
             reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"
             self.kill(incarnation, reason)

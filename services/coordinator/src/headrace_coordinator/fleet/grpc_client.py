@@ -13,8 +13,9 @@ from headrace.simulator.v1 import simulator_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of, metadata_of, reason_of
+from typing_extensions import override
 
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceClient, InstanceDown
 
 _STUBS: dict[str, Any] = {
     "rollout": rollout_pb2_grpc.RolloutServiceStub,
@@ -26,16 +27,16 @@ QUIESCED_RETRY_S = 0.2
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
-class GrpcInstanceClient:
-    """A `InstanceClient` over one channel."""
+class GrpcInstanceClient(InstanceClient):
+    """Calls one instance over one channel."""
 
     def __init__(self, kind: str, address: str, incarnation: str, token: str | None) -> None:
-        self._channel = dial(address, token=token)
-        self._stub = _STUBS[kind](self._channel)
+        self._stub = _STUBS[kind](dial(address, token=token))
         self._incarnation = incarnation
 
+    @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """Waits for a lease that was not renewed in time, because one of both processes stood still."""
+        # A lease that was not renewed in time, because one of both processes stood still, is waited for.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:
@@ -46,15 +47,8 @@ class GrpcInstanceClient:
                     raise self._fault(method, error) from error
             await asyncio.sleep(QUIESCED_RETRY_S)
 
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.stream`."""
-        return self._responses(method, requests, timeout)
-
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """See `InstanceClient.listen`."""
-        return self._responses(method, request, timeout)
-
-    async def _responses(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+    @override
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
         call = getattr(self._stub, method)(sent, timeout=timeout)
         try:
             async for response in call:
@@ -63,10 +57,6 @@ class GrpcInstanceClient:
             raise self._fault(method, error) from error
         finally:
             call.cancel()
-
-    async def close(self) -> None:
-        """See `InstanceClient.close`."""
-        await self._channel.close(None)
 
     def _fault(self, method: str, error: grpc.aio.AioRpcError) -> Exception:
         if error.code() in _GONE:

@@ -36,15 +36,9 @@ class InstanceClient(Protocol):
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         """A unary call; returns the method's response message."""
 
-    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
-        """A bidirectional stream; closing the iterator cancels it."""
-
-    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
-        """A call with one request and a stream of responses."""
-
-    async def close(self) -> None:
-        """Lets the connection go."""
+    def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        """The responses to one request, or to an iterator of them; closing the responses cancels the call."""
 
 
 Connect = Callable[[str, str, str], InstanceClient]
-"""(kind, address, incarnation) → the instance's port."""
+"""(kind, address, incarnation) → the client of an instance."""

@@ -1,6 +1,6 @@
-"""Leases from request to end: grants, waits for their holders, revokes, lets them expire.
+"""Leases from request to end: grants them, waits for their holders, revokes them, lets them expire.
 
-The rules are `domain.leases`; who is alive and how a command reaches a process is the fleet's to know.
+The rules are `domain.devices.leases`; the fleet knows who is alive and how a command reaches a process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LeaseManager:
         return own & held
 
     def attached(self, incarnation: str) -> None:
-        """A session has opened: what was revoked is revoked again, for the first time may have been lost."""
+        """A session has opened: revokes are sent again, for the first ones may have been lost."""
         now = self._event_log.monotonic()
         for lease in self._event_log.state.table.of(incarnation):
             if lease.state == leases.REVOKING:
@@ -86,7 +86,7 @@ class LeaseManager:
         return renewed
 
     def held(self, incarnation: str, epoch: int, refusal: str) -> None:
-        """The holder has its memory, or says why it cannot."""
+        """The holder has taken its memory, or says why it cannot."""
         now, table = self._event_log.now(), self._event_log.state.table
         if refusal:
             self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
@@ -94,7 +94,7 @@ class LeaseManager:
             self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
 
     def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
-        """The holder has released it, and measured what it still uses on the devices."""
+        """The holder has released a lease, and measured what it still uses on the devices."""
         table, now = self._event_log.state.table, self._event_log.now()
         self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
 
@@ -126,7 +126,7 @@ class LeaseManager:
         return list(self._ended.pop(run, ()))
 
     def next_for(self, devices: Iterable[str], run: str) -> Waiter | None:
-        """Of the other runs that wait for any of a run's devices, which it shares with them, the next."""
+        """The next of the other runs that wait for any of a run's devices, which it shares with them."""
         return next_for(self._waiting(), devices, run, self._event_log.monotonic())
 
     async def acquire(
@@ -177,7 +177,7 @@ class LeaseManager:
 
     @contextmanager
     def _in_line(self, requests: Sequence[LeaseRequest]) -> Iterator[Waiter]:
-        """Within the body a run waits for devices, and no run passes it that comes later."""
+        """Within the body a run waits for devices, and no later run is served before it."""
         run = self._event_log.state.runs.get(requests[0].run)
         waiter = Waiter(
             next(self._numbers),
@@ -187,7 +187,7 @@ class LeaseManager:
             run.priority if run is not None else 0,
         )
         self._line.append(waiter)
-        self._event_log.wake()  # A run that has the devices looks whether it can do without them.
+        self._event_log.wake()  # A run that holds the devices checks whether it can release them.
         try:
             yield waiter
         finally:
@@ -201,12 +201,12 @@ class LeaseManager:
             raise Blocked(f"{shared} goes to {first.run} first, which has waited longer or has priority")
 
     def _waiting(self) -> list[Waiter]:
-        """Everybody in the line, but for those whose devices no release would bring."""
+        """All that wait, but for those whose devices are in quarantine: no release would free them."""
         lost = self._event_log.state.table.quarantined.keys()
         return [waiter for waiter in self._line if not waiter.devices & lost]
 
     def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
-        """A grant to a process that is gone would hold its device until it expires."""
+        """Raises `InstanceDown` where a process is gone: a grant to it would hold its device until that expires."""
         for request in requests:
             if not self._holders.alive(request.incarnation):
                 raise InstanceDown(
@@ -214,7 +214,7 @@ class LeaseManager:
                 )
 
     def _all_granted(self, requests: Iterable[LeaseRequest]) -> None:
-        """While a run waits for a device, its grant may change: another run may have that device now."""
+        """Raises `InstanceDown` where the grant has changed while its run waited: another run may have the device."""
         for request in requests:
             run = self._event_log.state.runs.get(request.run)
             granted = run.grant.devices if run is not None and run.grant is not None else request.devices
@@ -285,13 +285,19 @@ class LeaseManager:
                 lambda: not any(e in table.leases for e in epochs), timeout, what
             )
 
+    async def release_of(self, run: str, holders: Iterable[str]) -> None:
+        """Ends the leases that some processes hold for a run, as `release` does."""
+        of = set(holders)
+        leases = self._event_log.state.table.leases.values()
+        await self.release(run, [each.epoch for each in leases if each.run == run and each.incarnation in of])
+
     async def release_all(self, run: str) -> None:
         """Ends every lease of a run."""
         epochs = [lease.epoch for lease in self._event_log.state.table.leases.values() if lease.run == run]
         try:
             await self.release(run, epochs)
         except WaitTimeout:
-            return  # The sweep ends them; their devices stay quarantined until proven free.
+            return  # The sweep ends them; their devices stay in quarantine until proven free.
 
     # --- time
 
@@ -308,10 +314,10 @@ class LeaseManager:
         self._release_by = dict.fromkeys(self._release_by, now + self._notice)
 
     def expire(self) -> dict[str, str]:
-        """One look at the clock; the holders that are to be killed, because their devices are in doubt, and why.
+        """Ends leases that are overdue; the holders to kill, because their devices are not proven free, and why.
 
-        They are named again at every look, for a command to a supervisor that is cut off is lost. No lease ends during
-        a store outage, nor within one TTL after it, after the start, or after this process stood still.
+        They are named again each time, for a command to a supervisor that is cut off is lost. No lease ends during a
+        store outage, nor within one TTL after it, after the start, or after this process stood still.
         """
         if self._event_log.store_away:
             self.wait_a_ttl()
@@ -328,5 +334,5 @@ class LeaseManager:
 
     @property
     def lenient(self) -> bool:
-        """Silence proves nothing now."""
+        """Whether silence proves nothing now: holders could not renew."""
         return self._event_log.monotonic() < self._expiry_from

@@ -1,6 +1,6 @@
 """Closes what should not be open: compares each instance's report with what its runs want.
 
-Remembers nothing of earlier commands: every heartbeat is compared anew, so a close that was lost is repeated.
+Keeps nothing of earlier commands: every heartbeat is compared anew, so a close that was lost is repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.sessions import OpenReport
-from headrace_coordinator.run.workers.clients import WorkerClient
+from headrace_coordinator.fleet.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
 SHARED = ("reward", "simulator")
@@ -23,7 +23,7 @@ PATIENCE_S = 90.0
 
 
 class Reconciler:
-    """Hears every report; `trials` are openings without a run: scorers tried at a submission."""
+    """Compares every report of an instance; `trials`: openings without a run, such as scorers tried at a submission."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.trials: set[str] = set()
@@ -61,7 +61,7 @@ class Reconciler:
     async def _close(self, instance: InstanceState, report: OpenReport) -> None:
         clock = asyncio.get_running_loop().time
         since = self._unwanted_since.setdefault((instance.incarnation, report.run), clock())
-        member = WorkerClient(
+        client = WorkerClient(
             report.run,
             instance,
             self._fleet.client(instance.incarnation),
@@ -69,7 +69,7 @@ class Reconciler:
             open_id=report.open_id,
         )
         try:
-            await member.close_run()
+            await client.close_run()
             log.info("closed %s at %s, which no run wants there", report.run, instance.instance)
         except (InstanceDown, CallRefused) as fault:
             log.warning("%s does not close %s: %s", instance.instance, report.run, fault)

@@ -24,6 +24,7 @@ from headrace_servicekit.rpc.requests import (
     invalid,
 )
 from headrace_servicekit.rpc.server import split_address
+from typing_extensions import override
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
@@ -46,14 +47,14 @@ Result = Callable[[str, str], None]
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """The fleet's side of every lifeline."""
+    """The coordinator's side of the sessions of instances and supervisors."""
 
     def __init__(self, fleet: Fleet, on_scaled: Result) -> None:
         self._fleet = fleet
         self._on_scaled = on_scaled
 
+    @override
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
-        """See the contract."""
         _check_registration(request)
         # The store's epoch rises to it for good, so later coordinators need numbers above.
         most = max(HIGHEST_EPOCH // 2, self._fleet.event_log.state.epoch)
@@ -81,10 +82,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         response.lease_ttl.FromMilliseconds(int(self._fleet.settings.lease_ttl * 1000))
         return response
 
+    @override
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Any
     ) -> AsyncIterator[pb.SessionResponse]:
-        """See the contract."""
         outbox: Outbox = asyncio.Queue()
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.incarnation:
@@ -137,10 +138,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 grace_s = check_seconds("draining.grace", message.draining.grace)
                 self._fleet.draining(message.incarnation, grace_s)
 
+    @override
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
     ) -> AsyncIterator[pb.SuperviseResponse]:
-        """See the contract."""
         outbox: asyncio.Queue[pb.SuperviseResponse | ServiceError | None] = asyncio.Queue()
 
         def send(command: str, body: Any) -> None:
@@ -185,7 +186,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 reason = f"exited with {message.exit.exit_status}: {words[0][:MAX_REASON]}"
                 if (
                     message.exit.incarnation in self._fleet.names
-                ):  # A reconnecting supervisor repeats old ends.
+                ):  # A reconnecting supervisor repeats old exits.
                     log.warning("%s %s", message.exit.instance, reason)
                 self._fleet.exited(message.exit.incarnation, reason)
             case "scale_result":
@@ -212,7 +213,7 @@ def _check_registration(request: pb.RegisterRequest) -> None:
     for name in names:
         check_name("devices, capabilities and open_runs", name)
     for value in offered:
-        if len(value) > MAX_CAPABILITY:  # An options facet carries a plug-in's JSON Schema.
+        if len(value) > MAX_CAPABILITY:  # A value may be a plug-in's JSON Schema of its options.
             raise invalid("capabilities", f"{len(value)} characters in a value; at most {MAX_CAPABILITY}")
     check_name("store_id", request.store_id, optional=True)
     for lease in request.held_leases:
@@ -278,7 +279,7 @@ async def _pump(
     try:
         yield
         if task.done():
-            await task  # What broke the reading is the call's error, not silence.
+            await task  # An error of the reading is the error of the call.
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

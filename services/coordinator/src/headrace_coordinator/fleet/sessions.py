@@ -1,4 +1,4 @@
-"""What the fleet keeps of a connected process: its session, what it has open, its supervisor; and the times of both."""
+"""What the fleet keeps of a connected process: its session, what it has open, its supervisor; and their intervals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headrace.common.v1 import common_pb2
 
 
 class ForeignInstance(Exception):
-    """A process that obeys another store's coordinator; one sentence for its operator."""
+    """A process obeys another store's coordinator; the message is for its operator."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True):
-    """Times of the lifeline, in seconds."""
+    """Intervals of sessions and leases, in seconds."""
 
     lease_ttl: float = 30.0
     heartbeat: float = 5.0
@@ -45,7 +45,7 @@ def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenRepor
 
 
 class Session(msgspec.Struct):
-    """The live side of one instance."""
+    """The open session of one instance."""
 
     send: Callable[[str, Any], None]
     heard_at: float

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LineFile:
-    """Appends whole lines; a line that a crash or a full disk cut is closed off before the next one."""
+    """Appends whole lines. A line that a crash or a full disk has cut gets a line end before the next line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class LineFile:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(offset of the next line, line) from an offset on, without a last line that is still being written."""
+    """(offset behind the line, line) from an offset on, without a last line that has no end yet."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

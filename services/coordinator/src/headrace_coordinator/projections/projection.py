@@ -1,7 +1,7 @@
 """The files of one run: metrics.jsonl, trajectories.jsonl, timeline.jsonl, tensorboard/ and run.json.
 
-They are derived, so they never hold a run up: a thread writes them, a full queue drops and counts, and a disk
-that fails is logged once and counted. Repeating what was projected before a restart adds nothing.
+They are derived, so they never delay a run: a thread writes them, what does not fit its queue is dropped and counted,
+and a failing disk is logged once and counted. Writing again what was written before a restart adds nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
-from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
-from headrace_coordinator.projections.tensorboard import EventFile
+from headrace_coordinator.projections.tensorboard import EventFile, evaluation_scalars, step_scalars
 from headrace_coordinator.projections.timeline import Part, TimelineFile
-from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
+from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024
@@ -32,7 +31,7 @@ USUAL = TrackingSection()
 Work = Callable[[], None]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _MetricsKey(msgspec.Struct, frozen=True):
     type: Literal["step", "evaluation"]
     step: int
     version: int
@@ -59,7 +58,7 @@ class RunProjection:
         self._trajectories: TrajectoryFile | None = None
         self._timeline: TimelineFile | None = None
         self._board = EventFile(directory / "tensorboard")
-        self._seen: dict[_Line, None] = {}
+        self._seen: dict[_MetricsKey, None] = {}
         self._thread = threading.Thread(target=self._work, name=f"projection-{directory.name}", daemon=True)
         self._thread.start()
 
@@ -68,17 +67,17 @@ class RunProjection:
         self._put(lambda: self._write_spec(spec))
 
     def step(self, view: StepView) -> None:
-        """Adds a committed step. A step that comes again with a new version (a rewind) is a new line."""
-        line = _Line("step", view.step, view.version)
+        """Adds a committed step; after a rewind the same step has a new version and becomes another line."""
+        line = _MetricsKey("step", view.step, view.version)
         self._put(lambda: self._write_metrics(line, view, step_scalars(view)))
 
     def evaluation(self, view: EvaluationView) -> None:
         """Adds an evaluation."""
-        line = _Line("evaluation", view.step, view.version, view.kind)
+        line = _MetricsKey("evaluation", view.step, view.version, view.kind)
         self._put(lambda: self._write_metrics(line, view, evaluation_scalars(view)))
 
-    def trajectories(self, views: list[Settled]) -> None:
-        """Adds settled trajectories, of which a sample is kept."""
+    def trajectories(self, views: list[SettledTrajectory]) -> None:
+        """Adds settled trajectories; the file keeps a sample of them."""
         self._put(lambda: self._write_trajectories(views))
 
     def timeline(self, part: Part) -> None:
@@ -130,7 +129,9 @@ class RunProjection:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_whole(self.directory / "run.json", json.dumps(spec, indent=2).encode())
 
-    def _write_metrics(self, line: _Line, view: StepView | EvaluationView, scalars: dict[str, float]) -> None:
+    def _write_metrics(
+        self, line: _MetricsKey, view: StepView | EvaluationView, scalars: dict[str, float]
+    ) -> None:
         if self._metrics is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._metrics, self._seen = _open_metrics(self.directory / "metrics.jsonl")
@@ -143,7 +144,7 @@ class RunProjection:
             del self._seen[next(iter(self._seen))]
         self._board.write(time.time(), view.step, scalars)
 
-    def _write_trajectories(self, views: list[Settled]) -> None:
+    def _write_trajectories(self, views: list[SettledTrajectory]) -> None:
         if self._trajectories is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._trajectories = TrajectoryFile(self.directory, *self._limits)
@@ -156,20 +157,20 @@ class RunProjection:
         self._timeline.append(part)
 
 
-def _open_metrics(path: Path) -> tuple[LineFile, dict[_Line, None]]:
-    """The file, and what its last lines hold: a restart repeats no older ones."""
-    decode = msgspec.json.Decoder(_Line).decode
-    seen: dict[_Line, None] = {}
+def _open_metrics(path: Path) -> tuple[LineFile, dict[_MetricsKey, None]]:
+    """The file, and the keys of its last lines: a restart writes no older ones again."""
+    decode = msgspec.json.Decoder(_MetricsKey).decode
+    seen: dict[_MetricsKey, None] = {}
     for _, line in read_lines(path, max(0, LineFile(path).size() - SEEN_BYTES)):
         try:
             seen[decode(line)] = None
         except msgspec.DecodeError:
-            continue  # A torn line is as good as none: its step is written again.
+            continue  # A torn line counts as missing: its step is written again.
     return LineFile(path), seen
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON lacks become null."""
+    """The value with null for numbers that JSON cannot express."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

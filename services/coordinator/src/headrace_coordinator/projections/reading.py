@@ -1,4 +1,4 @@
-"""Pages over a run's trajectory files: the last line of a slot, and only of the last version of its step."""
+"""Pages over a run's trajectory files: the last line of each slot, of the last version of its step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headrace_coordinator.projections.trajectories import NAME, Slot, full_files
 
 PAGE_SIZE = 50
 SCANS_KEPT = 12
-"""Files whose lines are remembered. One that grows is read again; a rotated one is not."""
+"""Files whose lines are cached. A file that grows is read again; a rotated one is not."""
 LISTS_KEPT = 4
 Order = Literal["oldest", "newest", "best", "worst"]
 ORDERS: tuple[str, ...] = get_args(Order)
 
 
 class PageTokenError(ValueError):
-    """A page token that this list did not give."""
+    """The page token is not one of this list's."""
 
 
 class _Rewarded(Slot, frozen=True):
@@ -33,7 +33,7 @@ class _Rewarded(Slot, frozen=True):
 
 
 class _File(NamedTuple):
-    """A file as it is now: what is remembered of it holds while none of this changes."""
+    """A file as it is now, as a cache key: its lines are the same as long as no field changes."""
 
     number: int
     path: Path
@@ -41,8 +41,8 @@ class _File(NamedTuple):
     size: int
 
 
-class _Line(NamedTuple):
-    """A line: its file's number, where it ends and how long it is, in bytes, and what it is of."""
+class _TrajectoryLine(NamedTuple):
+    """Where a line is (number of its file, end and length in bytes), and its slot."""
 
     file: int
     end: int
@@ -53,17 +53,17 @@ class _Line(NamedTuple):
 _decode = msgspec.json.Decoder(_Rewarded).decode
 
 
-def _by_reward(line: _Line) -> float:
+def _by_reward(line: _TrajectoryLine) -> float:
     reward = line.slot.reward
     return float("-inf") if reward is None else reward
 
 
-def _by_place(line: _Line) -> tuple[int, int]:
+def _by_place(line: _TrajectoryLine) -> tuple[int, int]:
     return line.file, line.end
 
 
 # Sorting is stable: of equal rewards the oldest comes first.
-_SORTS: dict[str, Callable[[list[_Line]], list[_Line]]] = {
+_SORTS: dict[str, Callable[[list[_TrajectoryLine]], list[_TrajectoryLine]]] = {
     "oldest": lambda lines: lines,
     "newest": lambda lines: lines[::-1],
     "best": lambda lines: sorted(lines, key=_by_reward, reverse=True),
@@ -80,9 +80,9 @@ def read_trajectories(
     prompt: int | None = None,
     order: Order = "oldest",
 ) -> TrajectoryListView:
-    """A page of live trajectories; those of one step or prompt where `step` or `prompt` say so.
+    """A page of live trajectories; of one step or prompt where `step` or `prompt` is given.
 
-    A token stays valid while the file grows and is rotated; PageTokenError when it is none.
+    A token stays valid while the file grows and is rotated. PageTokenError for a token that is not of this list.
     """
     files = _files(directory)
     lines = _ordered(tuple(files.values()), step, prompt, order)
@@ -99,7 +99,7 @@ def read_trajectories(
     return TrajectoryListView(trajectories=page)
 
 
-def _start(lines: list[_Line], token: str, order: Order) -> int:
+def _start(lines: list[_TrajectoryLine], token: str, order: Order) -> int:
     """Index of the first line behind the one that a token names, which may be gone where the order is by place."""
     if not token:
         return 0
@@ -117,7 +117,7 @@ def _start(lines: list[_Line], token: str, order: Order) -> int:
     raise PageTokenError(token)
 
 
-def _view(path: Path, line: _Line) -> TrajectoryView | None:
+def _view(path: Path, line: _TrajectoryLine) -> TrajectoryView | None:
     try:
         with path.open("rb") as file:
             file.seek(line.end - line.length)
@@ -127,7 +127,7 @@ def _view(path: Path, line: _Line) -> TrajectoryView | None:
 
 
 def _files(directory: Path) -> dict[int, _File]:
-    """The files that there are, by number, oldest first."""
+    """The existing files by number, oldest first."""
     paths = {number_of(path): path for path in full_files(directory)}
     paths[max(paths, default=0) + 1] = directory / NAME
     found: dict[int, _File] = {}
@@ -141,20 +141,22 @@ def _files(directory: Path) -> dict[int, _File]:
 
 
 @lru_cache(LISTS_KEPT)
-def _ordered(files: tuple[_File, ...], step: int | None, prompt: int | None, order: Order) -> list[_Line]:
+def _ordered(
+    files: tuple[_File, ...], step: int | None, prompt: int | None, order: Order
+) -> list[_TrajectoryLine]:
     return _SORTS[order](_live_lines(files, step, prompt))
 
 
-def _live_lines(files: tuple[_File, ...], step: int | None, prompt: int | None) -> list[_Line]:
-    """The lines to show, oldest first. A later line replaces its slot's earlier one; a later version its step's."""
+def _live_lines(files: tuple[_File, ...], step: int | None, prompt: int | None) -> list[_TrajectoryLine]:
+    """Lines of the live lineage, oldest first: the last line of each slot, of the last version of each step."""
     versions: dict[int, int] = {}
-    slots: dict[tuple[int, int, int], _Line] = {}
+    slots: dict[tuple[int, int, int], _TrajectoryLine] = {}
     for file in files:
         for end, length, slot in _scan(file):
             versions[slot.step] = slot.version
             if (step is None or slot.step == step) and (prompt is None or slot.prompt_ordinal == prompt):
                 key = slot.step, slot.prompt_ordinal, slot.sample_index
-                slots[key] = _Line(file.number, end, length, slot)
+                slots[key] = _TrajectoryLine(file.number, end, length, slot)
     live = [line for line in slots.values() if line.slot.version == versions[line.slot.step]]
     return sorted(live, key=_by_place)
 

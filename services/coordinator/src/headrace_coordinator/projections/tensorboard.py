@@ -1,4 +1,4 @@
-"""TensorBoard event files with scalars, written without TensorBoard.
+"""The scalars of steps and evaluations, and TensorBoard event files with them, written without TensorBoard.
 
 Every package that writes them imports torch where it finds it, and the coordinator must stay free of torch.
 Format: TFRecord frames (length, masked CRC-32C, data) around `tensorboard.Event` protobufs, of which four
@@ -14,6 +14,32 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
+
+from headrace_schema.resources.views import EvaluationView, StepView
+
+
+def step_scalars(view: StepView) -> dict[str, float]:
+    """Tags grouped by their first part: train, speed, stage_seconds, slots, trainer."""
+    return {
+        "train/reward": view.reward_mean,
+        "train/max_staleness": float(view.max_staleness),
+        "speed/step_seconds": view.wall_s,
+        "speed/tokens_per_second": view.tokens_per_s,
+        "speed/tokens": float(view.tokens),
+        "slots/trained": float(view.trained),
+        "slots/dropped": float(view.dropped),
+        "slots/filtered": float(view.filtered),
+        "slots/refilled_groups": float(view.refilled),
+        **{f"stage_seconds/{stage}": seconds for stage, seconds in view.stage_s.items()},
+        **{f"trainer/{name}": value for name, value in view.figures.items()},
+    }
+
+
+def evaluation_scalars(view: EvaluationView) -> dict[str, float]:
+    """The score and each scorer's mean, by kind of evaluation."""
+    parts = {f"evaluation/{view.kind}/{name}": value for name, value in view.parts.items()}
+    return {f"evaluation/{view.kind}": view.score, **parts}
+
 
 DOUBLE, BYTES, FLOAT, VARINT = 1, 2, 5, 0
 _POLYNOMIAL = 0x82F63B78

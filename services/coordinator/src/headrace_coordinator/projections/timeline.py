@@ -1,31 +1,57 @@
-"""The file of who held which device when, and at which stage: one line for each step, evaluation and leave.
+"""The timeline file of a run: which instance held which devices when, and for which stage.
 
-Bounded: a full file replaces the one before it, so the oldest part of a long run is forgotten. Times are seconds since
-the epoch. Knows no lease rule: holds and spans come ready.
+One line for each step, evaluation and leave. Bounded: a full file replaces the one before it, so the oldest part of a
+long run is removed. Times are seconds since the epoch. `labelled` gives each device's time one label, as the planner's
+simulated cluster does. Knows no lease rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-from headrace_schema.resources.overviews import HoldView, TimelinePartView, TimelineView, WorkView
+from headrace_planner.cluster.spans import UNPLANNED, Label
+from headrace_schema.resources.overviews import HoldView, LabelView, TimelinePartView, TimelineView, WorkView
 
-from headrace_coordinator.projections.labels import labelled
+from headrace_coordinator.domain.devices.leases import REPLY
+from headrace_coordinator.domain.intervals import Interval, joined, without
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME, OLD_NAME = "timeline.jsonl", "timeline-old.jsonl"
 FILE_BYTES = 2 * 1024 * 1024
 MOST_SPANS = 4000
-"""Spans of one answer: a page that draws more shows no more."""
+"""Most spans of one answer; more cannot be told apart on a page."""
 Kind = Literal["prepare", "step", "skipped", "evaluation", "leave"]
+AT_WORK = {
+    "learn": Label.TRAIN,
+    "help": Label.TRAIN,
+    "sync": Label.SYNC,
+    "switch": Label.SWITCH,
+    "prefill": Label.PREFILL,
+    "evaluate": Label.DECODE,
+    "generate": Label.DECODE,
+    "act": Label.DECODE,
+    "own turn": Label.DECODE,
+    REPLY: Label.DECODE,
+    "wait for lease": Label.WAIT_LEASE,
+}
+"""Labels by stage; any other stage is `work`. Of stages at work at the same time the first of these gives the label."""
+ORDER = {stage: place for place, stage in enumerate(AT_WORK)}
+FOR_ALL = ("switch", "sync", "checkpoint")
+"""Stages that name no device and occupy all devices of the run."""
+DECODES = ("generate", "evaluate")
+Moment = tuple[str, Label, str]
+"""Stage, label and holder of a device at a time."""
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """A lease that is over: `instance` held `devices` for a stage."""
+    """An ended lease: `instance` held `devices` for a stage."""
 
     epoch: int
     instance: str
@@ -37,7 +63,7 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Work of a stage on devices; on none for what needs none."""
+    """Work of a stage on devices; none for stages that need no device, such as scoring."""
 
     stage: str
     devices: list[str]
@@ -55,7 +81,7 @@ class Part(msgspec.Struct, frozen=True):
     work: list[Span]
     holds: list[Hold] = []
     rests: list[Span] = []
-    """Times of a stage in which devices had nothing to do, such as a rollout's while others decode the tail."""
+    """Times of a stage in which some devices have no work, such as a rollout that waits for the tail of others."""
 
 
 encode = msgspec.json.Encoder().encode
@@ -87,9 +113,8 @@ def read_timeline(
 ) -> TimelineView:
     """The newest `steps` steps that began before a time, and every hold that overlaps them; `live` holds go on.
 
-    Evaluations and the like come with them: what came between them and after the last one.
-
-    With `labels` each device's time in the parts has one label.
+    Evaluations and leaves between these steps and after the last one come with them. With `labels` each device's time
+    in the parts has one label.
     """
     every = [part for name in (OLD_NAME, NAME) for part in _parts(directory / name)]
     known = [part for part in every if before is None or part.start < before]
@@ -113,7 +138,7 @@ def read_timeline(
 
 
 def _from_step(parts: list[Part], steps: int) -> list[Part]:
-    """The parts from the so manyth step from the end on; all where there are fewer."""
+    """The parts from the `steps`-th last step on; all parts where there are fewer steps."""
     places = [place for place, part in enumerate(parts) if part.kind == "step"]
     return parts[places[-steps] :] if len(places) >= steps > 0 else parts
 
@@ -162,3 +187,109 @@ def _read(path: Path, inode: int, size: int) -> list[Part]:
         except msgspec.DecodeError:
             continue  # A torn line; the file's writer has closed it off.
     return found
+
+
+def labelled(parts: Sequence[Part], holds: Iterable[HoldView]) -> list[LabelView]:
+    """Spans of the parts' devices by time: at any time of a part each device is in exactly one of them.
+
+    Devices with the same stage, label and holder at the same time share a span. Prefill counts as decode where an
+    engine does not measure it. Work that needs no device, such as scoring, is in spans without devices.
+    """
+    listed = list(holds)
+    devices = sorted({device for hold in listed for device in hold.devices} | _worked(parts))
+    held = {device: [hold for hold in listed if device in hold.devices] for device in devices}
+    together: dict[tuple[float, float, Moment], list[str]] = defaultdict(list)
+    for part in parts:
+        within = _LabelledPart(part)
+        for device in devices:
+            for start, end, moment in within.of(device, held[device]):
+                together[start, end, moment].append(device)
+        for span in within.nowhere:
+            together[span.start, span.end, (span.stage, Label.WORK, "")] += []
+    return [
+        LabelView(stage=stage, label=label.value, instance=holder, devices=on, start=start, end=end)
+        for (start, end, (stage, label, holder)), on in sorted(together.items())
+    ]
+
+
+def _worked(parts: Sequence[Part]) -> set[str]:
+    return {device for part in parts for span in part.work for device in span.devices}
+
+
+class _LabelledPart:
+    """Labels the devices' time in one part."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._work = _by_device(part.work)
+        self._rests = _by_device(part.rests)
+        alone = self._work.pop("", [])
+        self._for_all = [span for span in alone if span.stage in FOR_ALL]
+        self.nowhere = [span for span in alone if span.stage not in FOR_ALL]
+        self._decoding = self._times_of_decoding()
+
+    def of(self, device: str, holds: Sequence[HoldView]) -> Iterator[tuple[float, float, Moment]]:
+        """(start, end, moment) of a device, from the part's start to its end; equal neighbours are joined."""
+        begin, end = self._part.start, self._part.end
+        work = [*self._work.get(device, ()), *self._for_all]
+        spans = [*work, *self._rests.get(device, ()), *self.nowhere]
+        marks = {begin, end, *(time for span in spans for time in (span.start, span.end))}
+        marks |= {time for hold in holds for time in (hold.start, hold.end) if time is not None}
+        marks |= {time for one in self._decoding for time in one}
+        found: list[tuple[float, float, Moment]] = []
+        for start, until in pairwise(sorted(time for time in marks if begin <= time <= end)):
+            moment = self._moment(device, (start + until) / 2, holds)
+            if found and found[-1][2] == moment:
+                found[-1] = found[-1][0], until, moment
+            else:
+                found.append((start, until, moment))
+        yield from found
+
+    def _moment(self, device: str, at: float, holds: Sequence[HoldView]) -> Moment:
+        holder = next(
+            (hold for hold in holds if hold.start <= at and (hold.end is None or at < hold.end)), None
+        )
+        name = holder.instance if holder else ""
+        stages = {span.stage for span in self._work.get(device, ()) if span.start <= at < span.end}
+        if stages:
+            stage = min(stages, key=lambda each: ORDER.get(each, len(ORDER)))
+            if stage in DECODES and _covers(self._rests.get(device, ()), at):
+                return stage, self._waits_for(at), name
+            if holder is not None and holder.stage == REPLY and stage not in AT_WORK:
+                return stage, Label.DECODE, name  # A workflow's stage has a name of its own.
+            return stage, AT_WORK.get(stage, Label.WORK), name
+        for span in self._for_all:
+            if span.start <= at < span.end:
+                return span.stage, AT_WORK.get(span.stage, Label.WORK), name
+        return (holder.stage, Label.WAIT_DATA, name) if holder else (UNPLANNED, Label.WAIT_LEASE, "")
+
+    def _waits_for(self, at: float) -> Label:
+        """The label of a device that has decoded all its sequences: what it waits for."""
+        place = bisect_left(self._decoding, (at, at))
+        if place and self._decoding[place - 1][1] > at:
+            return Label.WAIT_TAIL
+        return Label.WAIT_REWARD if _covers(self.nowhere, at) else Label.WAIT_DATA
+
+    def _times_of_decoding(self) -> list[Interval]:
+        """The times in which some device decodes, joined and in order."""
+        return joined(
+            piece
+            for device, spans in self._work.items()
+            for span in spans
+            if span.stage in DECODES
+            for piece in without(
+                (span.start, span.end), [(rest.start, rest.end) for rest in self._rests.get(device, ())]
+            )
+        )
+
+
+def _by_device(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        for device in span.devices or [""]:
+            found[device].append(span)
+    return found
+
+
+def _covers(spans: Iterable[Span], at: float) -> bool:
+    return any(span.start <= at < span.end for span in spans)

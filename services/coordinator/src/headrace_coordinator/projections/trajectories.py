@@ -1,4 +1,4 @@
-"""The file of a run's trajectories: sampled by step, rotated by size, written once over restarts."""
+"""The file of a run's trajectories: a sample of each step, rotated by size, each line written once over restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[int, int, int, int, int]
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """What identifies a line; the rest of it is not decoded."""
+    """What identifies a line; its other fields are not decoded."""
 
     step: int
     version: int
@@ -33,8 +33,8 @@ class Slot(msgspec.Struct, frozen=True):
         return self.step, self.version, self.prompt_ordinal, self.sample_index, self.attempt
 
 
-class Settled(Slot, frozen=True, omit_defaults=True):
-    """A line: the fields of `TrajectoryView`, without its checks of what the coordinator itself has made."""
+class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
+    """A settled trajectory as a line: the fields of `TrajectoryView`, without validation."""
 
     prompt: str
     completion: str
@@ -65,10 +65,10 @@ class TrajectoryFile:
         self._written = _keys(directory / NAME)
         self._counts = Counter((step, version) for step, version, *_ in self._written)
 
-    def append(self, views: list[Settled]) -> None:
+    def append(self, views: list[SettledTrajectory]) -> None:
         """Appends what is new and fits the cap: whole groups, evenly over those of the call."""
         new = {view.key: view for view in views}
-        by_step: dict[tuple[int, int], list[Settled]] = {}
+        by_step: dict[tuple[int, int], list[SettledTrajectory]] = {}
         for key in sorted(new.keys() - self._written):
             by_step.setdefault(key[:2], []).append(new[key])
         chosen = [
@@ -93,7 +93,7 @@ class TrajectoryFile:
         self._file = LineFile(self._directory / NAME)
         for old in full_files(self._directory)[: -self._kept_files or None]:
             old.unlink()
-        # Only steps of the last file can still be repeated by a restart; older identities may go.
+        # A restart can repeat steps of the last file alone: older keys are not needed any more.
         newest = max(step for step, *_ in self._written)
         self._written = {key for key in self._written if key[0] >= newest - 1}
         self._counts = Counter({step: n for step, n in self._counts.items() if step[0] >= newest - 1})
@@ -119,7 +119,7 @@ def _keys(path: Path) -> set[Key]:
     return found
 
 
-def _prompt(view: Settled) -> int:
+def _prompt(view: SettledTrajectory) -> int:
     return view.prompt_ordinal
 
 
@@ -132,14 +132,14 @@ def is_kept(place: int, groups: int, size: int, room: int) -> bool:
 
 
 def _is_spread(place: int, count: int, room: int) -> bool:
-    """Whether `_spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+    """Whether the view at `place` is among `_spread`'s `room` of `count` views; also for places beyond `count`."""
     return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
 
 
 def whole_groups(views: list[T], room: int, group_of: Callable[[T], int]) -> list[T]:
     """At most `room` of the views: whole groups at even distances, so that no prompt of a step is preferred.
 
-    Of a group that does not fit alone, members at even distances.
+    Where not even one group fits: members of the first group, at even distances.
     """
     if len(views) <= room:
         return views
@@ -154,7 +154,7 @@ def whole_groups(views: list[T], room: int, group_of: Callable[[T], int]) -> lis
 
 
 def _spread(views: list[T], room: int) -> list[T]:
-    """`room` of the views at even distances: neither the first prompts nor the shortest answers win."""
+    """`room` of the views at even distances, so that neither the first prompts nor short answers are preferred."""
     if room <= 0 or len(views) <= room:
         return views[: max(room, 0)]
     return [views[index * len(views) // room] for index in range(room)]

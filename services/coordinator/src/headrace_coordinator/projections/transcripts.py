@@ -1,6 +1,6 @@
-"""The answers of an evaluation of a suite: the run's trajectories, none left out, and read again as its answers.
+"""The transcripts of a suite's evaluation: all its trajectories in files, read again as answers with their figures.
 
-An item's index is the prompt ordinal. Synchronous; knows no suite: `extract` says what an answer chooses.
+An item's index is the prompt ordinal. Synchronous; knows no suite: `extract` returns the choice in an answer's text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headrace_coordinator.projections.lines import read_lines
-from headrace_coordinator.projections.trajectories import NAME, Settled, TrajectoryFile, full_files
+from headrace_coordinator.projections.trajectories import NAME, SettledTrajectory, TrajectoryFile, full_files
 
 FILE_BYTES = 64 * 1024 * 1024
 EVERYTHING = 2**40
@@ -35,18 +35,18 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Transcripts:
-    """Writes answers; OSError when the disk refuses, and the same call may be made again."""
+    """Writes answers. OSError when the disk refuses: the same call may be repeated."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._file = TrajectoryFile(directory, EVERYTHING, FILE_BYTES, EVERYTHING)
 
-    def append(self, answers: list[Settled]) -> None:
-        """Writes the answers that are not written yet."""
+    def append(self, answers: list[SettledTrajectory]) -> None:
+        """Writes those of the answers that the files do not have yet."""
         self._file.append(answers)
 
 
-def answer_of(line: Settled, extract: Extract) -> Answer:
+def answer_of(line: SettledTrajectory, extract: Extract) -> Answer:
     """The figures of a transcript."""
     choice = extract(line.completion)[:LONGEST_CHOICE]
     return Answer(
@@ -63,8 +63,8 @@ def read_answers(directory: Path, extract: Extract) -> dict[Key, Answer]:
     return found
 
 
-def _lines(path: Path) -> Iterable[Settled]:
-    decode = msgspec.json.Decoder(Settled).decode
+def _lines(path: Path) -> Iterable[SettledTrajectory]:
+    decode = msgspec.json.Decoder(SettledTrajectory).decode
     for _, line in read_lines(path):
         try:
             yield decode(line)

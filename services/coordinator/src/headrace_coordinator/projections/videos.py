@@ -1,6 +1,6 @@
-"""What an evaluation keeps of its recorded episodes: a video and the episode's arrays, each a file. Synchronous.
+"""Recorded episodes of an evaluation: a video and a file of the episode's arrays for each. Synchronous.
 
-They lie in the evaluation's directory; a video's name says which episode it shows.
+Both are in the evaluation's directory; a video's name tells its episode.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def episode_name(video: str) -> str:
 
 
 def write_recordings(directory: Path, recordings: Iterable[Recording]) -> None:
-    """Writes the files, each by a rename; one that is made again replaces itself. Raises OSError."""
+    """Writes the files, each by a rename; writing a recording again replaces its files. Raises OSError."""
     folder = directory / FOLDER
     for recording in recordings:
         folder.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def write_recordings(directory: Path, recordings: Iterable[Recording]) -> None:
 
 
 def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
-    """The video last: what is listed has its episode."""
+    """(name, content) of both files, the video last: a listed video has its episode."""
     yield episode_name(recording.video.name), recording.episode
     yield recording.video.name, recording.content
 

@@ -22,7 +22,7 @@ STEPS_BYTES = 16 << 20
 
 
 async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
-    """High-water marks, the frontier, steps since the oldest kept checkpoint: enough for a log that lost its end."""
+    """Highest numbers, the frontier, steps since the oldest kept checkpoint: what a log that lost its end lacks."""
     run = event_log.state.runs[run_id]
     head = run.lineage.base
     ledger = {
@@ -41,10 +41,10 @@ async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
 
 
 async def wanted_by_others(event_log: EventLog, run_id: str) -> list[str]:
-    """Names of the run's checkpoints that evaluations use, or forks begin with that have none of their own yet.
+    """Names of the run's checkpoints that must not be deleted.
 
-    Those that may be asked for, the newest that the ledger knows, are among them: they are asked for while the next
-    one is written.
+    Those that evaluations use, that forks without a checkpoint of their own begin with, and the newest that the ledger
+    knows: they may be asked for while the next one is written.
     """
     names, steps = {name for name, _ in event_log.state.runs[run_id].checkpoints}, set[int]()
     for fork in event_log.state.active_runs():
@@ -86,15 +86,14 @@ def read_ledger(data: bytes) -> dict[str, Any]:
 
 def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.StepCommitted]:
     """Committed steps that a checkpoint knows and the log does not."""
-    lines = [base64.b64decode(text) for text in ledger.get("committed", [])]  # as an older release wrote them
-    if "steps" in ledger:
-        lines = zlib.decompress(base64.b64decode(ledger["steps"])).splitlines()
-    events = [ev.decode(line) for line in lines]
+    if "steps" not in ledger:
+        return []
+    events = map(ev.decode, zlib.decompress(base64.b64decode(ledger["steps"])).splitlines())
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
 
 
 async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
-    """Checkpoints of the run; those that were found damaged since the last listing are told of."""
+    """Checkpoints of the run; appends an event for each that was found damaged since the last listing."""
     response = await context.workers.leader.list_checkpoints()
     for damaged in response.set_aside:
         reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
@@ -107,7 +106,7 @@ async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
 
 
 class Checkpointer:
-    """Follows the time budget: the time that saving costs stays below a share of wall time."""
+    """Starts checkpoints as the spec says: the time that saving takes stays below a share of wall time."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -120,14 +119,14 @@ class Checkpointer:
         self._last_failure = ""
 
     def due(self) -> bool:
-        """A checkpoint should start now."""
+        """Whether a checkpoint should start now."""
         section, run = self._context.spec.checkpoint, self._context.state
         if not section.enabled or run.lineage.base is None:
             return False
         if self._in_flight or run.lineage.head == self._announced:
             return False
         if section.interval_steps:
-            # One that was left out, because the one before was being written, is made up for.
+            # A checkpoint that was skipped, because the one before was being written, is made at the next step.
             every = section.interval_steps
             return self._ordinal % every == 0 or self._ordinal // every > self._began_at // every
         waited = self._context.event_log.monotonic() - self._last_at
@@ -140,7 +139,7 @@ class Checkpointer:
         return base.ordinal if base else 0
 
     async def save(self, wait: bool) -> None:
-        """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
+        """Starts a checkpoint of the head; with `wait`, until it is durable. After a failure the run goes on."""
         context, number = self._context, self._context.state.lineage.head
         self._began_at = self._ordinal
         started, step = context.event_log.monotonic(), context.state.ledger.step
@@ -163,11 +162,11 @@ class Checkpointer:
             self._saved(response.checkpoint.name, number)
 
     async def announce(self) -> None:
-        """Tells of checkpoints that became durable in the background."""
+        """Appends an event for a checkpoint that became durable, or failed, in the background."""
         if not self._in_flight:
             return
         if self._context.state.lineage.abandoned(self._in_flight):
-            self._in_flight = 0  # A rewind went behind it: nothing may go on from there any more.
+            self._in_flight = 0  # A rewind abandoned its version.
             return
         response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):

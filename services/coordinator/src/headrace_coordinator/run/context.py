@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -14,47 +12,49 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.data.curriculum import Curriculum
-from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.dataset import Curriculum, Dataset
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, FILTERED, Slot
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import SettledTrajectory
+from headrace_coordinator.run.devices.leasing import WorkerLeases
+from headrace_coordinator.run.devices.lending import Lending
 from headrace_coordinator.run.devices.placement import Placement
+from headrace_coordinator.run.devices.repliers import Repliers
+from headrace_coordinator.run.modality import Episodes, Modality, Texts
+from headrace_coordinator.run.simulators.pools import Pools
+from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.workers.clients import WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
-log = logging.getLogger(__name__)
-
 
 class Projection(Protocol):
-    """Derived files of a run; a failing disk never stops it."""
+    """Writes the derived files of a run; an error of the disk does not stop the run."""
 
     def spec(self, spec: dict[str, Any]) -> None:
-        """What was submitted."""
+        """Writes the spec that was submitted."""
 
     def step(self, view: StepView) -> None:
-        """One committed step."""
+        """Writes one committed step."""
 
     def evaluation(self, view: EvaluationView) -> None:
-        """One evaluation."""
+        """Writes one evaluation."""
 
-    def trajectories(self, views: list[Settled]) -> None:
-        """Settled trajectories of one step."""
+    def trajectories(self, views: list[SettledTrajectory]) -> None:
+        """Writes the settled trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
-        """What was done since the last part, and who held what."""
+        """Writes what was done since the last part, and which leases were held."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends the files."""
 
 
 class RunContext:
@@ -74,13 +74,21 @@ class RunContext:
         self.spec = RunSpec.model_validate(self.state.spec)
         self.dataset = dataset
         self.projection = projection
-        self.workers = WorkerGroup(fleet, run_id, self.spec, self.state.directory)
-        self.workers.warmup_examples = self._warmup_examples()
-        self.placement = Placement(self.workers, self.state.plan)
+        self.workers = WorkerGroup(fleet, run_id, self.spec)
+        self.leases = WorkerLeases(self.workers)
+        self.repliers = Repliers(self.leases)
+        self.modality: Modality = (
+            Episodes(Pools(self.workers, self.leases), dataset)
+            if self.spec.environment
+            else Texts(self.workers, dataset, self.repliers)
+        )
+        self.staffing = Staffing(self.workers, self.modality)
+        self.placement = Placement(self.leases, self.staffing)
+        self.lending = Lending(self.leases, self.placement)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
-        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
@@ -95,11 +103,11 @@ class RunContext:
 
     @property
     def waits_for_batch(self) -> bool:
-        """Whether learning begins once the step's answers are complete: the algorithm's wish, or the workflow's."""
+        """Whether learning begins once the step's answers are complete, as the algorithm or the workflow needs it."""
         return self.spec.graph.whole_batch or self.workers.leader.barrier == trainer.BARRIER_BATCH
 
     async def record_abort(self, reason: str) -> None:
-        """Appends StepAborted for the attempt in hand."""
+        """Appends StepAborted for the open attempt."""
         ledger = self.state.ledger
         await self.event_log.commit(
             ev.StepAborted(
@@ -118,7 +126,7 @@ class RunContext:
         return self.curriculum.item(prompt) if self.curriculum else self.dataset.train_item(prompt)
 
     def observed(self, slots: Iterable[Slot]) -> list[ev.Observed]:
-        """What a curriculum wants to know of a step: how many answers to each item passed."""
+        """For a curriculum: how many answers to each item of a step passed."""
         if self.curriculum is None:
             return []
         rewards: dict[int, list[float]] = {}
@@ -132,7 +140,7 @@ class RunContext:
         ]
 
     async def recall(self) -> None:
-        """Tells a curriculum what the live steps of the run's history observed, and nothing else."""
+        """Tells a curriculum the pass rates of the steps in the run's history that were not rewound."""
         if self.curriculum is None:
             return
         steps: list[tuple[int, list[ev.Observed]]] = []
@@ -148,50 +156,27 @@ class RunContext:
 
     def prompt(self, prompt: int) -> rollout.Prompt:
         """The prompt of a prompt ordinal."""
-        return self.prompt_of(self.item(prompt))
-
-    def prompt_of(
-        self, item: DataItem, prefill: str | None = None, *, record: bool = False
-    ) -> rollout.Prompt:
-        """The prompt of an item, or where its episode begins; `prefill` stands in for data.prompt.prefill.
-
-        `record` asks for a video of the episode.
-        """
-        if self.workers.pools is None:
-            return prompt_message(self.dataset.prompt(item, prefill=prefill))
-        start = rollout.EpisodeStart(**item.metadata, record=record)
-        if said := self.workers.pools.instruction(start.task):
-            start.instruction = self.dataset.prompt(replace(item, question=said)).text or ""
-        return rollout.Prompt(episode=start)
+        return self.modality.prompt(self.item(prompt))
 
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""
         return self.item(prompt).question
 
     def saw_length(self, prompt: int, tokens: int) -> None:
-        """An answer's length, from which later epochs expect theirs."""
+        """Notes an answer's length, the estimate for later epochs."""
         question = self.item(prompt).question
         answers, total = self._lengths.get(question, (0, 0))
         self._lengths[question] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
-        """Mean length of the item's answers so far; the limit for a new one."""
+        """Mean length of the item's answers so far, in tokens; the most that it may have for a new item."""
         answers, total = self._lengths.get(self.item(prompt).question, (0, 0))
         return total / answers if answers else float(self.spec.sampling.max_new_tokens)
-
-    def _warmup_examples(self) -> list[dict[str, object]]:
-        if not self.spec.trainer.warmup.steps or self.spec.workflow == "embodied":
-            return []
-        items = [self.dataset.train_item(ordinal) for ordinal in range(self.dataset.train_size)]
-        return [
-            {"chat": content.chat, "text": content.text, "prefill": content.prefill, "answer": item.answer}
-            for item, content in ((item, self.dataset.prompt(item)) for item in items)
-        ]
 
     # --- what is shown
 
     def keep_time(self, kind: Kind, step: int, timer: StepTimer) -> None:
-        """Adds what the timer has to the timeline, with the leases that ended; the timer begins anew."""
+        """Adds the timer's spans to the timeline, with the leases that ended; the timer restarts."""
         clock = self.event_log.now() - self.event_log.monotonic()
         self.projection.timeline(
             Part(
@@ -226,9 +211,7 @@ class RunContext:
 
     def note(self, text: str) -> None:
         """Tells the run's user."""
-        text = self.fleet.readable(text)
-        log.info("run %s: %s", self.run_id, text)
-        self.event_log.post(ev.Noted(at=self.event_log.now(), run=self.run_id, text=text))
+        self.workers.note(text)
 
     def distribution(self, temperature: float) -> common.SamplingDistribution:
         """The spec's sampling distribution at `temperature` (0: greedy)."""
@@ -242,15 +225,7 @@ class RunContext:
             log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
         )
 
-    async def lost(self, member: WorkerClient, why: str) -> None:
+    async def lost(self, worker: WorkerClient, why: str) -> None:
         """A call failed: waits a little to learn whether the instance is gone."""
-        alive = await self.fleet.fate(member.incarnation)
-        self.note(f"{member.instance.instance} {'failed a call' if alive else 'is lost'}: {why}")
-
-
-def prompt_message(content: PromptContent) -> rollout.Prompt:
-    """A prompt as the rollout takes it."""
-    if content.chat is None:
-        return rollout.Prompt(text=content.text or "")
-    messages = [rollout.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
-    return rollout.Prompt(chat=rollout.ChatPrompt(messages=messages, prefill=content.prefill))
+        alive = await self.fleet.fate(worker.incarnation)
+        self.note(f"{worker.instance.instance} {'failed a call' if alive else 'is lost'}: {why}")

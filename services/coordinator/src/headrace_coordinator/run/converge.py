@@ -1,4 +1,4 @@
-"""Brings the trainer group and the ledger to one version: adopt, record what was committed, or rewind.
+"""Brings the trainer group and the ledger to one version: keep it, record what was committed, or rewind.
 
 The one path for a start, a lost trainer, a restarted coordinator and a resumed pause.
 """
@@ -26,25 +26,24 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 DAMAGED = "CHECKPOINT_DAMAGED"
 AWAY = {DAMAGED, "NOT_FOUND"}
-"""Why a trainer cannot read one checkpoint of another run, which may prune it at any time; another one may do."""
+"""Reasons why a trainer cannot read one checkpoint of another run, which may delete it at any time: try the next."""
 NOT_CARRIED = {"NOT_CARRIED", "CARRIED_MISMATCH"}
 UNUSABLE = {*AWAY, "CHECKPOINT_MISMATCH", "INVALID"}
-"""Why a trainer refuses another run's checkpoints for good."""
+"""Reasons why a trainer refuses all checkpoints of another run."""
 
 
 class Misplaced(Exception):
-    """What the run rests on is not where it was; the message says how to mend it. The run pauses."""
+    """The run's checkpoints are not where they were; the message says what to do. The run pauses."""
 
 
 async def form_trainer_group(context: RunContext) -> None:
-    """All trainer members meet under a new generation; a trainer group of the same processes stays as it is."""
-    members, run = context.workers.trainers, context.state
-    states = [await member.state() for member in members]
-    incarnations = [member.incarnation for member in members]
+    """All trainers form a group under a new generation; a trainer group of the same processes stays as it is."""
+    trainers, run = context.workers.trainers, context.state
+    states = [await each.step_state() for each in trainers]
+    incarnations = [each.incarnation for each in trainers]
     same = run.trainer_group == incarnations and all(
         s.generation == run.trainer_group_generation for s in states
     )
@@ -52,20 +51,16 @@ async def form_trainer_group(context: RunContext) -> None:
         return
     generation = run.trainer_group_generation + 1
     formed = ev.TrainerGroupFormed(
-        at=context.event_log.now(), run=run.id, generation=generation, members=incarnations
+        at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
     )
     await context.event_log.commit(formed)
-    host = members[0].instance.address.rpartition(":")[0]
+    host = trainers[0].instance.address.rpartition(":")[0]
     # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
     # generation has its own, so that two groups on one host do not meet each other.
-    port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(members) > 1 else 0
+    port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(trainers) > 1 else 0
     rendezvous = f"{host}:{port}"
     timeout = context.workers.fleet_timeout
-
-    async def join(member: TrainerClient) -> None:
-        await member.join(generation, len(members), rendezvous, timeout)
-
-    await gather_all(*(join(member) for member in members))
+    await gather_all(*(each.join(generation, len(trainers), rendezvous, timeout) for each in trainers))
 
 
 async def converge(context: RunContext) -> Published:
@@ -79,15 +74,15 @@ async def converge(context: RunContext) -> Published:
 
 
 async def _holds_base(context: RunContext) -> bool:
-    """Whether the trainer group has the ledger's head, taken up where its leader carried it from another group."""
+    """Whether the trainer group has the ledger's head; restored here where its leader carried it from another group."""
     base, leader = context.state.lineage.base, context.workers.leader
     if base is None:
         return False
-    state = await leader.state()
+    state = await leader.step_state()
     if state_number(state) == base.number or state.carried_number != base.number:
         return state_number(state) == base.number
     try:
-        await leader.take_up(base.number)
+        await leader.restore_carried(base.number)
     except CallRefused as refused:
         if refused.reason not in NOT_CARRIED:
             raise
@@ -98,7 +93,7 @@ async def _holds_base(context: RunContext) -> bool:
 
 async def settle_commit(context: RunContext) -> None:
     """Records a commit that the trainer has made and the ledger does not know; closes any other attempt."""
-    state = await context.workers.leader.state()
+    state = await context.workers.leader.step_state()
     if _committed_here(context, state):
         await _record_commit(context, state)
     elif state.phase == trainer.STEP_PHASE_ACCUMULATING:
@@ -113,7 +108,7 @@ def state_number(state: trainer.GetStepStateResponse) -> int:
 
 
 def _committed_here(context: RunContext, state: trainer.GetStepStateResponse) -> bool:
-    """The trainer made a version, and the ledger knows everything that went into it, or has recorded it."""
+    """Whether the trainer has committed a version that the ledger has recorded, or knows everything of."""
     if state.phase != trainer.STEP_PHASE_COMMITTED:
         return False
     run = context.state
@@ -170,7 +165,7 @@ async def _restore(context: RunContext) -> None:
                 raise RunFailed(f"from_checkpoint: {refused.message}") from refused
             elif refused.reason != DAMAGED:
                 raise
-            # Its own is set aside: the next listing leaves it out and tells of it.
+            # A damaged checkpoint of its own is renamed: the next listing leaves it out and reports it.
     for reason in away.values():
         context.note(f"from_checkpoint: {reason}")
     if "warmup_last_loss" in response.figures:
@@ -204,7 +199,7 @@ def _cloned(steps: int, figures: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a trainer's state comes from; without a name: the initial model."""
+    """The checkpoint that a trainer restores; without a name: the initial model."""
 
     name: str = ""
     number: int = 0
@@ -246,7 +241,7 @@ async def _newest(context: RunContext) -> _Source | None:
         except CallRefused as refused:
             if refused.reason != DAMAGED:
                 raise
-            return await _newest(context)  # which lists one less
+            return await _newest(context)  # The next listing has one less.
         ours = (ledger.get("store_id"), ledger.get("run")) == (
             context.event_log.state.store_id,
             context.run_id,
@@ -295,7 +290,7 @@ def _none_left(wanted: FromCheckpointSection, found: list[int], away: dict[str, 
 
 
 def _begins(run: RunState, checkpoint: str) -> bool:
-    """A fork that has made steps, and saved none, begins again where it began: they rest on that checkpoint."""
+    """Whether a fork may begin with a checkpoint: one that has made steps begins again with the one that it had."""
     return run.ledger.step == run.ledger.first_step or checkpoint == run.origin_checkpoint
 
 
@@ -313,7 +308,7 @@ async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Chec
 
 
 async def _burn_number(context: RunContext, source: _Source) -> int:
-    """A version number above any that the log or the checkpoint knows; replays what a lost log end held."""
+    """A version number above any that the log or the checkpoint knows; appends steps that a lost log end held."""
     event_log, run, ledger = context.event_log, context.state, source.ledger
     if source.run:
         ledger = {}

@@ -1,6 +1,6 @@
-"""The one exit of a run that holds a grant: decide, save, close, release, and only then say so.
+"""The one exit of a run that holds a grant: settles its commit, saves, closes, releases, and then changes its state.
 
-Every pause, yield, end and failure goes through `leave`. What cannot be closed is killed.
+Every pause, yield, end and failure goes through `leave`. An instance that does not close the run is killed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
 from headrace_coordinator.run.step.step import RunFailed
-from headrace_coordinator.run.workers.clients import WorkerClient
-from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 LEAVE_S = 180.0
 """How long the last commit may take to be settled, and the head to be saved, before instances are killed."""
 CLOSING_S = 60.0
+"""How long an instance may refuse to close the run, or leave it unanswered, before it is killed."""
 CLOSING_SHOWN_S = 5.0
 """A close that lasts so long is shown as what the run waits for; a usual one takes less than a second."""
-"""How long an instance may refuse to close the run, or leave it unanswered, before it is killed."""
 CLOSE_AGAIN_S = 0.5
 Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
 
@@ -42,18 +42,18 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcome) -> None:
-    """Closes and releases everything of the run, then moves it to its outcome.
+    """Closes the run at its instances, releases its leases, then moves it to its outcome.
 
     A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
     """
     reason = outcome.reason
-    await context.workers.score_streams.end()
+    await context.staffing.score_streams.end()
     if outcome.state not in run_states.TERMINAL or outcome.state == run_states.CANCELLED:
         lost = await _settled(
             context, checkpointer, save=outcome.state in (run_states.PAUSED, run_states.QUEUED)
         )
         reason += f"; {lost}" if lost else ""
-    await close(context, context.workers.members)
+    await close(context, context.workers.everyone)
     await context.fleet.lease_manager.release_all(context.run_id)
     state, now = outcome.state, context.event_log.now()
     if context.state.state == run_states.CANCELLING and state not in (
@@ -68,7 +68,7 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
 
 
 async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: bool) -> str:
-    """Ends the attempt in hand; with `save`, makes the head durable. Returns what a resume will have lost."""
+    """Ends the open attempt; with `save`, makes the head durable. Returns what was lost, in words."""
     try:
         shares = context.spec.placement.share  # Its devices may have to be waited for.
         async with asyncio.timeout(LEAVE_S + (context.spec.limits.step_timeout_s if shares else 0.0)):
@@ -84,13 +84,13 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
 
 
 async def _abort_step(context: RunContext) -> None:
-    for member in context.workers.producers:
+    for rollout in context.workers.producers:
         try:
-            await member.abort()
+            await rollout.abort()
         except (InstanceDown, CallRefused) as fault:
             context.note(f"ignored while stopping: {fault}")
     if context.state.ledger.open and not context.workers.trainers:
-        await context.workers.staff_trainers()  # The coordinator restarted: the trainer may have committed.
+        await context.staffing.staff_trainers()  # The coordinator restarted: the trainer may have committed.
     if context.workers.trainers:
         await settle_commit(context)
 
@@ -105,9 +105,9 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         return
     unsure = context.regrouping or not context.workers.trainers
     if unsure:
-        await context.workers.staff_trainers()
+        await context.staffing.staff_trainers()
     await context.placement.hand_devices_to_trainers()
-    if unsure and (await context.workers.leader.state()).carried_number == head:
+    if unsure and (await context.workers.leader.step_state()).carried_number == head:
         await form_trainer_group(context)  # A change of the trainer group was interrupted.
         await converge(context)
     await checkpointer.save(wait=True)
@@ -115,42 +115,39 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         raise RunFailed("the checkpoint could not be written; see the run's events")
 
 
-async def close(context: RunContext, members: Sequence[WorkerClient]) -> None:
-    """Closes the run at `members`; kills those that do not in time, but for those that serve other runs too.
+async def close(context: RunContext, workers: Sequence[WorkerClient]) -> None:
+    """Closes the run at `workers`; kills those that do not close it in time, unless they serve other runs too.
 
-    What rewards and simulators keep is closed by the reconciler.
+    What reward instances and simulators keep is closed by the reconciler.
     """
 
-    async def one(member: WorkerClient) -> None:
+    async def one(worker: WorkerClient) -> None:
         fleet, deadline = context.fleet, context.event_log.monotonic() + CLOSING_S
         while True:
             try:
-                return await member.close_run()
+                return await worker.close_run()
             except (InstanceDown, CallRefused) as fault:
-                if not fleet.alive(member.incarnation) or member.instance.kind in SHARED:
+                if not fleet.alive(worker.incarnation) or worker.instance.kind in SHARED:
                     return
                 if context.event_log.monotonic() >= deadline:
-                    fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")
+                    fleet.kill(worker.incarnation, f"it did not close {context.run_id}: {fault}")
                     return
             await asyncio.sleep(CLOSE_AGAIN_S)
 
     with context.fleet.waits.named(context.run_id, "its instances to close it", after=CLOSING_SHOWN_S):
-        await asyncio.gather(*(one(member) for member in members))
+        await asyncio.gather(*(one(worker) for worker in workers))
 
 
 async def hand_over(context: RunContext, checkpointer: Checkpointer) -> str:
-    """A trainer was told to stop: its state is saved, the run is closed at the trainers, and they may go.
+    """A trainer was told to stop: saves its state, closes the run at the trainers, and lets draining ones exit.
 
-    Returns what became of its state.
+    Returns, in words, whether the state is saved.
     """
     lost = await _settled(context, checkpointer, save=True)
     trainers, context.workers.trainers = context.workers.trainers, []
     await close(context, trainers)
-    leases = context.fleet.event_log.state.table.leases.values()
-    leaving = {member.incarnation for member in trainers}
-    epochs = [lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in leaving]
-    await context.fleet.lease_manager.release(context.run_id, epochs)
-    for member in trainers:
-        if context.fleet.any_draining([member]):
-            context.fleet.drained(member.incarnation)
+    await context.fleet.lease_manager.release_of(context.run_id, [each.incarnation for each in trainers])
+    for each in trainers:
+        if context.fleet.any_draining([each]):
+            context.fleet.drained(each.incarnation)
     return lost or "its state is saved"

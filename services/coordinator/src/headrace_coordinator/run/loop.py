@@ -1,6 +1,6 @@
 """The run loop: one page, from admission until the run pauses, yields or ends. Reads like the life of a run.
 
-Decides nothing about devices, slots or weights: it only says what comes next, and what to do when it fails.
+Decides nothing about devices, slots or weights: only what comes next, and what happens after a failure.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
-from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
+from headrace_coordinator.run.devices.assignment import PlacementError
 from headrace_coordinator.run.devices.autoplan import Autoplan
-from headrace_coordinator.run.devices.seating import PlacementError
 from headrace_coordinator.run.evaluation.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.workers.opening import Unstaffed
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 DECISION_S = 900.0
-"""How long a CommitStep that was sent may take to be decided before the run stops without it."""
+"""How long a run that stops waits for the reply to a CommitStep that it has sent."""
 
 FOREVER_S = 1e9
 NOT_OPEN = frozenset({"NOT_OPEN", "OPENING_STALE"})
-"""What an instance answers that has lost the run, or has another opening of it."""
+"""Reasons of refusals by an instance that does not have the run open, or has another opening of it."""
 
 
 class Stopped(Exception):
-    """A user wants the step in hand to stop: pause at once, or cancel."""
+    """A user wants the open step to stop: pause at once, or cancel."""
 
 
 class TrainerDrains(Exception):
@@ -54,7 +53,7 @@ class RunLoop:
         self._event_log = context.event_log
         self._published: Published | None = None
         self._timer = StepTimer(context.event_log.monotonic)
-        context.placement.waited = self._timer.waited
+        context.leases.waited = self._timer.waited
         self._checkpointer = Checkpointer(context)
         self._autoplan = Autoplan(context)
         self._regrouping = Regrouping(context)
@@ -62,7 +61,7 @@ class RunLoop:
         self._keeps_until = 0.0
 
     async def run(self) -> None:
-        """Works until the run pauses, yields or ends, and leaves by the one exit."""
+        """Works until the run pauses, yields or ends, then closes and releases everything by `leave`."""
         await leave(self.context, self._checkpointer, await self._work())
         self.context.keep_time("leave", self.context.state.ledger.step, self._timer)
 
@@ -78,7 +77,7 @@ class RunLoop:
                     return outcome
                 self._move(run_states.RECOVERING, f"a trainer was told to stop; {what}")
             except Unstaffed as lack:
-                if await self._regrouping.settle():
+                if await self._regrouping.shrink():
                     continue
                 return Outcome(run_states.QUEUED, f"lacks {lack}; starts again when there is one")
             except Misplaced as problem:
@@ -94,7 +93,7 @@ class RunLoop:
                 return Outcome(run_states.FAILED, str(failed))
 
     async def _live(self) -> Outcome:
-        """Prepare, then steps until the last, or until the run is to pause or yield."""
+        """Prepares, then makes steps until the last, or until the run is to pause or yield."""
         await self._prepare()
         while True:
             await self._regroup_if_due()
@@ -107,7 +106,7 @@ class RunLoop:
             if boundary := self._at_boundary():
                 if boundary.state != run_states.QUEUED or await self._can_yield():
                     return boundary
-                continue  # Saving took the devices for the trainers.
+                continue  # The trainers have the devices now: they were needed for saving.
             await self._step()
             if self._checkpointer.due():
                 with self._timer.stage("checkpoint"):
@@ -118,17 +117,21 @@ class RunLoop:
         context = self.context
         if context.state.state == run_states.RUNNING:
             self._move(run_states.RECOVERING, "the coordinator restarted")
-        await self._regrouping.settle()
-        await context.workers.staff()
-        context.placement.assign()
+        await self._regrouping.shrink()
+        await context.staffing.staff()
+        context.leases.assign()
         await context.placement.hand_devices_to_trainers()
         await form_trainer_group(context)
-        await context.recall()  # A commit that is recorded now has the items of the steps before it.
+        await (
+            context.recall()
+        )  # So that a commit that `converge` records knows the items of the steps before it.
         self._published = await converge(context)
         context.regrouping = False
         await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
-            await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
+            await self._checkpointer.save(
+                wait=True
+            )  # The origin may delete the checkpoint that this run began with.
         context.agreement_due = True
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "training")
@@ -137,9 +140,9 @@ class RunLoop:
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
         assert self._published is not None
-        await self.context.workers.staff_rollouts()
-        self.context.placement.assign()
-        with self._timer.stage("switch" if self.context.placement.in_turns else "sync"):
+        await self.context.staffing.staff_rollouts()
+        self.context.leases.assign()
+        with self._timer.stage("switch" if self.context.workers.in_turns else "sync"):
             await self.context.placement.hand_devices_to_rollouts(self._published)
 
     async def _step(self) -> None:
@@ -162,19 +165,16 @@ class RunLoop:
         self.context.agreement_due = True
 
     async def _follow_plan(self) -> None:
-        """Between two steps: adopts a better placement, or says that there is one."""
+        """Between two steps: adopts a better placement, or proposes it."""
         plan = self._autoplan.due()
         if plan is None:
             return
+        workers, before = self.context.workers, self.context.workers.section
         await self._event_log.commit(plan)
         self.context.note(f"plan: {plan.reason}")
-        placement = self.context.placement
-        if (
-            not isinstance(plan, ev.PlanProposed)
-            and section_of(self.context.spec.placement, plan) != placement.section
-        ):
+        if workers.section != before:
             with self._timer.stage("switch"):
-                await placement.change(plan)
+                await self.context.placement.change()
             self._autoplan.changed()
 
     async def _evaluate_if_due(self) -> None:
@@ -190,7 +190,7 @@ class RunLoop:
         for kind, prefill in kinds:
             if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
                 acting = [*context.workers.rollouts, *context.workers.repliers]
-                devices = {device for member in acting for device in member.devices}
+                devices = {device for worker in acting for device in worker.devices}
                 with self._timer.stage("evaluate", sorted(devices)):
                     view = await evaluate(context, self._published, kind, prefill)
                 await self._event_log.commit(
@@ -226,7 +226,7 @@ class RunLoop:
     # --- what the user wants, and what other runs need
 
     def _obey(self) -> str:
-        """Moves the state as the intent asks; returns the kind of the next action."""
+        """Moves the run's state as its intent asks; returns the kind of the next action."""
         while (action := runs.next_action(self.context.state)).kind == run_states.MOVE:
             self._move(action.state, action.reason)
         return action.kind
@@ -242,7 +242,7 @@ class RunLoop:
         return Outcome(run_states.QUEUED, reason) if reason else None
 
     async def _can_yield(self) -> bool:
-        """Whether the head is durable. A run that yielded without would make the same steps again in each turn."""
+        """Whether the head was saved. A run that yielded without would make the same steps again in each turn."""
         try:
             await save_head(self.context, self._checkpointer)
         except RunFailed as failed:
@@ -252,7 +252,7 @@ class RunLoop:
         return True
 
     def _stopped_meanwhile(self) -> Outcome | None:
-        """A run without a step in hand need not go on to its next boundary to pause, or to be cancelled."""
+        """The outcome of a run without an open step that is to pause or to be cancelled; None: it goes on."""
         action = self._obey()
         if action == run_states.STOP_AT_BOUNDARY:
             return Outcome(run_states.PAUSED, "paused; resume goes on from here")
@@ -272,7 +272,7 @@ class RunLoop:
         )
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
-        """The outcome of `work`; raises `Stopped` or `TrainerDrains`, once a commit that was sent is decided."""
+        """The outcome of `work`; raises `Stopped` or `TrainerDrains`, once a commit that was sent has its reply."""
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._stop_asked())
         try:
@@ -291,7 +291,7 @@ class RunLoop:
             await asyncio.gather(*parts, return_exceptions=True)
 
     async def _stop_asked(self) -> Exception:
-        """Waits for a reason to stop the step in hand."""
+        """Waits for a reason to stop the open step, and returns it."""
         fleet, workers = self.context.fleet, self.context.workers
 
         def news() -> bool:
@@ -313,9 +313,9 @@ class RunLoop:
     # --- faults
 
     async def _take_turns(self, misfit: PlacementError) -> bool:
-        """A plan that fits no more, as devices were lost, gives way to turns on those that are left."""
+        """Of a run with `auto`: adopts turns on the devices that are left; False where it takes turns already."""
         context = self.context
-        if context.spec.placement.mode != "auto" or context.placement.in_turns:
+        if context.spec.placement.mode != "auto" or context.workers.in_turns:
             return False
         plan = ev.PlanAdopted(
             at=self._event_log.now(),
@@ -325,14 +325,13 @@ class RunLoop:
             reason=str(misfit),
         )
         await self._event_log.commit(plan)
-        context.placement.plan(plan)
         if context.state.state == run_states.RUNNING:
             self._move(run_states.RECOVERING, f"{misfit}; takes turns on the devices that are left")
         context.workers.adopt_leases()
         return True
 
     async def _while_it_progresses(self, step: Coroutine[Any, Any, Published]) -> Published:
-        """A step may take any time as long as it progresses; raises `WaitTimeout` when it stands still."""
+        """Runs a step, however long it takes; raises `WaitTimeout` when it makes no progress for step_timeout_s."""
         task, limit = asyncio.ensure_future(step), self.context.spec.limits.step_timeout_s
         try:
             while True:
@@ -349,7 +348,7 @@ class RunLoop:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _recover(self, fault: Exception) -> Outcome | None:
-        """Goes on from what is left, or ends: a user's error, or too many recoveries in a row."""
+        """Prepares to go on after a fault; an outcome where the spec is wrong, or the run has recovered too often."""
         run, limit = self.context.state, self.context.spec.limits.recoveries
         if isinstance(fault, CallRefused) and fault.reason in USER_ERRORS:
             return Outcome(run_states.FAILED, fault.message)

@@ -1,7 +1,7 @@
 """Between two steps: a run's trainer group gets another number of ranks, with the state that it has.
 
-The leader keeps weights and optimizer in host memory while it leaves one group and meets the next one; nothing is read
-from disk, and no version is lost or made. Which instances there are for it is `domain.devices.scheduling`'s to say.
+The leader keeps weights and optimizer in host memory while it leaves one group and joins the next one; nothing is read
+from disk, and no version is lost or made. Which instances join is decided by `domain.devices.scheduling`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_trainer_group
 from headrace_coordinator.run.leaving import close
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.group import Unstaffed
-from headrace_coordinator.run.workers.trainer_client import TrainerClient
+from headrace_coordinator.run.workers.opening import Unstaffed
 
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
 """Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""
 
-CONTENT_S = 600.0
-"""After so long a run whose trainers refused a larger group tries it again, of itself."""
+REFUSED_S = 600.0
+"""After so long a run whose trainers refused a larger group tries one again."""
 
 
 class Regrouping:
@@ -31,24 +30,26 @@ class Regrouping:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._told = ""
-        self._content_until = 0.0
+        self._no_growth_until = 0.0
 
     def due(self) -> ev.TrainersChanged | None:
-        """The change to make before the next step; tells once what a wanted one waits for."""
+        """The change to make before the next step; notes once what a wanted change waits for."""
         wanted = self._context.state.wanted_ranks
         if not wanted:
-            return self._gift() or self._growth()
+            return self._release_for_waiting() or self._growth()
         found = self._plan(wanted, f"trainer.ranks: {wanted} is wanted")
         if isinstance(found, str):
-            self._tell(f"trainer.ranks: {wanted} waits for {found}; goes on with {self._context.state.ranks}")
+            self._note_once(
+                f"trainer.ranks: {wanted} waits for {found}; goes on with {self._context.state.ranks}"
+            )
             return None
         return found
 
-    def _gift(self) -> ev.TrainersChanged | None:
-        """Of a run that has trainers beyond its least: without those that let a waiting run start."""
+    def _release_for_waiting(self) -> ev.TrainersChanged | None:
+        """Where the run has more trainers than its least: a group without those that let a waiting run start."""
         log, run = self._context.event_log, self._context.state
         surplus = any(ranks < run.ranks for ranks in run.sizes)
-        if not surplus or not self._anybody_waits() or log.monotonic() < self._content_until:
+        if not surplus or not self._anybody_waits() or log.monotonic() < self._no_growth_until:
             return None
         now = log.now()
         gift = plan_admission(log.state, now).gifts.get(run.id)
@@ -61,17 +62,17 @@ class Regrouping:
         return any(other.state == QUEUED for other in self._context.event_log.state.active_runs())
 
     def _growth(self) -> ev.TrainersChanged | None:
-        """Of a run that may grow: the largest group that free trainers make, unless another run waits for them."""
+        """Where the run may grow: the largest group that free trainers make, unless another run waits for them."""
         log, run = self._context.event_log, self._context.state
         larger = [ranks for ranks in run.sizes if ranks > run.ranks]
         gave = bool(run.gave_at) and 0.0 <= log.now() - run.gave_at < run.quantum_s
-        if not larger or gave or self._anybody_waits() or log.monotonic() < self._content_until:
+        if not larger or gave or self._anybody_waits() or log.monotonic() < self._no_growth_until:
             return None
         plans = (self._plan(ranks, "a trainer is free") for ranks in reversed(larger))
         return next((plan for plan in plans if not isinstance(plan, str)), None)
 
-    async def settle(self) -> bool:
-        """Whether a run that has lost trainers, and may be smaller, goes on with those that it has."""
+    async def shrink(self) -> bool:
+        """Makes the group smaller after trainers were lost; False where it may not be, or none was lost."""
         log, run = self._context.event_log, self._context.state
         held = run.grant.trainers if run.grant else []
         left = [who for who in held if (i := log.state.instances.get(who)) and not i.draining]
@@ -93,7 +94,7 @@ class Regrouping:
     async def change(self) -> Published:
         """Makes the change that is due, and has the head published by the new group.
 
-        A group that cannot hold the state, by its trainers' own words, becomes again what it was.
+        Where the trainers refuse the state in a group of that size, the group becomes again what it was.
         """
         context, before = self._context, self._context.state.ranks
         context.regrouping = True
@@ -101,20 +102,20 @@ class Regrouping:
         await context.workers.leader.leave(context.state.trainer_group_generation)
         change = self.due()  # What was free may be lost by now.
         if change is None:
-            return await self._meet()
+            return await self._form_group()
         try:
             return await self._follow(change)
         except CallRefused as refused:
             if refused.reason not in UNFIT:
                 raise
-            self._content_until = context.event_log.monotonic() + CONTENT_S
+            self._no_growth_until = context.event_log.monotonic() + REFUSED_S
             why = f"{change.ranks} ranks are refused: {refused.message}"
             back = self._plan(before, why)
             if not isinstance(back, str):
                 return await self._follow(back)
             if not change.given_to:
                 raise
-            # Whoever the trainers were given to has them by now.
+            # The run that the trainers were released for has them by now.
             now = context.event_log.now()
             context.event_log.post(
                 ev.RanksWanted(at=now, run=context.run_id, ranks=before, author="system", reason=why)
@@ -124,12 +125,14 @@ class Regrouping:
     async def _follow(self, change: ev.TrainersChanged) -> Published:
         context = self._context
         await context.event_log.commit(change, *self._replan(change))
-        members = context.workers.trainers
-        await self._dismiss([member for member in members if member.incarnation not in change.trainers])
-        return await self._meet()
+        trainers = context.workers.trainers
+        leaving = [trainer for trainer in trainers if trainer.incarnation not in change.trainers]
+        await close(context, leaving)
+        await context.fleet.lease_manager.release_of(context.run_id, [each.incarnation for each in leaving])
+        return await self._form_group()
 
     def _replan(self, change: ev.TrainersChanged) -> list[ev.PlanAdopted]:
-        """What `auto` measured holds for another group: it begins again, in turns."""
+        """What `auto` measured is of another group: the run takes turns, and measures again."""
         context = self._context
         if context.spec.placement.mode != "auto" or context.state.plan is None:
             return []
@@ -140,23 +143,11 @@ class Regrouping:
             mode="collocated",
             reason=f"the trainer group has {change.ranks} rank{'s' if change.ranks > 1 else ''} now",
         )
-        context.placement.plan(plan)
         return [plan]
 
-    async def _dismiss(self, leaving: list[TrainerClient]) -> None:
-        """They close the run, and their devices are free."""
+    async def _form_group(self) -> Published:
         context = self._context
-        await close(context, leaving)
-        gone = {member.incarnation for member in leaving}
-        leases = context.event_log.state.table.leases.values()
-        epochs = [
-            lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in gone
-        ]
-        await context.fleet.lease_manager.release(context.run_id, epochs)
-
-    async def _meet(self) -> Published:
-        context = self._context
-        await context.workers.staff_trainers()
+        await context.staffing.staff_trainers()
         await context.placement.hand_devices_to_trainers()
         await form_trainer_group(context)
         published = await converge(context)
@@ -167,7 +158,7 @@ class Regrouping:
         log = self._context.event_log
         return plan_regroup(log.state, self._context.run_id, ranks, reason, log.now())
 
-    def _tell(self, text: str) -> None:
+    def _note_once(self, text: str) -> None:
         if text != self._told:
             self._told = text
             self._context.note(text)

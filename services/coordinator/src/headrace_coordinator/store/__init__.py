@@ -1,1 +1,1 @@
-"""The event log in Redis: the only writer of durable state."""
+"""Durable state: the event log and its store, and the histories of runs in files."""

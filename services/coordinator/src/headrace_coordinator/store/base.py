@@ -1,13 +1,20 @@
-"""What the event log needs of a store: one conditional append, and snapshots that let the log be trimmed."""
+"""What the event log needs of a store, and the file that says which store a data directory belongs to.
+
+A store has one conditional append, and snapshots that let the log be trimmed. Knows neither Redis nor events.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import uuid
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 LEAP = 1 << 20
-"""How far counters leap at a start, so that a lost last second can never be issued twice."""
+"""How far counters leap at a start, so that numbers of a lost last second are never issued again."""
 
 
 class Fenced(Exception):
@@ -15,17 +22,11 @@ class Fenced(Exception):
 
 
 class StoreAway(Exception):
-    """The store does not answer, or refuses writes now; the same call may be tried again. Says it in its words."""
+    """The store does not answer, or refuses writes now; the same call may be tried again. The text is the store's."""
 
 
 class ForeignStore(Exception):
-    """The store is empty or belongs to another data directory: refuse to start blank."""
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One event to append."""
-
-    payload: bytes
+    """The store is empty or belongs to another data directory: refuse to start without its events."""
 
 
 class Stored(msgspec.Struct):
@@ -43,10 +44,10 @@ class Store(Protocol):
     """A durable event log with one writer."""
 
     async def claim(self, identity: str) -> None:
-        """Becomes the leader; raises `Fenced` naming the present one."""
+        """Makes the caller the leader; raises `Fenced` with the name of the present one."""
 
     async def keep_claim(self) -> None:
-        """Renews the claim, or takes one that ran out again if nobody else has; proves that writes are accepted.
+        """Renews the claim, or takes it again if it ran out and nobody else has it; proves that writes are accepted.
 
         Raises:
             Fenced: another coordinator has taken the store.
@@ -60,10 +61,10 @@ class Store(Protocol):
         """Makes `epoch` the only one that may append; raises `Fenced` unless it is the highest."""
 
     async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
-        """As `begin`, but only while `present` is the active epoch. A repeat of the same call is fine."""
+        """Does the same, but only while `present` is the active epoch. The same call may be repeated."""
 
-    async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
-        """Appends entries as `first`, `first`+1, … if the log ends at `expected`. A repeat of the same call is fine.
+    async def append(self, epoch: int, expected: int, first: int, payloads: list[bytes]) -> None:
+        """Appends events as `first`, `first`+1, … if the log ends at `expected`. The same call may be repeated.
 
         Raises:
             Fenced: another epoch has begun, or the log ends elsewhere.
@@ -73,11 +74,47 @@ class Store(Protocol):
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
         """Replaces the snapshot, then trims the log up to `sequence`."""
 
-    async def old_runs(self) -> list[str]:
-        """Runs of an older release that kept their public events in the store, in streams of their own."""
 
-    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
-        """Such a run's public events from its beginning."""
+class Marks(msgspec.Struct, frozen=True):
+    """Highest coordinator epoch and event number that a data directory has seen."""
 
-    async def drop_history(self, run: str) -> None:
-        """Removes them: they are in files."""
+    epoch: int = 0
+    sequence: int = 0
+
+
+class StoreMarker:
+    """A file in the data directory with three lines: store id, epoch, sequence.
+
+    Tells an emptied store, a foreign one and an older copy from the right one.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._written = Marks()
+
+    def identify(self, stored_id: str) -> tuple[str, Marks]:
+        """The store's id, made where there is none yet, and how far its log is known to have come.
+
+        Raises:
+            ForeignStore: the store is not the one that the file belongs to.
+        """
+        lines = self._path.read_text().split() if self._path and self._path.exists() else []
+        expected, *numbers = lines or [""]
+        if expected and expected != stored_id:
+            found = f"holds store {stored_id}" if stored_id else "is empty"
+            raise ForeignStore(
+                f"this data directory belongs to store {expected}, but Redis {found}. Give back the Redis data of "
+                f"{expected}, or remove {self._path} to start anew (its runs can then not be resumed)."
+            )
+        return stored_id or uuid.uuid4().hex, Marks(*map(int, numbers))
+
+    def keep(self, store_id: str, marks: Marks) -> None:
+        """Writes the file if the marks have changed; on a full disk the file keeps its older marks."""
+        if self._path is None or marks == self._written:
+            return
+        temporary = self._path.with_name(f"{self._path.name}.new")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(f"{store_id}\n{marks.epoch}\n{marks.sequence}\n")
+            os.replace(temporary, self._path)
+            self._written = marks

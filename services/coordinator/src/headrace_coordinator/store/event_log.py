@@ -1,8 +1,8 @@
-"""The single writer: applies events to the state, appends them to the log, wakes whoever waits.
+"""The single writer: applies events to the state, appends them to the store's log, wakes tasks that wait for the state.
 
 Has the coordinator's two clocks: `now`, the wall clock, for the times that people read in events, and `monotonic`,
 for everything that is measured or expires; no value of it enters the log. Knows no rule of its own. `commit` returns
-once its events are durable, so an effect that waits for it never leaves before its append; `post` is for facts that
+once its events are durable, so an effect that waits for it is never sent before the append; `post` is for events that
 nothing waits for.
 """
 
@@ -17,10 +17,9 @@ from headrace_servicekit.lease.clock import boottime
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State, restore, snapshot
-from headrace_coordinator.store.base import LEAP, Entry, Fenced, Store, StoreAway, Stored
+from headrace_coordinator.store.base import LEAP, Fenced, Marks, Store, StoreAway, Stored, StoreMarker
 from headrace_coordinator.store.history import TAIL_LIMIT, History
-from headrace_coordinator.store.history.segments import Line
-from headrace_coordinator.store.marker import Marker, Marks
+from headrace_coordinator.store.segments import Line
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,13 @@ RETRY_S = 0.2
 CLAIM_RETRY_S = 1.0
 MOST_LEAPS = 1024
 LINGER_S = 0.05
-"""Events that nothing waits for are appended after so long, together with what came meanwhile."""
+"""Seconds after which events that nothing waits for are appended, together with later ones."""
 STALL_S = 5.0
-"""A wait that ends so much after its deadline shows that this process stood still: it waits again."""
+"""A wait that ends so many seconds after its deadline shows that this process was stopped: it waits again."""
 TICK_S = 0.001
-"""Beyond a deadline: the loop may call a little early."""
-Posted = tuple[int, Entry, ev.Event]
+"""Seconds added to a deadline's timer: the event loop may call it a little early."""
+Posted = tuple[int, bytes, ev.Event]
+"""Number, encoded event, event."""
 
 
 class EventLog:
@@ -56,7 +56,7 @@ class EventLog:
         self.fenced: asyncio.Future[str] | None = None
         self._store = store
         self._writing = asyncio.Lock()
-        self._marker = Marker(None)
+        self._marker = StoreMarker(None)
         self._sequence = 0
         self._appended = 0
         self._since_snapshot = 0
@@ -80,12 +80,13 @@ class EventLog:
         """
         await self._store.claim(identity)
         stored = await self._store.load()
-        self._marker = Marker(marker)
+        self._marker = StoreMarker(marker)
         store_id, seen = self._marker.identify(stored.store_id)
         self.state = restore(stored.snapshot) if stored.snapshot else State()
         events = [(number, ev.decode(payload), payload) for number, payload in stored.events]
         for _, event, _ in events:
             self.state.apply(event)
+        self.history.locate(self.state.runs.values())
         await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
         known = max(stored.epoch, self.state.epoch)
         if seen.epoch > known or seen.sequence > stored.sequence:
@@ -105,30 +106,22 @@ class EventLog:
         self._marker.keep(store_id, Marks(epoch, seen.sequence))
 
     def mark(self) -> None:
-        """Notes in the data directory how far the log has come, so that an older copy of it is recognised."""
+        """Writes the log's position into the data directory, so that an older copy of the log is recognised."""
         self._marker.keep(self.state.store_id, Marks(self.state.epoch, self._appended))
 
     @property
     def store_away(self) -> bool:
-        """The store does not answer or refuses writes; `store_trouble` has its own words."""
+        """Whether the store does not answer or refuses writes; `store_trouble` says why."""
         return bool(self.store_trouble)
 
-    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.AnyEvent, bytes]]) -> None:
+    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.Event, bytes]]) -> None:
         lines: dict[str, list[Line]] = {run: [] for run in self.state.runs}
         for number, event, payload in public:
             assert isinstance(event, ev.RunEvent)
             lines.setdefault(event.run, []).append((number, payload))
-        for name in await self._store.old_runs():
-            await self.history.recover({name: await self._store.old_history(name)}, -1, stored.sequence)
-            await self.history.sync()
-            await self._store.drop_history(name)
         await self.history.recover(lines, stored.snapshot_sequence, stored.sequence)
         for name in lines.keys() - self.state.runs.keys():
             self.history.forget(name)
-        for run in self.state.runs.values():
-            # A snapshot of an older release has no totals.
-            if run.totals.tally.steps != run.ledger.step:
-                await self.history.recount(run)
 
     # --- writing
 
@@ -139,11 +132,11 @@ class EventLog:
             self.state.apply(event)
             if ev.is_public(event):
                 self.history.posted(event.run, self._sequence)
-            self._pending.append((self._sequence, Entry(ev.encode(event)), event))
+            self._pending.append((self._sequence, ev.encode(event), event))
         if events:
             if self._linger is None:
                 self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
-            self._wake()
+            self.wake()
 
     async def commit(self, *events: ev.Event) -> None:
         """Applies events and returns when they, and all before them, are durable (G8)."""
@@ -151,7 +144,7 @@ class EventLog:
         await self.flush()
 
     async def flush(self) -> None:
-        """Returns when everything posted so far is durable."""
+        """Returns when all events posted so far are durable."""
         if self._appended_through(self._sequence):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -175,7 +168,7 @@ class EventLog:
             tasks.create_task(self._save_snapshots(), name="snapshot")
 
     async def _append_all(self) -> None:
-        """Whatever is pending goes in one group commit."""
+        """Appends all pending events in one group commit, for ever."""
         while True:
             await self._due.wait()
             self._due.clear()
@@ -190,15 +183,13 @@ class EventLog:
 
     async def _append(self, batch: list[Posted]) -> None:
         first, last = batch[0][0], batch[-1][0]
-        entries = [entry for _, entry, _ in batch]
-        await self._write(lambda: self._store.append(self.state.epoch, self._appended, first, entries))
+        payloads = [payload for _, payload, _ in batch]
+        await self._write(lambda: self._store.append(self.state.epoch, self._appended, first, payloads))
         del self._pending[: len(batch)]
         self._appended = last
         self._since_snapshot += len(batch)
         public = [
-            (event.run, sequence, event, entry.payload)
-            for sequence, entry, event in batch
-            if ev.is_public(event)
+            (event.run, sequence, event, payload) for sequence, payload, event in batch if ev.is_public(event)
         ]
         if public:
             self.history.extend(public)
@@ -220,7 +211,7 @@ class EventLog:
                 await asyncio.sleep(RETRY_S)
             except Fenced as error:
                 self._stop_for(error)
-                await asyncio.Event().wait()  # Nothing may leave any more; the process is about to stop.
+                await asyncio.Event().wait()  # No effect may be sent any more; the process is about to stop.
         self._set_trouble("")
 
     def _stop_for(self, error: Fenced) -> None:
@@ -241,7 +232,7 @@ class EventLog:
         self.mark()
 
     def _plan_snapshot(self) -> None:
-        """The state as it is now has what is not yet appended, too: it is saved once that is durable."""
+        """Takes a snapshot when one is due. It has events that are not appended yet, so it is saved once they are."""
         if self._snapshot is None and self._since_snapshot >= SNAPSHOT_EVERY:
             self._snapshot, self._since_snapshot = (self._sequence, snapshot(self.state)), 0
         if self._snapshot is not None and self._appended >= self._snapshot[0]:
@@ -253,7 +244,7 @@ class EventLog:
             self._snapshot_due.clear()
             if self._snapshot is None:
                 continue
-            # The log is trimmed next: it must not hold the only copy of an event.
+            # Saving it trims the log, which must not hold the only copy of an event.
             await self.history.synced()
             await self._save_snapshot(*self._snapshot)
             self._snapshot = None
@@ -263,12 +254,12 @@ class EventLog:
             async with self._writing:
                 await self._store.save_snapshot(self.state.epoch, sequence, data)
         except StoreAway as error:
-            log.warning("the snapshot waits for the store: %s", error)
+            log.warning("the snapshot is not saved, as the store is away: %s", error)
         except Fenced as error:
             self._stop_for(error)
 
     async def keep_claim(self, interval_s: float) -> None:
-        """Renews the leader's claim for ever, more often while the store refuses, and shows what the store says."""
+        """Renews the leader's claim for ever, more often while the store refuses. `store_trouble` has its error."""
         while True:
             await asyncio.sleep(min(interval_s, CLAIM_RETRY_S) if self.store_away else interval_s)
             try:
@@ -284,37 +275,34 @@ class EventLog:
                 self.mark()
 
     def _set_trouble(self, words: str) -> None:
-        """What the store says, empty when it took a write."""
+        """Keeps the store's error; an empty one after a write that it accepted."""
         if bool(words) != self.store_away:
             log.warning("the store is away: %s", words) if words else log.info("the store is back")
-            self._wake()
+            self.wake()
         self.store_trouble = words
 
     # --- waiting
 
-    def _wake(self) -> None:
-        """Once for all events of a turn of the loop: it is looked for each waiter at the state as it is then."""
+    def wake(self) -> None:
+        """Plans one check of all waiters in this turn of the event loop.
+
+        `post` calls it; others do when something changes that is no event (a session, a supervisor).
+        """
         if not self._waking and self._waiters:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake_now)
 
     def _wake_now(self) -> None:
         self._waking = False
-        for waiter, predicate in list(self._waiters.items()):  # Who has waited longest looks first.
-            if not waiter.done():
-                self._look(waiter, predicate)
-
-    def _look(self, waiter: asyncio.Future[None], predicate: Callable[[], bool]) -> None:
-        """Looks for a waiter: waking its task at every event, to look itself, costs ten times as much."""
-        try:
-            if predicate():
-                waiter.set_result(None)
-        except Exception as error:  # noqa: BLE001 - it is the waiter's to hear
-            waiter.set_exception(error)
-
-    def wake(self) -> None:
-        """Lets every waiter look again: something volatile (a session, a supervisor) has changed."""
-        self._wake()
+        for waiter, predicate in list(self._waiters.items()):  # The longest waiting one comes first.
+            if waiter.done():
+                continue
+            # Checking here costs a tenth of waking each waiter's task at every event, to check for itself.
+            try:
+                if predicate():
+                    waiter.set_result(None)
+            except Exception as error:  # noqa: BLE001 - raised in the waiter's task
+                waiter.set_exception(error)
 
     async def wait_until(self, predicate: Callable[[], bool], timeout: float, what: str) -> None:
         """Waits until `predicate` holds; raises `WaitTimeout` that names `what`."""

@@ -12,17 +12,18 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
+from typing_extensions import override
 
-from headrace_coordinator.store.base import Entry, Fenced, StoreAway, Stored
+from headrace_coordinator.store.base import Fenced, Store, StoreAway, Stored
 
 CLAIM_SECONDS = 15
 COMEBACK_S = 7.0
-"""How long a last leader that may be alive has to renew a claim that ran out; it tries every second."""
+"""Seconds that the last leader, if it may be alive, has to renew a claim that ran out; it tries every second."""
 POLL_S = 0.25
 PAGE = 1000
 
 
-class RedisStore:
+class RedisStore(Store):
     """A `Store` on one Redis database; all keys begin with `prefix`."""
 
     def __init__(self, url: str, prefix: str = "headrace", password: str | None = None) -> None:
@@ -41,11 +42,12 @@ class RedisStore:
     def _key(self, *parts: str) -> str:
         return ":".join((self._prefix, *parts))
 
+    @override
     async def claim(self, identity: str) -> None:
-        """See `Store.claim`. A leader whose process on this host is gone is replaced at once.
+        """Replaces a leader at once whose process was on this host and is gone.
 
-        A claim that ran out proves nothing while the store refused writes: the last leader gets `COMEBACK_S`
-        to renew it, counted from a write that was accepted.
+        A claim that ran out while the store refused writes does not show that its leader is gone: the last leader gets
+        `COMEBACK_S` to renew it, counted from a write that was accepted.
         """
         record = json.dumps({"who": identity, "host": socket.gethostname(), "pid": os.getpid()})
         leader = await self._leader()
@@ -70,16 +72,16 @@ class RedisStore:
     async def _last_leader(self) -> str:
         return _text(await self._ask(self._redis.hget(self._key("meta"), "leader")))
 
+    @override
     async def keep_claim(self) -> None:
-        """See `Store.keep_claim`."""
         await self._hold(self._identity, self._identity, str(self._epoch))
 
     async def _hold(self, identity: str, replaced: str, epoch: str) -> None:
         keys = [self._key("leader"), self._key("meta")]
         await self._ask(self._claim(keys=keys, args=[identity, replaced, str(CLAIM_SECONDS), epoch]))
 
+    @override
     async def load(self) -> Stored:
-        """See `Store.load`."""
         meta = await self._ask(self._redis.hgetall(self._key("meta")))
         snapshot = await self._ask(self._redis.hgetall(self._key("snapshot")))
         after = int(snapshot.get(b"sequence", b"0"))
@@ -89,56 +91,37 @@ class RedisStore:
             sequence=int(meta.get(b"sequence", b"0")),
             snapshot=snapshot.get(b"data", b""),
             snapshot_sequence=after,
-            events=await self._read(self._key("log"), after),
+            events=await self._read(after),
         )
 
+    @override
     async def begin(self, epoch: int, store_id: str) -> None:
-        """See `Store.begin`."""
         await self._make_active("", epoch, store_id)
 
+    @override
     async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
-        """See `Store.raise_epoch`."""
         await self._make_active(str(present), epoch, store_id)
 
     async def _make_active(self, present: str, epoch: int, store_id: str) -> None:
         await self._ask(self._set_epoch(keys=[self._key("meta")], args=[present, str(epoch), store_id]))
         self._epoch = epoch
 
-    async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
-        """See `Store.append`."""
+    @override
+    async def append(self, epoch: int, expected: int, first: int, payloads: list[bytes]) -> None:
         keys = [self._key("meta"), self._key("log")]
-        arguments: list[Any] = [str(epoch), str(expected), str(first), *(e.payload for e in entries)]
+        arguments: list[Any] = [str(epoch), str(expected), str(first), *payloads]
         await self._ask(self._append_if(keys=keys, args=arguments))
 
+    @override
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
-        """See `Store.save_snapshot`."""
         if int(await self._ask(self._redis.hget(self._key("meta"), "epoch")) or 0) != epoch:
             raise Fenced("another coordinator epoch has begun")
         mapping = {"sequence": str(sequence), "data": data}
         await self._ask(self._redis.hset(self._key("snapshot"), mapping=mapping))
         await self._ask(self._redis.xtrim(self._key("log"), minid=f"{sequence + 1}-0", approximate=False))
 
-    async def old_runs(self) -> list[str]:
-        """See `Store.old_runs`."""
-        prefix = self._key("run", "")
-        found: list[str] = []
-        cursor: Any = 0
-        while True:
-            cursor, keys = await self._ask(self._redis.scan(cursor, match=f"{prefix}*", count=PAGE))
-            found += [key.decode().removeprefix(prefix) for key in keys]
-            if not int(cursor):
-                return sorted(set(found))
-
-    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
-        """See `Store.old_history`."""
-        return await self._read(self._key("run", run), 0)
-
-    async def drop_history(self, run: str) -> None:
-        """See `Store.drop_history`."""
-        await self._ask(self._redis.delete(self._key("run", run)))
-
     async def close(self) -> None:
-        """Gives the claim up and closes the connections."""
+        """Releases the claim and closes the connections."""
         try:
             if await self._leader() == self._identity:
                 await self._redis.delete(self._key("leader"))
@@ -147,17 +130,17 @@ class RedisStore:
         except (RedisError, StoreAway):
             return  # The claim runs out by itself.
 
-    async def _read(self, stream: str, after: int) -> list[tuple[int, bytes]]:
+    async def _read(self, after: int) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
         while True:
-            page = await self._ask(self._redis.xrange(stream, min=f"({after}-0", count=PAGE))
+            page = await self._ask(self._redis.xrange(self._key("log"), min=f"({after}-0", count=PAGE))
             found += [(int(key.split(b"-")[0]), fields[b"e"]) for key, fields in page]
             if len(page) < PAGE:
                 return found
             after = found[-1][0]
 
     async def _ask(self, reply: Awaitable[Any]) -> Any:
-        """A reply; whatever else the store says (out of memory, MISCONF, READONLY, LOADING, …) is `StoreAway`."""
+        """Waits for a reply. Every error but FENCED is `StoreAway`: out of memory, MISCONF, READONLY, LOADING, …."""
         try:
             answer = await reply
         except ResponseError as error:

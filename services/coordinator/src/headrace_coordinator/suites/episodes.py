@@ -10,6 +10,7 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import DataSection, PromptSection
 from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.suites.base import Suite
@@ -36,22 +37,22 @@ class Episodes(Suite):
         default=0, description="record the first so many episodes of each task and variant"
     )
 
+    @override
     def acts_in(self) -> EnvironmentSection:
-        """See `Suite.acts_in`."""
         return self.environment
 
+    @override
     def data(self) -> DataSection:
-        """See `Suite.data`."""
         own = {"starts": self.starts, "first_seed": self.first_seed, "init_states": self.init_states}
         options = {"tasks": self.environment.tasks, **own}
         return DataSection(source="episodes", options=options, prompt=PromptSection(chat=False))
 
+    @override
     def task_of(self, item: DataItem) -> tuple[str, str]:
-        """See `Suite.task_of`."""
         return self.environment.variant_of(item.metadata["task"])
 
+    @override
     def recorded(self, items: Sequence[DataItem]) -> frozenset[int]:
-        """See `Suite.recorded`."""
         seen: Counter[str] = Counter()
         found = set()
         for index, item in enumerate(items):
@@ -60,10 +61,11 @@ class Episodes(Suite):
                 found.add(index)
         return frozenset(found)
 
+    @override
     def key(self, data_key: str) -> str:
-        """See `Suite.key`."""
         return data_key.replace("data.options.", "suite.options.", 1).replace("data.", "suite.options.", 1)
 
+    @override
     def reward(self) -> RewardSection:
         """1 for an episode in which the task succeeds."""
         return RewardSection(scorers=[ScorerSection(name="episode", options={"of": "success"})])

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from headrace_schema.sections.generating import DataSection, PromptSection
 from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.suites.base import Suite
 from headrace_coordinator.suites.extracting import CHOICE, last_box, last_choice, last_number, plain_math
@@ -28,8 +29,8 @@ class FileSuite(Suite):
     template: ClassVar[str] = BOXED
     one_answer: ClassVar[bool] = True
 
+    @override
     def data(self) -> DataSection:
-        """See `Suite.data`."""
         prompt = PromptSection(template=self.template)
         if self.path is None:
             hub: dict[str, Any] = {"dataset": self.dataset, "name": self.config, "split": self.split}
@@ -39,16 +40,17 @@ class FileSuite(Suite):
         source = "parquet" if parquet else "jsonl"
         return DataSection(source=source, options={"path": self.path, "form": self.form}, prompt=prompt)
 
+    @override
     def key(self, data_key: str) -> str:
-        """See `Suite.key`."""
         return super().key(data_key).replace("suite.options.name", "suite.options.config")
 
+    @override
     def reward(self) -> RewardSection:
         """Mathematical equality with the reference."""
         return RewardSection(scorers=[ScorerSection(name="math_verify")])
 
+    @override
     def extract(self, completion: str) -> str:
-        """See `Suite.extract`."""
         return plain_math(last_box(completion))
 
 
@@ -60,12 +62,13 @@ class Gsm8k(FileSuite):
     form: ClassVar[str] = "gsm8k"
     template: ClassVar[str] = "{question}\n\nReason step by step, and end with the answer as a number."
 
+    @override
     def reward(self) -> RewardSection:
         """The last number is the reference's."""
         return RewardSection(scorers=[ScorerSection(name="last_number")])
 
+    @override
     def extract(self, completion: str) -> str:
-        """See `Suite.extract`."""
         return last_number(completion)
 
 
@@ -102,10 +105,11 @@ class GpqaDiamond(FileSuite):
         "{question}\n\nReason step by step. End with a line of the form 'Answer: X', where X is A, B, C or D."
     )
 
+    @override
     def reward(self) -> RewardSection:
         """The last letter that the answer states is the reference's."""
         return RewardSection(scorers=[ScorerSection(name="capture", options={"pattern": CHOICE})])
 
+    @override
     def extract(self, completion: str) -> str:
-        """See `Suite.extract`."""
         return last_choice(completion)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from headrace_schema.sections.generating import DataSection
 from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.suites.base import Suite
 from headrace_coordinator.suites.extracting import last_box, last_choice, last_number, plain_math
@@ -44,23 +45,24 @@ class ReasoningGym(Suite):
         default="none", description="the part of the answer that is judged; none: all of it"
     )
 
+    @override
     def data(self) -> DataSection:
-        """See `Suite.data`."""
         config = {"seed": self.seed, **self.config}
         options = {"dataset": self.dataset, "config": config, "limit": self.size}
         return DataSection(source="reasoning_gym", options=options)
 
+    @override
     def key(self, data_key: str) -> str:
-        """See `Suite.key`."""
         return super().key(data_key).replace("suite.options.limit", "suite.options.size")
 
+    @override
     def reward(self) -> RewardSection:
         """What the generator says of the answer."""
         options = {"extract": self.judged}
         return RewardSection(scorers=[ScorerSection(name="reasoning_gym", options=options)])
 
+    @override
     def extract(self, completion: str) -> str:
-        """See `Suite.extract`."""
         extractor = _EXTRACTORS.get(self.judged)
         return extractor(completion) if extractor else super().extract(completion)
 
@@ -83,8 +85,8 @@ class Items(Suite):
         default="text", description="what counts as one choice in a majority vote: all of the text, or a part"
     )
 
+    @override
     def data(self) -> DataSection:
-        """See `Suite.data`."""
         return DataSection(
             source=self.source,
             options=self.options,
@@ -93,15 +95,16 @@ class Items(Suite):
             heldout_seed=self.heldout_seed,
         )
 
+    @override
     def key(self, data_key: str) -> str:
-        """See `Suite.key`."""
         return data_key.replace("data.", "suite.options.", 1)
 
+    @override
     def reward(self) -> RewardSection:
         """Equality with the reference."""
         return RewardSection(scorers=[ScorerSection(name="exact")])
 
+    @override
     def extract(self, completion: str) -> str:
-        """See `Suite.extract`."""
         extractor = _EXTRACTORS.get(self.choice)
         return extractor(completion) if extractor else super().extract(completion)

@@ -1,7 +1,7 @@
 """`python -m headrace_coordinator.trackers NAME RUN_DIRECTORY`: sends the lines of metrics.jsonl to one tracker.
 
-Follows the file until its standard input ends, which may first say the run's final state. Remembers how far it came:
-a later process of the same run goes on from there.
+Follows the file until its standard input ends, on which the run's final state may come first. Keeps in a file how far
+it has read: a later process of the same run goes on from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.projections.lines import read_lines, write_whole
-from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
+from headrace_coordinator.projections.tensorboard import evaluation_scalars, step_scalars
 from headrace_coordinator.trackers.tracker import TRACKERS, TrackedRun, Tracker
 
 POLL_S = 1.0
@@ -42,18 +42,18 @@ class Follower:
             return 0
 
     def send(self, tracker: Tracker) -> None:
-        """Sends what is new, and then remembers that it was sent: after a crash a line may come twice, never not."""
+        """Sends new lines, then notes that they were sent: after a crash a line may be sent twice, none is missed."""
         before = self._offset
         for offset, line in read_lines(self._metrics, before):
-            if point := read_point(line):
-                tracker.log(*point)
+            if metrics := read_metrics(line):
+                tracker.log(*metrics)
             self._offset = offset
         if self._offset != before:
             write_whole(self._place, json.dumps({"offset": self._offset}).encode())
 
 
-def read_point(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """(step, finite figures by TensorBoard's tags) of a line; None for a line that a crash has torn."""
+def read_metrics(line: bytes) -> tuple[int, dict[str, float]] | None:
+    """(step, finite metrics by TensorBoard's tags) of a line; None for a line that a crash has torn."""
     try:
         record: dict[str, Any] = json.loads(line)
     except ValueError:
@@ -70,7 +70,7 @@ def _finite(scalars: dict[str, float]) -> dict[str, float]:
 
 
 def open_tracker(name: str, directory: Path) -> Tracker:
-    """The tracker that the spec in run.json names, with its options. The file is being written as this begins."""
+    """The tracker as the spec in run.json configures it; waits for that file, which may not be written yet."""
     deadline = time.monotonic() + SPEC_S
     while not (directory / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
@@ -80,18 +80,18 @@ def open_tracker(name: str, directory: Path) -> Tracker:
     return TRACKERS.choose(name, options).build(TrackedRun(directory.name, spec, directory))
 
 
-def final_words(stream: TextIO) -> Iterator[str | None]:
-    """None every POLL_S seconds until the stream ends, then what was written on it."""
+def final_state(stream: TextIO) -> Iterator[str | None]:
+    """Yields None every POLL_S seconds until the stream ends, then its text."""
     while not select.select([stream], [], [], POLL_S)[0]:
         yield None
     yield stream.read().strip()
 
 
 def main(arguments: list[str]) -> int:
-    """Follows the run to its end; what the tracker raises ends the process, and the coordinator reports it."""
+    """Follows the run to its end. An error of the tracker ends the process; the coordinator reports it."""
     name, directory = arguments[0], Path(arguments[1])
     tracker, follower = open_tracker(name, directory), Follower(directory, name)
-    for state in final_words(sys.stdin):
+    for state in final_state(sys.stdin):
         follower.send(tracker)
         if state is not None:
             tracker.finish(state)

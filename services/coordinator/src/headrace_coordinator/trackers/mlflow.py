@@ -1,4 +1,4 @@
-"""MLflow. Knows nothing of how a run's figures reach it."""
+"""MLflow. Does not know how a run's metrics reach it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from headrace_servicekit.registry import Options
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.trackers.tracker import TrackedRun, Tracker
 
 TAG = "headrace.run"
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "CANCELLED": "KILLED"}
 PARAMETERS_A_CALL = 100
-"""What MLflow takes in one batch."""
+"""Most parameters that MLflow accepts in one batch."""
 
 
 class MlflowOptions(Options):
@@ -40,7 +41,7 @@ class MlflowTracker(Tracker):
         folder = (run.directory.parent.parent / "mlruns").resolve()
         address = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "") or folder.as_uri()
         if address.startswith("file:"):
-            # MLflow 3 asks its users to confirm that they want files; the option's own words do.
+            # MLflow 3 wants a confirmation that files are wanted: naming a file: address is one.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
 
@@ -48,7 +49,7 @@ class MlflowTracker(Tracker):
         self._id = self._find(options.experiment, run)
 
     def _find(self, experiment: str, run: TrackedRun) -> str:
-        """The id of the MLflow run, which is made unless a process before this one has."""
+        """The id of the MLflow run; creates it unless an earlier process of this run has."""
         known = self._client.get_experiment_by_name(experiment)
         place = known.experiment_id if known else self._client.create_experiment(experiment)
         for found in self._client.search_runs([place], f"tags.`{TAG}` = '{run.id}'", max_results=1):
@@ -65,8 +66,8 @@ class MlflowTracker(Tracker):
         for start in range(0, len(parameters), PARAMETERS_A_CALL):
             self._client.log_batch(run_id, params=parameters[start : start + PARAMETERS_A_CALL])
 
+    @override
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -74,8 +75,8 @@ class MlflowTracker(Tracker):
             self._id, metrics=[Metric(name, value, now, step) for name, value in scalars.items()]
         )
 
+    @override
     def finish(self, state: str) -> None:
-        """See `Tracker.finish`."""
         if state:
             self._client.set_terminated(self._id, STATUS.get(state, "FINISHED"))
 

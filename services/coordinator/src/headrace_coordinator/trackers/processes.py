@@ -1,4 +1,4 @@
-"""Starts a run's trackers, ends them, and tells when one fails. Knows no tracker and no figure."""
+"""Starts a run's trackers as processes, ends them, and reports one that fails. Knows no tracker and no metric."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headrace_servicekit.process.spawn import signal_group, start_child
 
 log = logging.getLogger(__name__)
 END_S = 120.0
-"""How long a tracker may send what is left once its run has ended, paused or yielded."""
+"""Seconds that a tracker may go on sending after its run has ended, paused or yielded."""
 STOP_S = 5.0
-"""The same when the coordinator stops: a later process goes on."""
+"""The same when the coordinator stops: a later process sends the rest."""
 Note = Callable[[str], None]
 
 
@@ -33,7 +33,7 @@ class Trackers:
         self._ends: dict[Path, list[asyncio.Future[str]]] = {}
 
     def begin(self, tracking: TrackingSection, directory: Path, note: Note) -> None:
-        """Starts a run's trackers; returns at once. `note` hears of one that fails."""
+        """Starts a run's trackers; returns at once. Calls `note` with a sentence about one that fails."""
         for section in tracking.trackers:
             key = directory, section.name
             end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -43,7 +43,7 @@ class Trackers:
             task.add_done_callback(partial(self._forget, key))
 
     def end(self, directory: Path, state: str) -> None:
-        """Lets a run's trackers send what is left and end, in the background. `state` as `Tracker.finish` takes it."""
+        """Tells a run's trackers to send what is left and to end; returns at once. `state`: as for `Tracker.finish`."""
         for end in self._ends.pop(directory, []):
             if not end.done():
                 end.set_result(state)
@@ -81,23 +81,23 @@ class Trackers:
             note(f"the tracker {name} {failure}; the run goes on without it")
 
     async def _run(self, name: str, directory: Path, end: asyncio.Future[str]) -> str:
-        """Runs the process until it ends; says how it failed, or nothing."""
-        words = directory / "trackers" / f"{name}.log"
-        words.parent.mkdir(parents=True, exist_ok=True)
+        """Runs the process until it ends; returns how it failed, or an empty text."""
+        output = directory / "trackers" / f"{name}.log"
+        output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "headrace_coordinator.trackers", name, str(directory)]
-        with words.open("ab") as file:
+        with output.open("ab") as file:
             process = await start_child(command, environment=os.environ, output=file.fileno(), input=PIPE)
         ended = asyncio.ensure_future(process.wait())
         try:
             waits: list[asyncio.Future[Any]] = [ended, end]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                _say(process, end.result())
+                _send_state(process, end.result())
                 await asyncio.wait([ended], timeout=self._end_s)
             if not ended.done():
                 return f"was ended: it had not sent everything {self._end_s:g} s after the run"
             if ended.result() != 0:
-                return f"failed: {_last_line(words)} (all of it: {words})"
+                return f"failed: {_last_line(output)} (all of it: {output})"
             return ""
         finally:
             if not ended.done():
@@ -105,7 +105,7 @@ class Trackers:
                 await ended
 
 
-def _say(process: Process, state: str) -> None:
+def _send_state(process: Process, state: str) -> None:
     """Writes the final state and closes the pipe; a process that has just ended does not read it."""
     if process.stdin is not None:
         process.stdin.write(state.encode())
@@ -114,4 +114,4 @@ def _say(process: Process, state: str) -> None:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace")[-4096:].splitlines()
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "without a word")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it wrote nothing")

@@ -28,7 +28,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Sends figures of one run. It lives in a process of its own: it may block, and may raise anything.
+    """Sends metrics of one run. It runs in a process of its own: it may block, and may raise anything.
 
     The constructor takes the options and the TrackedRun. It is called again with the same run after a pause, a
     yield or a restart of the coordinator, and should then continue the same entry.
@@ -36,13 +36,13 @@ class Tracker(ABC):
 
     options: ClassVar[type[Options]] = Options
     modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that it imports once it is built; without them a spec that names it is refused."""
+    """Modules that the constructor imports; a spec that names the tracker is refused where they are missing."""
     install: ClassVar[str] = ""
-    """What brings them."""
+    """What to install to have these modules, as `pip install` takes it."""
 
     @abstractmethod
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records figures of a step, from 1 (an evaluation's may be 0). A rewind brings a step again."""
+        """Records metrics of a step, from 1 (an evaluation's may be 0). After a rewind a step comes again."""
 
     @abstractmethod
     def finish(self, state: str) -> None:

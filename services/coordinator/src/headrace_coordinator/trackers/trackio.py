@@ -1,4 +1,4 @@
-"""Trackio, Hugging Face's local-first tracker. Knows nothing of how a run's figures reach it."""
+"""Trackio, Hugging Face's local-first tracker. Does not know how a run's metrics reach it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_servicekit.registry import Options
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.trackers.tracker import TrackedRun, Tracker
 
@@ -37,10 +38,10 @@ class TrackioTracker(Tracker):
             embed=False,
         )
 
+    @override
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         self._run.log(dict(scalars), step=step)
 
+    @override
     def finish(self, state: str) -> None:
-        """See `Tracker.finish`."""
         self._run.finish()

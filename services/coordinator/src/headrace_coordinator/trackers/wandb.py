@@ -1,4 +1,4 @@
-"""Weights & Biases. Knows nothing of how a run's figures reach it."""
+"""Weights & Biases. Does not know how a run's metrics reach it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 from headrace_servicekit.registry import Options
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.trackers.tracker import TrackedRun, Tracker
 
@@ -49,10 +50,10 @@ class WandbTracker(Tracker):
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
+    @override
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         self._run.log({**scalars, STEP: step})
 
+    @override
     def finish(self, state: str) -> None:
-        """See `Tracker.finish`."""
         self._run.finish(exit_code=int(state in ("FAILED", "CANCELLED")))

@@ -1,7 +1,7 @@
-"""A policy that one thread of this process holds: its versions, its memory and its place.
+"""A policy that one thread of this process holds: its versions, its memory and its devices.
 
-Commands go through a one-thread executor in turn, so that they act between two pieces of the policy's work. Where a
-piece is shorter than the way to the thread, the event loop does it itself, as long as the thread does nothing. Knows no
+Commands go through a one-thread executor in turn, so that they act between two pieces of the policy's work. A
+piece that takes less time than handing it to the thread is done in the event loop while the thread is idle. Knows no
 text and no robot.
 """
 
@@ -16,18 +16,20 @@ from typing import Protocol, TypeVar
 
 import torch
 from headrace_modelkit.threads import Threads
+from typing_extensions import override
 
 from headrace_rollout.engines.base import (
     Authority,
     Freed,
     Policy,
+    PolicyHolder,
     Refused,
     Scope,
     Weights,
     WeightView,
     allowed,
 )
-from headrace_rollout.engines.memory_state import MemoryState
+from headrace_rollout.engines.policy_state import MemoryState, is_installed
 from headrace_rollout.engines.weight_memory import HOST, available_bytes, return_to_system, used_bytes
 
 _Result = TypeVar("_Result")
@@ -52,8 +54,8 @@ class HeldModel(Protocol):
         """Drops weights and whatever was computed with them."""
 
 
-class ThreadedHolder(ABC):
-    """Implements `engines.base.PolicyHolder` but for what its work is."""
+class ThreadedHolder(PolicyHolder, ABC):
+    """A policy holder whose work is its subclass's."""
 
     installs_in_flight = False
 
@@ -96,8 +98,8 @@ class ThreadedHolder(ABC):
     def _forget_work(self) -> None:
         """Drops what the thread keeps of samples that have ended; called in it."""
 
+    @override
     async def pause(self) -> int:
-        """See PolicyHolder."""
 
         def act() -> int:
             self._paused = True
@@ -105,24 +107,23 @@ class ThreadedHolder(ABC):
 
         return await self._call(act)
 
+    @override
     async def resume(self) -> None:
-        """See PolicyHolder."""
 
         def act() -> None:
-            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
-                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._memory.check_resume()
             self._paused = False
 
         await self._call(act)
 
+    @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See PolicyHolder."""
         return await self._call(lambda: self._check_install(policy, in_flight=in_flight))
 
+    @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """See PolicyHolder."""
 
         def act() -> float:
             authority()
@@ -140,8 +141,9 @@ class ThreadedHolder(ABC):
 
         return await self._call(act)
 
+    @override
     async def suspend(self) -> Freed:
-        """See PolicyHolder. Released bytes are the fall of resident memory (CPU) or of the device's use."""
+        """Released bytes are the fall of resident memory (CPU) or of the device's use."""
 
         def act() -> Freed:
             if not self._paused:
@@ -151,8 +153,8 @@ class ThreadedHolder(ABC):
 
         return await self._call(act)
 
+    @override
     async def release(self) -> Freed:
-        """See PolicyHolder."""
 
         def act() -> Freed:
             self._stop_all()
@@ -163,8 +165,9 @@ class ThreadedHolder(ABC):
 
         return await self._call(act)
 
+    @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See PolicyHolder. Once all is awake, work may go on without Resume."""
+        """Once all is awake, work may go on without Resume."""
 
         def act() -> None:
             authority()
@@ -177,8 +180,9 @@ class ThreadedHolder(ABC):
 
         await self._call(act)
 
+    @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See PolicyHolder. torch counts threads by the thread that asks, so the holder's thread must."""
+        """Torch counts threads by the thread that asks, so the holder's thread must."""
 
         def act() -> None:
             self._threads.lease(threads)
@@ -187,8 +191,8 @@ class ThreadedHolder(ABC):
 
         await self._call(act)
 
+    @override
     async def close(self) -> None:
-        """See PolicyHolder."""
         await self.release()
         self._closed = True
         await asyncio.to_thread(self._executor.shutdown)
@@ -223,22 +227,10 @@ class ThreadedHolder(ABC):
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         if in_flight and not self.installs_in_flight:
             raise Refused("INVALID", "in_flight: this policy installs between samples only; pause first")
-        installed = self.policy
-        if self._memory is MemoryState.SUSPENDED:
-            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
-        if installed == policy:
-            return True
-        if installed is not None and policy.number <= installed.number:
-            raise Refused(
-                "POLICY_MISMATCH",
-                f"version {policy.number} does not follow version {installed.number}, which is installed",
-            )
-        if (living := self._living()) and not in_flight:
-            raise Refused("POLICY_MISMATCH", f"{living} samples of the installed version live; pause first")
-        if installed is not None and installed.digest == policy.digest:
+        found = is_installed(policy, self.policy, self._memory, self._living(), in_flight=in_flight)
+        if found and policy != self.policy:
             # A rewind gives old weights a new number.
             self._held.policy = policy
             if not in_flight:
                 self._begin_with(policy)
-            return True
-        return False
+        return found

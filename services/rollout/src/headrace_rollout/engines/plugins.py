@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from headrace_servicekit.registry import Options, Plugin
-from pydantic import Field, PositiveInt
+from headrace_servicekit.registry import Plugin
 
 from headrace_rollout.engines.sglang.options import SglangOptions
+from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
-
-
-class TransformersOptions(Options):
-    """Options of the built-in engine."""
-
-    kv_cache_bytes: PositiveInt | None = Field(
-        default=None,
-        description="most memory of the running samples' keys and values; default: a quarter of what the host has "
-        "free, or four fifths of what a GPU has",
-    )
-
 
 _DISTRIBUTIONS = ("top_p_after_others", "penalty_counts_prompt")
 TRANSFORMERS = Plugin(
-    "headrace_rollout.engines.transformers:build",
+    "headrace_rollout.engines.transformers.engine:build",
     TransformersOptions,
     description="continuous batching over transformers' models",
     features=(
@@ -36,14 +25,14 @@ TRANSFORMERS = Plugin(
     ),
 )
 VLLM = Plugin(
-    "headrace_rollout.engines.vllm.building:build",
+    "headrace_rollout.engines.hosted.building:build_vllm",
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
     features=("resume_from_prefix", "inflight_update", "tensor_parallel", *_DISTRIBUTIONS),
 )
 SGLANG = Plugin(
-    "headrace_rollout.engines.sglang.building:build",
+    "headrace_rollout.engines.hosted.building:build_sglang",
     options=SglangOptions,
     description="SGLang in processes of its own (extra headrace-rollout[sglang])",
     packages=("sglang",),

@@ -16,15 +16,17 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.blobs import BlobReader
+from typing_extensions import override
 
-from headrace_rollout.busy_time import BusyTime
-from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
+from headrace_rollout.engines.base import Freed, Policy, Refused
+from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.policy_state import require_installed
+from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
-from headrace_rollout.robot.model import Decision, RobotModel, Row
+from headrace_rollout.robot.model import Decision, RobotModel, Row, Views
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
-from headrace_rollout.robot.views import Views
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig
@@ -88,28 +90,26 @@ class RobotEngine(ThreadedHolder):
 
     def submit(self, runner: EpisodeRunner, policy_number: int, samples: Sequence[EpisodeSample]) -> None:
         """Queues samples; while paused they come back at once. POLICY_MISMATCH when another version is installed."""
-        policy = self.policy
-        if policy is None or policy.number != policy_number:
-            have = "none" if policy is None else policy.number
-            raise Refused("POLICY_MISMATCH", f"version {policy_number} is wanted and {have} is installed")
+        require_installed(self.policy, policy_number)
         runner.submit(samples, accept=not self._paused)
 
+    @override
     async def pause(self) -> int:
-        """See PolicyHolder."""
         await super().pause()
         return await self.abort(None)
 
-    async def abort(self, keys: Sequence[SampleKey] | None) -> int:
-        """See PolicyHolder."""
+    @override
+    async def abort(self, keys: Sequence[SlotKey] | None) -> int:
         return sum(runner.stop(keys) for runner in self._runners)
 
+    @override
     async def release(self) -> Freed:
-        """See PolicyHolder."""
         await self.abort(None)
         return await super().release()
 
+    @override
     async def close(self) -> None:
-        """See PolicyHolder. Pools stay open at their simulators."""
+        """Pools stay open at their simulators."""
         for pool in self._pools.values():
             await pool.close()
         await super().close()

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from headrace_modelkit.robot.policy import Observation
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ class Decision:
     value: np.ndarray
 
 
-class RobotModel:
+class RobotModel(HeldModel):
     """A robot policy in float32; used from its holder's thread alone."""
 
     def __init__(self, config: AnyConfig, device: torch.device) -> None:
@@ -86,15 +89,16 @@ class RobotModel:
             for row in range(len(rows))
         ]
 
+    @override
     def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
-        """See HeldModel. On the CPU the views become the weights; a GPU gets a copy."""
+        """On the CPU the views become the weights; a GPU gets a copy."""
         start = time.perf_counter()
         self._memory.load(tensors, self.device)
         self.policy = policy
         return time.perf_counter() - start
 
+    @override
     def place(self, device: torch.device) -> None:
-        """See HeldModel."""
         if device == self.device:
             return
         self.free_memory()
@@ -102,12 +106,12 @@ class RobotModel:
         for module in self._module.modules():
             _move_buffers(module, device)
 
+    @override
     def take_memory(self) -> None:
-        """See HeldModel."""
         self._memory.take(self.device)
 
+    @override
     def free_memory(self) -> None:
-        """See HeldModel."""
         self.policy = None
         self._memory.free()
 
@@ -139,3 +143,67 @@ def _numbers(tensor: Tensor) -> np.ndarray:
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers(recurse=False):
         setattr(module, name, buffer.to(device))
+
+
+class NotFinite(Exception):
+    """An observation holds a value that is no finite number: its episode is of no use. The message names it."""
+
+
+class Views:
+    """Maps observations by their names in the environment to the names of an episode."""
+
+    def __init__(self, policy: AnyConfig, environment: EnvironmentSection) -> None:
+        self._state = environment.state
+        self._cameras = environment.cameras
+        self._wanted = tuple(getattr(policy, "cameras", ()))
+        self._reads_state = any(getattr(policy, key, None) for key in ("state_size", "proprio", "state"))
+
+    def __call__(self, observation: Arrays) -> dict[str, np.ndarray]:
+        """STATE, (S,) float32, and IMAGE + camera, (H, W, 3) uint8: those that the policy reads.
+
+        ValueError, which names the key of the spec, where the environment has no such observation. NotFinite.
+        """
+        found: dict[str, np.ndarray] = {}
+        if self._reads_state:
+            parts = [_named(observation, name, "environment.state") for name in self._state_of(observation)]
+            if not parts:
+                raise ValueError(
+                    "environment.state: the environment has images alone, and the policy reads a state"
+                )
+            found[STATE] = np.concatenate([part.astype(np.float32).reshape(-1) for part in parts])
+            if not np.isfinite(found[STATE]).all():
+                names = self._state_of(observation)
+                raise NotFinite(_first_not_finite(dict(zip(names, parts, strict=True))))
+        for camera in self._wanted:
+            source = camera if self._cameras is None else self._cameras.get(camera, "")
+            where = f"environment.cameras: {camera!r}"
+            image = _named(observation, source, where)
+            if not is_image(image):
+                raise ValueError(f"{where}: {source!r} is {image.dtype} {image.shape}, no (H, W, 3) of uint8")
+            found[IMAGE + camera] = image
+        return found
+
+    def _state_of(self, observation: Arrays) -> Sequence[str]:
+        if self._state is not None:
+            return self._state
+        return sorted(name for name, array in observation.items() if not is_image(array))
+
+
+def _first_not_finite(parts: Mapping[str, np.ndarray]) -> str:
+    for name, part in parts.items():
+        values = part.astype(np.float32).reshape(-1)
+        if (wrong := ~np.isfinite(values)).any():
+            return f"observation {name!r} holds {values[wrong.argmax()]} at element {int(wrong.argmax())}"
+    raise AssertionError("all parts are finite")
+
+
+def is_image(array: np.ndarray) -> bool:
+    """Whether an observation is a picture."""
+    return array.ndim == 3 and array.shape[-1] == 3 and array.dtype == np.uint8
+
+
+def _named(observation: Arrays, name: str, where: str) -> np.ndarray:
+    if name not in observation:
+        have = ", ".join(sorted(observation)) or "none"
+        raise ValueError(f"{where}: the environment has no observation {name!r}, it has: {have}")
+    return observation[name]

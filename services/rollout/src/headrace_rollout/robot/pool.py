@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
-from headrace_rollout.busy_time import BusyTime
+from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.robot.model import Decision
 
 MAX_OBSERVATION_BYTES = 1 << 28
@@ -89,7 +89,7 @@ class Environment:
         pool = self._pool
         operation.environment, operation.step_index = self._index, self._next_step
         pool.send(operation)
-        # Nothing stands between the one who waits and the answer, and one timer watches all: each step pays for it.
+        # The answer is set on the future directly, and one timer watches all environments: this is done in each step.
         self._waiting = answered
         self._idle.clear()
         pool.asked.begin()
@@ -128,13 +128,13 @@ class Environment:
             waiting.set_result(outcome)
 
     def lose(self, reason: str) -> None:
-        """Whoever waits for an outcome gets PoolLost."""
+        """Raises PoolLost where an outcome is awaited."""
         waiting = self._ended()
         if waiting is not None and not waiting.done():
             waiting.set_exception(PoolLost(reason))
 
     def _ended(self) -> asyncio.Future[Outcome] | None:
-        """No operation is under way any more; who waits for it, who may have gone."""
+        """Ends the operation under way; returns the future that waits for it, which may be cancelled."""
         if self._idle.is_set():
             return None
         waiting, self._waiting, self.due = self._waiting, None, math.inf
@@ -169,7 +169,7 @@ class Pool:
         self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
 
     def under(self, header: common_pb2.CommandHeader) -> None:
-        """The authority of what is sent from now on; one stream serves under one lease after another."""
+        """Sets the authority of operations from now on: a Step stream is used under one lease after another."""
         if header.lease_epoch != self._header.lease_epoch:
             self._header, self._told = header, False
 
@@ -198,7 +198,7 @@ class Pool:
             self.watch(first.due)
 
     def lose(self, reason: str) -> None:
-        """Nothing is sent any more; whoever waits gets PoolLost."""
+        """Sends nothing any more and raises PoolLost where an outcome is awaited."""
         if not self.reason:
             self.reason = reason
             if self._watch is not None:
@@ -222,7 +222,7 @@ class Pool:
                     tensor.data = await self._blobs.read(tensor.blob)
 
     async def video(self, environment: int) -> bytes:
-        """See `Environment.video`."""
+        """The MP4 file of an environment's episode. Raises as `Environment.video`."""
         request = simulator_pb2.RenderRequest(pool=self.name, environments=[environment], video=True)
         try:
             response = await self._stub.Render(request, timeout=RESET_S if deadlines_enabled() else None)

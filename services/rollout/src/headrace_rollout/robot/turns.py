@@ -19,13 +19,13 @@ Decide = Callable[[Sequence[RowT]], Sequence[DecisionT] | Awaitable[Sequence[Dec
 
 
 class Stepped(Protocol[GivenT, OutcomeT]):
-    """What does as was decided."""
+    """An environment that executes decisions."""
 
     def begin(self, decision: GivenT, answered: asyncio.Future[OutcomeT]) -> None:
-        """Begins to, and `answered` gets the outcome. Raises what keeps it from it."""
+        """Starts to execute a decision; `answered` gets the outcome. Raises where it cannot start."""
 
     async def settled(self, outcome: OutcomeT) -> OutcomeT:
-        """The outcome once it is whole. Raises where it is none."""
+        """The outcome with all that it refers to. Raises where the environment failed."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class _Row(Generic[RowT, DecisionT, OutcomeT]):
 class Turns(Generic[RowT, DecisionT, OutcomeT]):
     """Gathers the rows of one part: `decide` is called for those that wait once no environment of it is being stepped.
 
-    Who waits is woken once a turn, by the outcome: everything before it is done for all rows together.
+    A task that waits is woken once a turn, with its outcome.
     """
 
     def __init__(self, decide: Decide[RowT, DecisionT]) -> None:
@@ -71,7 +71,7 @@ class Turns(Generic[RowT, DecisionT, OutcomeT]):
         self._soon()
 
     def _soon(self) -> None:
-        """Behind those whose outcomes have come too: they ask for their next decisions first, and are in the turn."""
+        """Schedules a turn behind the tasks that have just got their outcomes, so that their next rows are in it."""
         if not (self._scheduled or self._stepping or self._deciding):
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._begin)

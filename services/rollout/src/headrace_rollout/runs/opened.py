@@ -1,75 +1,153 @@
-"""An open run: what holds its policy, and what it keeps, built from the run's config. Knows no gRPC calls."""
+"""An open run: what holds its policy, the trajectories that it keeps, and what its engine has done.
+
+Knows no gRPC call and no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+import resource
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
-from headrace_modelkit.errors import ModelNotReadable
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.openings import RolloutConfig
-from headrace_servicekit.instance import host_memory
-from headrace_servicekit.lease.devices import gpu_uuids
-from headrace_servicekit.lease.leases import Memory
-from headrace_servicekit.registry import PluginError
-from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
 
-from headrace_rollout.config import RETENTION_BYTES
-from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import Engine, EngineConfig, PolicyHolder
-from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.runs.retention import Retention
+from headrace_rollout.engines.base import Engine, PolicyHolder
+from headrace_rollout.wire import duration_of
 
 if TYPE_CHECKING:
-    import torch
-    from headrace_modelkit.robot.directory import AnyConfig
     from headrace_modelkit.tokenizer import TextCodec
 
     from headrace_rollout.robot.engine import RobotEngine
+    from headrace_rollout.streams.base import AnyStream
 
+RETENTION_BYTES = 1 << 30
+"""Trajectories that an instance keeps for one run, in bytes, before it takes no more work."""
 STREAM_END_S = 10.0
 """How long a stream may take to hand out its partial outputs when its run is closed."""
 
 
-class LiveStream(Protocol):
-    """A stream of samples that serves the run."""
+class Retention:
+    """Finished trajectories of one run, kept by their producer until the ledger says TRAINED or DROPPED.
 
-    ended: asyncio.Event
+    One a slot, that of the latest attempt; in host memory, counted against a budget of bytes.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.size_bytes = 0
+        # With their sizes: a message that is asked for its size is serialised.
+        self._kept: dict[tuple[int, int], tuple[common_pb2.Trajectory, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     @property
-    def lease_epoch(self) -> int:
-        """The lease that it serves under."""
+    def full(self) -> bool:
+        """True when no more work should be taken."""
+        return self.size_bytes >= self.budget_bytes
 
-    def end(self) -> None:
-        """Sends what has come back and ends."""
+    def add(self, trajectory: common_pb2.Trajectory) -> None:
+        """Keeps a trajectory; an earlier attempt at the slot goes, a later one stays."""
+        slot = _slot(trajectory.sample)
+        before = self._kept.get(slot)
+        if before is not None and before[0].attempt > trajectory.attempt:
+            return
+        self.release([trajectory.sample])
+        size = trajectory.ByteSize()
+        self._kept[slot] = (trajectory, size)
+        self.size_bytes += size
 
-    async def revoke(self) -> None:
-        """Stops its samples; the last message has their partial outputs and says that the lease was revoked."""
+    def items(self) -> list[rollout_pb2.InventoryItem]:
+        """The inventory, by slot."""
+        return [
+            rollout_pb2.InventoryItem(
+                sample=kept.sample,
+                attempt=kept.attempt,
+                body_digest=kept.body_digest,
+                size_bytes=size,
+            )
+            for _, (kept, size) in sorted(self._kept.items())
+        ]
+
+    def fetch(self, samples: Iterable[common_pb2.SlotKey]) -> Iterator[tuple[common_pb2.Trajectory, int]]:
+        """The trajectories of the given slots that are kept, and their bytes."""
+        for sample in samples:
+            kept = self._kept.get(_slot(sample))
+            if kept is not None:
+                yield kept
+
+    def release(self, samples: Iterable[common_pb2.SlotKey]) -> None:
+        """Ends retention of the given slots."""
+        for sample in samples:
+            _, size = self._kept.pop(_slot(sample), (None, 0))
+            self.size_bytes -= size
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """What an instance holds for its run."""
+    """What an instance holds for its run: a TextRun or a RobotRun, as `runs.opening.open_run` decides."""
 
     name: str
     config: RolloutConfig
     engine: PolicyHolder
     retention: Retention = field(default_factory=lambda: Retention(RETENTION_BYTES), kw_only=True)
-    streams: set[LiveStream] = field(default_factory=set, kw_only=True)
+    streams: set[AnyStream] = field(default_factory=set, kw_only=True)
+    _reported: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Tokens of prompt and answer; 0 for a policy that has no context."""
+        return 0
+
+    @property
+    def text(self) -> TextRun:
+        """This run, if its policy is a language model; else raises ServiceError WRONG_POLICY."""
+        raise _wrong_policy(
+            "the run's policy is a robot's: call RunEpisodes; it generates and scores no text"
+        )
+
+    @property
+    def robot(self) -> RobotRun:
+        """This run, if its policy acts in environments; else raises ServiceError WRONG_POLICY."""
+        raise _wrong_policy("the run's policy is a language model: call Generate; episodes need model.policy")
+
+    def metrics(self) -> common_pb2.StageMetrics | None:
+        """The metrics of the generate stage since the last call; None when nothing was sampled."""
+        now = self._figures()
+        metrics = self._metrics_of({name: value - self._reported.get(name, 0) for name, value in now.items()})
+        if not metrics.items and not metrics.tokens:
+            return None
+        self._reported.update(now)
+        metrics.stage = "generate"
+        metrics.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        metrics.values["retained_trajectories"] = len(self.retention)
+        metrics.values["retained_bytes"] = self.retention.size_bytes
+        return metrics
+
+    def _figures(self) -> dict[str, float]:
+        """What the engine has done since it was built."""
+        raise NotImplementedError
+
+    def _metrics_of(self, figures: Mapping[str, float]) -> common_pb2.StageMetrics:
+        """Differences of `_figures` as metrics."""
+        raise NotImplementedError
 
     async def end_streams(self) -> None:
-        """Ends all streams; one whose caller does not read is left behind after STREAM_END_S."""
+        """Ends all streams; one whose caller does not read is not waited for after STREAM_END_S."""
         streams = list(self.streams)
         for stream in streams:
             stream.end()
         await _until_ended(streams, STREAM_END_S)
 
     async def revoke_streams(self, epoch: int, notice_s: float) -> None:
-        """Ends the streams under a lease in order; one whose caller does not read within the notice is left behind."""
+        """Ends the streams under a lease; one whose caller does not read is not waited for after the notice."""
         streams = [stream for stream in self.streams if stream.lease_epoch == epoch]
         for stream in streams:
             await stream.revoke()
@@ -83,6 +161,36 @@ class TextRun(OpenedRun):
     engine: Engine
     codec: TextCodec
 
+    @property
+    @override
+    def max_context_tokens(self) -> int:
+        return self.engine.max_context_tokens
+
+    @property
+    @override
+    def text(self) -> TextRun:
+        return self
+
+    @override
+    def _figures(self) -> dict[str, float]:
+        return asdict(self.engine.figures)
+
+    @override
+    def _metrics_of(self, figures: Mapping[str, float]) -> common_pb2.StageMetrics:
+        busy_s = figures["busy_s"]
+        values = {
+            "prefill_tokens": figures["prefill_tokens"],
+            "shared_prompt_tokens": figures["shared_prompt_tokens"],
+            "moved_tokens": figures["moved_tokens"],
+            "decode_steps": figures["decode_steps"],
+            "mean_batch_rows": figures["decode_rows"] / max(1, figures["decode_steps"]),
+            "tokens_per_second": figures["sampled_tokens"] / max(busy_s, 1e-9),
+        }
+        samples, tokens = int(figures["samples"]), int(figures["sampled_tokens"])
+        return common_pb2.StageMetrics(
+            wall_time=duration_of(busy_s), items=samples, tokens=tokens, values=values
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class RobotRun(OpenedRun):
@@ -92,8 +200,31 @@ class RobotRun(OpenedRun):
     encode: Callable[[str], tuple[int, ...]]
     """Ids of an instruction; none for a policy that reads no language."""
 
+    @property
+    @override
+    def robot(self) -> RobotRun:
+        return self
 
-async def _until_ended(streams: Sequence[LiveStream], timeout_s: float) -> None:
+    @override
+    def _figures(self) -> dict[str, float]:
+        return asdict(self.engine.figures)
+
+    @override
+    def _metrics_of(self, figures: Mapping[str, float]) -> common_pb2.StageMetrics:
+        values = {
+            "environment_steps": figures["environment_steps"],
+            "policy_calls": figures["policy_calls"],
+            "mean_batch_rows": figures["chunks"] / max(1, figures["policy_calls"]),
+        }
+        policy_s, episodes = figures["policy_s"], int(figures["episodes"])
+        return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)
+
+
+def _slot(sample: common_pb2.SlotKey) -> tuple[int, int]:
+    return sample.prompt_ordinal, sample.sample_index
+
+
+async def _until_ended(streams: Sequence[AnyStream], timeout_s: float) -> None:
     waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
     if waits:
         _, late = await asyncio.wait(waits, timeout=timeout_s)
@@ -101,89 +232,5 @@ async def _until_ended(streams: Sequence[LiveStream], timeout_s: float) -> None:
             wait.cancel()
 
 
-def open_run(
-    name: str, config: RolloutConfig, leased: Sequence[str], shm_dir: Path, token: str | None
-) -> OpenedRun:
-    """Builds everything but the weights, on leased devices if there are any already.
-
-    It takes seconds the first time, as it imports torch. Simulators on this host put observations below `shm_dir`, and
-    are shown `token`.
-
-    Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
-    """
-    from headrace_modelkit.robot.directory import policy_of
-
-    try:
-        policy = policy_of(config.model)
-        if policy is None:
-            return _text_run(name, config, leased)
-        return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
-    except PluginError as error:
-        code = grpc.StatusCode.INVALID_ARGUMENT
-        raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
-    except ModelNotReadable as error:
-        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
-
-
-def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRun:
-    from headrace_modelkit.tokenizer import load_tokenizer
-
-    if config.environment is not None:
-        raise ModelNotReadable(
-            f"model.path: {config.model.path!r} holds no robot policy, and environment needs one; give a directory "
-            "with policy.json, or model.policy"
-        )
-    chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
-    codec = load_tokenizer(config.model)
-    settings = EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
-
-    def build(wanted: EngineConfig) -> Engine:
-        engine = chosen.build(wanted)
-        require_engine(chosen.name, engine)
-        return engine
-
-    if config.reply is not None:
-        from headrace_rollout.runs.replying import conversing
-
-        return TextRun(name, config, conversing(config, config.reply, settings, build), codec)
-    return TextRun(name, config, build(settings), codec)
-
-
-def _robot_run(
-    name: str,
-    config: RolloutConfig,
-    policy: AnyConfig,
-    devices: tuple[torch.device, ...],
-    blobs: BlobReader,
-    token: str | None,
-) -> RobotRun:
-    from headrace_modelkit.robot.language import instruction_encoder
-
-    from headrace_rollout.robot.engine import RobotEngine
-
-    if config.environment is None:
-        raise ModelNotReadable("environment: a robot policy acts in environments; name them")
-    encode = instruction_encoder(policy, config.model.path)
-    return RobotRun(name, config, RobotEngine(policy, config.environment, devices, blobs, token), encode)
-
-
-def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:
-    """torch's names of leased devices, none for none. Raises ServiceError INVALID for a GPU that is not seen."""
-    from headrace_modelkit.devices import DeviceNotSeen, torch_devices
-
-    if not leased:
-        return ()
-    try:
-        return torch_devices(gpu_uuids(leased))
-    except DeviceNotSeen as error:
-        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
-
-
-def memory_on(leased: Sequence[str]) -> Memory:
-    """What is free on leased devices, and what this process uses there."""
-    from headrace_modelkit.devices import free_bytes, used_bytes
-
-    gpus = [device for device in devices_of(leased) if device.type == "cuda"]
-    if not gpus:
-        return host_memory()
-    return Memory(sum(map(free_bytes, gpus)), sum(map(used_bytes, gpus)))
+def _wrong_policy(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_POLICY", message)

@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -17,9 +17,11 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.opened import OpenedRun
+
+RESPONSE_BYTES = 1 << 20
+"""Most bytes of one streamed response."""
 
 
 class Request(Protocol):
@@ -106,7 +108,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
 
     @property
     def lease_epoch(self) -> int:
-        """See `LiveStream`."""
+        """The lease that the stream serves under."""
         return self._header.lease_epoch
 
     def _holds(self) -> bool:
@@ -123,7 +125,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         )
 
     async def revoke(self) -> None:
-        """See `LiveStream`."""
+        """Stops the samples; the last message has their partial outputs and says that the lease was revoked."""
         self._revoking = True
         await self._abort()
         self._inbox.put_nowait(Revoked())
@@ -216,3 +218,6 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
             for output in item if isinstance(item, list) else []:
                 if (trajectory := self._finished(output)) is not None:
                     self._retain(trajectory)
+
+
+AnyStream = SampleStream[Any, Any]

@@ -10,14 +10,14 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
 
-from headrace_rollout.config import WAITING_SAMPLES
-from headrace_rollout.engines.base import Output, prefills_of
-from headrace_rollout.engines.conversing import ConversingEngine
-from headrace_rollout.refusal import refusals
+from headrace_rollout.engines.base import prefills_of
+from headrace_rollout.engines.samples import TrajectoryUpdate
+from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
+from headrace_rollout.exchanges.repliers import Repliers
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.streams.base import SampleStream, Serving
-from headrace_rollout.streams.repliers import Repliers
 from headrace_rollout.wire import (
     duration_of,
     fill_chunk,
@@ -25,14 +25,17 @@ from headrace_rollout.wire import (
     groups_of,
     invalid,
     partial_of,
+    refusals,
     stream_of,
 )
 
+WAITING_SAMPLES = 4096
+"""Samples without a row, beyond which a stream's next assignment waits."""
 _POLL_S = 0.02
 _TOKEN_BYTES = 8
 
 
-Produced = Output | rollout_pb2.LostReplier
+Produced = TrajectoryUpdate | rollout_pb2.LostReplier
 
 
 class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
@@ -47,26 +50,26 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         def put(item: list[Produced] | ServiceError) -> None:
             loop.call_soon_threadsafe(self._inbox.put_nowait, item)
 
-        def sink(outputs: list[Output]) -> None:
+        def sink(outputs: list[TrajectoryUpdate]) -> None:
             put([*outputs])
 
         self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
-        self._repliers = self._met(opening.repliers, lambda lost: put([lost]))
+        self._elsewhere = self._open_repliers(opening.repliers, lambda lost: put([lost]))
         self._stages: dict[str, float] = {}
 
-    def _met(
+    def _open_repliers(
         self, named: Sequence[rollout_pb2.Replier], lost: Callable[[rollout_pb2.LostReplier], None]
-    ) -> Repliers | None:
-        """The instances that reply to the stream's samples; None where this one does, or nobody."""
+    ) -> tuple[Repliers, OtherSide] | None:
+        """Connects to the instances that reply to the stream's samples; None where this one does, or nobody."""
         engine = self._engine
-        if not (isinstance(engine, ConversingEngine) and self._run.config.replies_elsewhere):
+        if not (isinstance(engine, ExchangeEngine) and self._run.config.replies_elsewhere):
             if named:
                 raise invalid("repliers: the run's config says that nobody replies elsewhere; name none")
             return None
         repliers = Repliers(named, self._serving.token, lost)
         limits = [each.max_context_tokens for each in named if each.max_context_tokens]
-        engine.replied_to_by(self._stream, repliers, min(limits, default=engine.max_context_tokens))
-        return repliers
+        limit = min(limits, default=engine.max_context_tokens)
+        return repliers, engine.replied_to_by(self._stream, repliers, limit)
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
@@ -81,8 +84,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         with refusals():
             await self._engine.submit(self._stream, groups)
 
+    @override
     async def revoke(self) -> None:
-        """See `LiveStream`."""
         self._stream.moving.set()
         await super().revoke()
 
@@ -91,19 +94,19 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     async def _leave(self) -> None:
         await super()._leave()
-        if self._repliers is not None and isinstance(self._engine, ConversingEngine):
+        if self._elsewhere is not None and isinstance(self._engine, ExchangeEngine):
             self._engine.leave(self._stream)
-            await self._repliers.close()
+            await self._elsewhere[0].close()
 
     def _size(self, output: Produced) -> int:
-        if not isinstance(output, Output):
+        if not isinstance(output, TrajectoryUpdate):
             return 0
         return _TOKEN_BYTES * (len(output.prompt_ids) + len(output.token_ids))
 
     def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
         response = rollout_pb2.GenerateResponse(revoked=self._revoked)
         for output in outputs:
-            if not isinstance(output, Output):
+            if not isinstance(output, TrajectoryUpdate):
                 response.lost_repliers.append(output)
                 self._reading = False
                 continue
@@ -125,9 +128,9 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
         """Where others reply: seconds of answers and of replies since the response before."""
-        if self._repliers is None or not isinstance(self._engine, ConversingEngine):
+        if self._elsewhere is None:
             return
-        now = self._engine.stage_seconds(self._stream)
+        now = self._elsewhere[1].seconds()
         for stage, seconds in now.items():
             response.stages.add(stage=stage, wall_time=duration_of(seconds - self._stages.get(stage, 0.0)))
         self._stages.update(now)
@@ -141,13 +144,13 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             response.prefills.add(began_ago=duration_of(self._told - start), lasted=duration_of(end - start))
 
     def _finished(self, output: Produced) -> common_pb2.Trajectory | None:
-        if not isinstance(output, Output) or output.finish is None:
+        if not isinstance(output, TrajectoryUpdate) or output.finish is None:
             return None
         trajectory = common_pb2.Trajectory()
         self._fill(trajectory, output)
         return trajectory
 
-    def _fill(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
+    def _fill(self, trajectory: common_pb2.Trajectory, output: TrajectoryUpdate) -> None:
         """Fills the trajectory of a finished output where it stands."""
         fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer)
 

@@ -65,7 +65,7 @@ class SimulatedEnvironment(Protocol):
 
     @property
     def instruction(self) -> str:
-        """What the task asks for, in words; empty where nothing says."""
+        """What the task asks for, in words; empty where the environment has none."""
         ...
 
     def reset(

@@ -89,7 +89,7 @@ class LiberoBackend:
         )
 
     def perturbations(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """See `Backend`: LIBERO-PRO's, of the suites that it covers."""
+        """By name, the options with which a task is one of LIBERO-PRO's; of the suites that it covers."""
         if name.partition("/")[0] not in _PERTURBED:
             return {}
         return {each: {"perturbation": each} for each in _PERTURBATIONS}

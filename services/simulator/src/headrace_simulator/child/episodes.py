@@ -5,9 +5,11 @@ Environments are other people's code and may raise anything: `call` is the one p
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,69 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
-from headrace_simulator.child.film import Film, NoVideo
+from headrace_simulator.spaces import in_shape
+
+FRAMES_PER_S = 20
+MAX_BYTES = 16 * 1024 * 1024
+"""Of one video: it travels in one message."""
+
+
+class NoVideo(Exception):
+    """There is no video; the message says why, and what to do."""
+
+
+class Film:
+    """Takes (height, width, 3) uint8 frames of one size, then gives the video once."""
+
+    def __init__(self) -> None:
+        try:
+            self._encode = importlib.import_module("imageio_ffmpeg").write_frames
+        except ImportError as error:
+            message = f"videos need imageio-ffmpeg: pip install 'headrace-simulator[video]' ({error})"
+            raise NoVideo(message) from error
+        self._file = os.memfd_create("video")
+        self._encoder: Generator[None, Any, None] | None = None
+        self._shape: tuple[int, ...] = ()
+
+    def add(self, frame: np.ndarray) -> None:
+        """Adds a frame. Raises NoVideo for one of another size, or when the encoder has ended."""
+        if self._encoder is None:
+            self._shape = frame.shape
+            self._encoder = self._encode(
+                f"/proc/{os.getpid()}/fd/{self._file}",
+                (frame.shape[1], frame.shape[0]),
+                fps=FRAMES_PER_S,
+                codec="libx264",
+                macro_block_size=2,
+                ffmpeg_log_level="error",
+                output_params=["-f", "mp4", "-threads", "1", "-movflags", "+faststart"],
+            )
+            self._encoder.send(None)
+        if frame.shape != self._shape:
+            raise NoVideo(f"its frames change their size: {self._shape}, then {frame.shape}")
+        try:
+            self._encoder.send(np.ascontiguousarray(frame))
+        except OSError as error:
+            raise NoVideo(f"ffmpeg ended: {error}") from error
+
+    def finish(self) -> bytes:
+        """The whole video, and its end. Raises NoVideo when it is larger than MAX_BYTES, or empty."""
+        try:
+            if self._encoder is not None:
+                self._encoder.close()
+            size = os.fstat(self._file).st_size
+            if not 0 < size <= MAX_BYTES:
+                raise NoVideo(f"the video of this episode has {size} bytes; 1 to {MAX_BYTES} can be sent")
+            return os.pread(self._file, size, 0)
+        finally:
+            os.close(self._file)
+
+    def drop(self) -> None:
+        """Ends it without a video."""
+        if self._encoder is not None:
+            self._encoder.close()
+        os.close(self._file)
+
 
 _RESULT = TypeVar("_RESULT")
 _MAX_INFO_TEXT = 1000
@@ -134,7 +198,7 @@ class Episodes:
         """Executes actions, (length, action shape), until the episode ends."""
         done: list[Transition] = []
         truncated = False
-        for action in actions:
+        for action in in_shape(self.environment.action_space, actions, chunk=True):
             done.append(self._step(action))
             self._picture()
             self._steps += 1

@@ -59,7 +59,7 @@ class ChildHost:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         try:
-            # The start outlives the one who waits for it.
+            # The start goes on when the caller is cancelled.
             child = await asyncio.shield(self._starting)
         except (HostFault, HostLost):
             self._starting = None
@@ -83,20 +83,20 @@ class ChildHost:
             await self._replace(child)
             raise HostLost(f"its process {exit_description(status)}") from error
 
-    async def rest(self) -> None:
-        """Ends the child, which leaves nothing on a GPU; the next question makes another one."""
+    async def end_process(self) -> None:
+        """Ends the child, which frees its GPU memory; the next request makes another one."""
         async with self.turn:
             await self.close()
             self.generation += 1
 
     async def kill(self) -> None:
-        """Kills a child that is at work: who waits for its answer gets HostLost."""
+        """Kills a child that is at work: waiting for its answer raises HostLost."""
         starting = self._starting
         if starting is not None and starting.done() and starting.exception() is None:
             await starting.result().kill()
 
     async def close(self) -> None:
-        """Kills the child. Who closes a host asks it nothing more."""
+        """Kills the child. A closed host is asked nothing more."""
         starting, self._starting = self._starting, None
         if starting is None:
             return
@@ -144,7 +144,7 @@ class ChildHost:
         except WorkerGone as error:
             status = await child.wait_or_kill()
             raise HostLost(f"its process {exit_description(status)} while it was made") from error
-        except BaseException:  # cancelled or refused: a child without environments is nobody's to end
+        except BaseException:  # cancelled or refused: nobody else ends a child without environments
             await child.kill()
             raise
         return child

@@ -14,7 +14,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import json_object
 from headrace_servicekit.rpc.tensors import decode_tensor
 
-from headrace_simulator.spaces import ArraySpace, action_fault, chunk_fault
+from headrace_simulator.spaces import ArraySpace, action_fault, chunk_fault, in_shape
 
 _MAX_ACTION_BYTES = 1024 * 1024
 Operation = simulator_pb2.EnvironmentOperation
@@ -112,9 +112,10 @@ class EnvironmentLedger:
         try:
             if operation.HasField("reset"):
                 return self._reset_fault(operation.reset)
+            space = self._description.action_space
             if operation.HasField("action_chunk"):
-                return chunk_fault(self._description.action_space, _decoded(operation.action_chunk))
-            return action_fault(self._description.action_space, _decoded(operation.action))
+                return chunk_fault(space, in_shape(space, _decoded(operation.action_chunk), chunk=True))
+            return action_fault(space, in_shape(space, _decoded(operation.action), chunk=False))
         except ServiceError as error:
             return error.message
 

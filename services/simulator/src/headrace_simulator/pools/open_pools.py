@@ -93,7 +93,7 @@ class Pools:
         leased = self._leased(run)
         await asyncio.gather(*(pool.settle(notice_s) for pool in leased))
         if gpu_uuids(devices):
-            await asyncio.gather(*(pool.rest() for pool in leased))
+            await asyncio.gather(*(pool.end_processes() for pool in leased))
 
     def _leased(self, run: str | None) -> list[EnvironmentPool]:
         """Pools that need a lease, of one run or of all."""
@@ -138,7 +138,7 @@ class Pools:
             raise
         self._pools[pool.name] = (run, pool)
         if not self._place(pool, run) and plan.leased and self._on_gpus:
-            await pool.rest()  # What making them took of a GPU is not the run's yet.
+            await pool.end_processes()  # What making them took of a GPU is not the run's yet.
         return pool
 
     def _place(self, pool: EnvironmentPool, run: str) -> bool:

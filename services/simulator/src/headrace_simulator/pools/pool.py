@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
 from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
 from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
-from headrace_simulator.pools.shelf import Shelf
 from headrace_simulator.spaces import from_message
 
 _RESULT = TypeVar("_RESULT")
@@ -123,9 +124,9 @@ class EnvironmentPool:
         for host in self._hosts:
             host.devices, host.share = tuple(devices), len(self._hosts)
 
-    async def rest(self) -> None:
+    async def end_processes(self) -> None:
         """Ends the children, for a GPU that is released; they are made again by the next reset."""
-        await asyncio.gather(*(host.rest() for host in self._hosts))
+        await asyncio.gather(*(host.end_process() for host in self._hosts))
 
     async def settle(self, notice_s: float) -> None:
         """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
@@ -278,3 +279,41 @@ def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
         }
         for first in range(number)
     ]
+
+
+_logger = get_logger("headrace.simulator")
+
+
+class Shelf:
+    """Keeps the tensors of at least `blob_bytes` of each environment's last outcome; 0 keeps none."""
+
+    def __init__(self, blobs: BlobStore, blob_bytes: int) -> None:
+        self._blobs, self._blob_bytes = blobs, blob_bytes
+        self._kept: dict[int, list[common_pb2.BlobRef]] = {}
+
+    def place(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        """Replaces large tensors by references, and releases those of the environment's outcome before."""
+        if not self._blob_bytes:
+            return
+        self._release(outcome.environment)
+        kept = self._kept[outcome.environment] = []
+        for tensors in (outcome.observation, outcome.final_observation):
+            for tensor in tensors.values():
+                if len(tensor.data) < self._blob_bytes:
+                    continue
+                try:
+                    reference = self._blobs.put(tensor.data)
+                except ServiceError as error:  # the tmpfs is full: inline tensors need none
+                    _logger.warning("an observation travels inline", extra={"why": error.message})
+                    return
+                kept.append(reference)
+                tensor.blob.CopyFrom(reference)
+
+    def clear(self) -> None:
+        """Releases everything."""
+        for environment in list(self._kept):
+            self._release(environment)
+
+    def _release(self, environment: int) -> None:
+        for reference in self._kept.pop(environment, []):
+            self._blobs.release(reference)

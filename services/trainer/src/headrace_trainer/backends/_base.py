@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headrace_trainer.learning.samples import Columns, Rows
+from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
 from headrace_trainer.memory import MemoryPlan
 
 WeightSink = Callable[[str, Tensor], None]
@@ -232,3 +232,20 @@ class AdaptingBackend(Protocol):
     @property
     def base_model(self) -> ReferenceFacts | None:
         """The frozen weights that the leader has read; None where all weights learn."""
+
+
+@runtime_checkable
+class EpisodeBackend(Protocol):
+    """What a backend of robot policies does in place of `micro` and `infer`: each rank holds a step's episodes."""
+
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
+
+    def credit(self, data: CreditData) -> None:
+        """Lays out the named episodes for learning, with what their chunks are worth."""
+
+    def learn(self, chunks: list[int]) -> MicroReport:
+        """Accumulates the loss gradient of these chunks; none: takes part alone."""
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""

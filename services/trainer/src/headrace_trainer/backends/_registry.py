@@ -50,6 +50,6 @@ def choose_backend(section: TrainerSection) -> Chosen[Backend]:
         raise refused(error) from error
 
 
-def build_backend(config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup) -> Backend:
+def build_backend(config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
     """The backend that `config.trainer` names, without weights yet."""
-    return choose_backend(config.trainer).build(config, algorithm, trainer_group)
+    return choose_backend(config.trainer).build(config, algorithm, ranks)

@@ -42,7 +42,7 @@ from headrace_trainer.checkpoints.state import (
     unreadable,
 )
 from headrace_trainer.checkpoints.tree import NAME, CheckpointTree, Origin, Saved
-from headrace_trainer.errors import Refusal
+from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
 _log = get_logger(__name__)
@@ -268,3 +268,22 @@ def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dic
         **({"base_model": vars(snapshot.base_model)} if snapshot.base_model else {}),
         **({"algorithm_state": dict(snapshot.algorithm_state)} if snapshot.algorithm_state else {}),
     }
+
+
+def foreign_checkpoints(own: Path, source: str) -> CheckpointDirectory:
+    """Another run's checkpoints, to be read alone. Raises Refusal INVALID or NOT_FOUND.
+
+    `source` must be a directory beside `own`, by its plain path: nothing on the way may be a link.
+    """
+    path = Path(source)
+    where = f"source_run_directory {source!r}"
+    if not path.is_absolute() or ".." in path.parts or path.parent != own.parent or not path.name:
+        raise invalid(f"{where}: give the absolute path of a run's directory below {str(own.parent)!r}")
+    if path == own:
+        raise invalid(f"{where} is this run's own directory: leave it empty")
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir():
+        raise Refusal("NOT_FOUND", f"{where} has no checkpoints: name a run that has saved one", "not_found")
+    if checkpoints.resolve() != own.parent.resolve() / path.name / "checkpoints":
+        raise invalid(f"{where} is or holds a link to another place: name the run's directory itself")
+    return CheckpointDirectory(path, foreign=True)

@@ -6,6 +6,7 @@ The same on leader and followers; a leader also hands in where gathered tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -16,25 +17,24 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
     AdaptingBackend,
     Backend,
-    CommitReport,
+    EpisodeBackend,
     HelpingBackend,
     PrivateGradient,
     ReferenceFacts,
     StateReader,
     WarmUp,
 )
-from headrace_trainer.backends.robot.backend import RobotBackend
 from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.group import messages
+from headrace_trainer.group.device import LeasedDevice, current
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.group.rounds import Round
-from headrace_trainer.kinds import run_algorithm, run_backend
-from headrace_trainer.learning.episodes.data import EpisodeScores
-from headrace_trainer.learning.samples import Columns
+from headrace_trainer.group.messages import AnyRound
+from headrace_trainer.kinds import run_kind
+from headrace_trainer.learning.samples import Columns, EpisodeData, EpisodeScores
 from headrace_trainer.memory import MemoryPlan, Room, check_room
 
 
@@ -50,13 +50,18 @@ class Copies:
 class Rank:
     """The backend of this process in its trainer group, driven by rounds.
 
-    `reader`, `collect` and `contributed` are set by the leader before the round that uses them.
+    `reader`, `collect` and `contributed` are set by the leader before the round that uses them. Without a leased
+    device it computes with as many threads as its caller does.
     """
 
-    def __init__(self, config: TrainerConfig, trainer_group: TrainerGroup) -> None:
+    def __init__(
+        self, config: TrainerConfig, ranks: TrainerGroup, device: LeasedDevice | None = None
+    ) -> None:
         self.config = config
-        self.trainer_group = trainer_group
-        self.algorithm: Algorithm = run_algorithm(config)
+        self._device = device
+        self.ranks = ranks
+        self.kind = run_kind(config)
+        self.algorithm = self.kind.algorithm()
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
         self.contributed: PrivateGradient | None = None
@@ -77,7 +82,7 @@ class Rank:
         return self._backend is not None
 
     def _new_backend(self) -> Backend:
-        return run_backend(self.config, self.algorithm, self.trainer_group)
+        return self.kind.backend(self.algorithm, self.ranks)
 
     def check_state(self, reader: StateReader) -> None:
         """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
@@ -95,55 +100,91 @@ class Rank:
         host = host_memory()
         # What is loaded already is dropped before anything is loaded anew.
         check_room(plan.host, Room("host memory", host.available + resident_bytes(), host.total))
-        if (device := self.trainer_group.device).type != "cpu":
+        if (device := self.ranks.device).type != "cpu":
             free = free_bytes(device) + used_bytes(device)
             check_room(plan.device, Room("GPU memory", free, total_bytes(device)))
         return plan
 
-    def execute(self, header: Round) -> object:
+    def restore_figures(self) -> dict[str, float]:
+        """What a restore has loaded here, for people."""
+        figures = {
+            "resident_bytes": float(resident_bytes()),
+            "shared_prefix": float(self.backend.shares_prefixes),
+            **self.warmup.figures,
+        }
+        if self.backend.reference is not None:
+            figures["reference_bytes"] = float(self.backend.reference_bytes)
+        return figures
+
+    def execute(self, round: AnyRound) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
-        if header.kind == "micro":
-            if not self.trainer_group.leads:
-                self.algorithm.load_state(header.algorithm_state)
-            return self.backend.micro(header.work[self.backend.replica]).finite
-        if header.kind == "check":
-            return self.backend.gradient_is_finite()
-        if header.kind == "infer":
-            return self._infer(header)
-        if header.kind == "read":
-            return self._read(header)
-        if header.kind == "credit" and header.credit is not None:
-            self._episodes.credit(header.credit)
-        if header.kind == "chunks":
-            return self._episodes.learn(header.chunks[self.backend.replica]).finite
-        if header.kind == "end_episodes":
-            self._episodes.end_episodes(learned=header.learned)
-        if header.kind == "commit":
-            return self.backend.commit(header.denominator, header.learning_rate, header.critic_rate)
-        if header.kind == "snapshot":
-            return self._snapshot()
-        if header.kind == "hold":
-            self.backend.hold()
-        if header.kind == "end_hold":
-            self.backend.end_hold(back=header.back)
-        if header.kind == "restore":
-            self._restore(header)
-        if header.kind == "help":
-            self._help()
-        if header.kind == "add":
-            self.helping.add_gradient(self.contributed)
-        if header.kind == "publish":
-            self._collect()
-        if header.kind == "abort":
-            self.backend.zero()
+        with self._computing(round):
+            return self._execute(round)
+
+    def _execute(self, round: AnyRound) -> object:
+        match round:
+            case messages.MicroRound():
+                if not self.ranks.leads:
+                    self.algorithm.load_state(round.algorithm_state)
+                return self.backend.micro(round.work[self.backend.replica]).finite
+            case messages.CheckRound():
+                return self.backend.gradient_is_finite()
+            case messages.InferRound():
+                return self._infer(round)
+            case messages.ReadRound():
+                return self._read(round.episodes)
+            case messages.CreditRound():
+                self._episodes.credit(round.credit)
+            case messages.ChunksRound():
+                return self._episodes.learn(round.chunks[self.backend.replica]).finite
+            case messages.EndEpisodesRound():
+                self._episodes.end_episodes(learned=round.learned)
+            case messages.CommitRound():
+                return self.backend.commit(round.denominator, round.learning_rate, round.critic_rate)
+            case messages.SnapshotRound():
+                return self._snapshot()
+            case messages.HoldRound():
+                self.backend.hold()
+            case messages.EndHoldRound():
+                self.backend.end_hold(back=round.back)
+            case messages.RestoreRound():
+                self._restore(round)
+            case messages.HelpRound():
+                self._help()
+            case messages.AddRound():
+                self.helping.add_gradient(self.contributed)
+            case messages.PublishRound():
+                self._collect()
+            case messages.AbortRound():
+                self.backend.zero()
+            case messages.LeaveRound():
+                pass
         return None
 
-    def _restore(self, header: Round) -> None:
+    def _computing(self, round: AnyRound) -> AbstractContextManager[None]:
+        if self._device is None:
+            return nullcontext()
+        size = 0  # What a rank's seconds in a round rise with: tokens, or chunks of actions.
+        if isinstance(round, messages.MicroRound | messages.InferRound):
+            rows = round.work[self.backend.replica]
+            size = sum(len(sequence.tokens) for row in rows for sequence in row)
+        elif isinstance(round, messages.ChunksRound):
+            size = len(round.chunks[self.backend.replica])
+        fixed = self.config.deterministic
+        return self._device.computing(self.ranks.device, round.kind, size, fixed=fixed)
+
+    def release(self) -> None:
+        """Frees what the next forward gathers from the ranks; all ranks do or none."""
+        if self._backend is not None:
+            with current(self.ranks.device):
+                self._backend.release()
+
+    def _restore(self, round: messages.RestoreRound) -> None:
         self._backend = None
         backend = self._new_backend()
         self.warmup = WarmUp(0)
         try:
-            if header.checkpoint:
+            if round.checkpoint:
                 backend.load_reference()
                 backend.load_state(self.reader)
             else:
@@ -157,7 +198,7 @@ class Rank:
         finally:
             self.reader = None
         self._backend = backend
-        self.restored = header.number
+        self.restored = round.number
 
     @property
     def helping(self) -> HelpingBackend:
@@ -191,22 +232,22 @@ class Rank:
             self.reader = None
         self._backend = backend
 
-    def _infer(self, header: Round) -> list[list[Columns]]:
+    def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
         """The columns of each replica's rows, by replica."""
         own = self.backend.replica
-        found = self.backend.infer(header.work[own], header.columns)
-        bodies = self.trainer_group.gather(msgspec.msgpack.encode((own, found)))
+        found = self.backend.infer(round.work[own], round.columns)
+        bodies = self.ranks.gather(msgspec.msgpack.encode((own, found)))
         by_replica = dict(msgspec.msgpack.decode(body, type=tuple[int, list[Columns]]) for body in bodies)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
-    def _read(self, header: Round) -> list[EpisodeScores]:
-        found = self._episodes.read(header.episodes)
-        bodies = self.trainer_group.gather(msgspec.msgpack.encode(found))
+    def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
+        found = self._episodes.read(episodes)
+        bodies = self.ranks.gather(msgspec.msgpack.encode(found))
         return [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
 
     @property
-    def _episodes(self) -> RobotBackend:
-        assert isinstance(self.backend, RobotBackend)
+    def _episodes(self) -> EpisodeBackend:
+        assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
     def _collect(self) -> None:
@@ -218,22 +259,10 @@ class Rank:
             pass
 
     def _snapshot(self) -> Copies | None:
-        leads = self.trainer_group.leads
+        leads = self.ranks.leads
         weights = {name: tensor.clone() for name, tensor in self.backend.weights() if leads}
         optimizer = {name: tensor.clone() for name, tensor in self.backend.moments() if leads}
         if not leads:
             return None
         optimizer["random_state"] = torch.get_rng_state()
         return Copies(weights, optimizer, self.backend.optimizer_steps)
-
-
-def is_finite(result: object) -> bool:
-    """The result of a micro or a check round."""
-    assert isinstance(result, bool)
-    return result
-
-
-def commit_report(result: object) -> CommitReport:
-    """The result of a commit round."""
-    assert isinstance(result, CommitReport)
-    return result

@@ -1,8 +1,7 @@
 """Rounds: the leader says what all ranks do next and the others follow; nothing else moves a trainer group.
 
 A header is answered by each rank's vote on its lease before anybody begins, so that a rank whose lease lapsed
-never leaves the others in a collective.
-Knows no model: what a round means is the caller's function. One rank uses rounds too.
+never leaves the others in a collective. One rank uses rounds too. `Rank` does what a round says; steps are `Session`'s.
 """
 
 from __future__ import annotations
@@ -12,170 +11,248 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+from headrace_servicekit.failpoints import failpoint_sync
+from torch import Tensor
+from typing_extensions import override
 
-from headrace_trainer.errors import Quiesced
-from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.episodes.data import CreditData, EpisodeData
-from headrace_trainer.learning.samples import Rows
-
-Kind = Literal[
-    "restore",
-    "help",
-    "micro",
-    "check",
-    "infer",
-    "read",
-    "credit",
-    "chunks",
-    "end_episodes",
-    "hold",
-    "add",
-    "commit",
-    "end_hold",
-    "publish",
-    "snapshot",
-    "abort",
-    "leave",
-]
-
-GOVERNED: frozenset[Kind] = frozenset(
-    {
-        *("restore", "help", "micro", "check", "infer", "hold", "add", "commit"),
-        *("read", "credit", "chunks"),
-    }
-)
-"""Rounds that need every rank's lease. The others end or hand out what such a round has made."""
+from headrace_trainer.backends._base import CommitReport, PrivateGradient, StateReader
+from headrace_trainer.errors import Quiesced, Refusal
+from headrace_trainer.group import messages
+from headrace_trainer.group.messages import AnyRound, Header
+from headrace_trainer.group.rank import Copies, Rank
+from headrace_trainer.learning.packing import plan_rounds
+from headrace_trainer.learning.passes import StepRounds
+from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows, Sequence
 
 STUCK_EXIT_CODE = 70
-# Restoring downloads or dequantises a model and may run a supervised warm-up.
-DEADLINES_S: dict[str, float] = {"restore": 3600.0}
 DEADLINE_S = 900.0
+RESTORE_DEADLINE_S = 3600.0
+"""Restoring downloads or dequantises a model and may run a supervised warm-up."""
 LOOK_S = 5.0
 IDLE_LOOKS = 12
 """After so many looks without a round the thread that looks ends; the next round starts another one."""
-
-
-class Round(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What all ranks do next.
-
-    `work` has one entry a replica (micro, infer); an empty one is a zero-weight dummy's. `columns` says
-    what an infer computes; `algorithm_state` is `Algorithm.state`, for a micro; `back` is an end_hold's: to what was
-    held. `episodes`, `credit` and `chunks` (an entry a replica) are what a learner of episodes has in place of `work`;
-    `learned` is an end_episodes's.
-    """
-
-    generation: int
-    number: int
-    kind: Kind
-    step: int = 0
-    attempt: int = 0
-    work: list[Rows] = msgspec.field(default_factory=list)
-    denominator: float = 1.0
-    learning_rate: float = 0.0
-    critic_rate: float = 0.0
-    checkpoint: str = ""
-    back: bool = False
-    algorithm_state: dict[str, float] = msgspec.field(default_factory=dict)
-    columns: list[str] = msgspec.field(default_factory=list)
-    episodes: list[EpisodeData] = msgspec.field(default_factory=list)
-    credit: CreditData | None = None
-    chunks: list[list[int]] = msgspec.field(default_factory=list)
-    learned: bool = False
 
 
 class RoundLost(RuntimeError):
     """A rank of the trainer group is gone: the trainer group must be formed anew and the run restored."""
 
 
-class Rounds:
-    """The sequence of rounds of one trainer group, led on rank 0 and followed on the others."""
+class Rounds(StepRounds):
+    """The rounds of one trainer group: rank 0 leads them, the others follow.
 
-    def __init__(
-        self,
-        trainer_group: TrainerGroup,
-        execute: Callable[[Round], object],
-        *,
-        holds_lease: Callable[[], bool],
-        release: Callable[[], None],
-        deadlines: bool = True,
-    ) -> None:
-        self.trainer_group = trainer_group
+    Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, and a governed one Quiesced when the
+    lease of one has lapsed: then nobody began it.
+    """
+
+    def __init__(self, rank: Rank, *, holds_lease: Callable[[], bool], deadlines: bool = True) -> None:
+        self.rank = rank
+        self.lost = False
+        """A rank is gone: these rounds are over."""
         self.gave_back = False
         """This rank has suspended: all ranks `release` before the next governed round, which gathers on all or none."""
-        self._execute = execute
+        self.attempt = (0, 0)
+        """Step and attempt that are open, for whoever reads of a stuck round."""
+        self.critic_rate = 0.0
+        """Learning rate of the critic's own weights in the open step."""
+        self.micro_rounds = 0
+        """How many have run."""
+        self.infer_seconds = 0.0
+        """How long infer rounds have run."""
+        self.between = threading.Lock()
+        """Held while a round runs: membership, suspend and wake act between rounds."""
         self._holds_lease = holds_lease
-        self._release = release
         self._deadlines = deadlines
         self._number = 0
         self._watchdog = _Watchdog()
-        # Held while a round runs: membership, suspend and wake act between rounds.
-        self.between = threading.Lock()
 
-    def lead(self, kind: Kind, **fields: Any) -> object:
-        """Announces a round and does this rank's part.
-
-        Raises RoundLost when a rank is gone, and Quiesced when one's lease has lapsed: then nobody began.
-        """
+    def lead(self, round: AnyRound) -> Any:
+        """Announces a round and does this rank's part; what `Rank.execute` returns."""
         self._number += 1
-        header = Round(generation=self.trainer_group.generation, number=self._number, kind=kind, **fields)
-        with self.between, self._deadline(header):
-            with _watching(header):
-                self.trainer_group.announce(_ENCODER.encode(header))
-                return self._take_part(header)
+        header = Header(self.rank.ranks.generation, self._number, *self.attempt, round)
+        try:
+            with self._running(header):
+                self.rank.ranks.announce(_ENCODER.encode(header))
+                self._vote(header)
+                return self.rank.execute(round)
+        except RoundLost as error:
+            self.lost = True
+            message = f"{error}; form the trainer group anew and restore a checkpoint"
+            raise Refusal("TRAINER_GROUP_LOST", message, "unavailable") from error
 
     def follow(self) -> None:
         """Does what the leader announces until it says leave. Raises RoundLost when the leader is gone."""
+        ranks = self.rank.ranks
         while True:
             try:
-                data = self.trainer_group.announce(None)
+                data = ranks.announce(None)
             except RuntimeError as error:
-                raise RoundLost(
-                    f"the leader of generation {self.trainer_group.generation} is gone: {error}"
-                ) from error
+                raise RoundLost(f"the leader of generation {ranks.generation} is gone: {error}") from error
             header = _DECODER.decode(data)
-            if header.kind == "leave":
+            if isinstance(header.round, messages.LeaveRound):
                 return
-            with self.between, self._deadline(header), _watching(header), suppress(Quiesced):
-                self._take_part(header)
+            with self._running(header), suppress(Quiesced):
+                self._vote(header)
+                self.rank.execute(header.round)
 
-    def _take_part(self, header: Round) -> object:
-        if header.kind in GOVERNED:
-            votes = self.trainer_group.votes(self._holds_lease(), self.gave_back)
-            if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
-                raise Quiesced(
-                    f"round {header.number} ({header.kind}) was not begun: the lease of rank "
-                    f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
-                )
-            if any(gave_back for _, gave_back in votes):
-                self._release()
-                self.gave_back = False
-        return self._execute(header)
+    def _vote(self, header: Header) -> None:
+        """Each rank tells all whether it holds its lease, before anybody begins a governed round."""
+        if not header.round.governed:
+            return
+        votes = self.rank.ranks.votes(self._holds_lease(), self.gave_back)
+        if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
+            raise Quiesced(
+                f"round {header.number} ({header.round.kind}) was not begun: the lease of rank "
+                f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
+            )
+        if any(gave_back for _, gave_back in votes):
+            self.rank.release()
+            self.gave_back = False
 
     @contextmanager
-    def _deadline(self, header: Round) -> Iterator[None]:
-        if not self._deadlines:
-            yield
-            return
-        limit = DEADLINES_S.get(header.kind, DEADLINE_S)
-        self._watchdog.watch(limit, (header, self.trainer_group.rank, limit))
+    def _running(self, header: Header) -> Iterator[None]:
+        """Nothing else happens to the rank meanwhile; a stuck round ends the process, and a lost rank RoundLost."""
+        limit = RESTORE_DEADLINE_S if isinstance(header.round, messages.RestoreRound) else DEADLINE_S
+        with self.between:
+            if self._deadlines:
+                self._watchdog.watch(limit, (header, self.rank.ranks.rank, limit))
+            try:
+                yield
+            except RuntimeError as error:
+                # What gloo and NCCL raise when a peer's connection breaks or a collective runs out of time.
+                text = str(error)
+                if not any(mark in text for mark in ("gloo", "Connection", "NCCL", "timed out", "Timed out")):
+                    raise
+                line = text.splitlines()[0]
+                raise RoundLost(f"round {header.number} ({header.round.kind}) lost a rank: {line}") from error
+            finally:
+                self._watchdog.rest()
+
+    # What the leader's session and learner ask for
+
+    @property
+    @override
+    def replicas(self) -> int:
+        return self.rank.backend.replicas
+
+    @property
+    @override
+    def shares_prefixes(self) -> bool:
+        return self.rank.backend.shares_prefixes
+
+    def restore(self, checkpoint: str, number: int, reader: StateReader | None) -> None:
+        """Loads weights and optimizer state on all ranks: the initial ones without a reader."""
+        self.rank.reader = reader
+        self.lead(messages.RestoreRound(checkpoint, number))
+
+    def help(self, reader: StateReader) -> None:
+        """Loads a published version's weights."""
+        self.rank.reader = reader
+        self.lead(messages.HelpRound())
+
+    @override
+    def micro(self, work: list[Rows]) -> bool:
+        failpoint_sync("trainer.micro")
+        finite: bool = self.lead(messages.MicroRound(work, dict(self.rank.algorithm.state())))
+        self.micro_rounds += 1
+        return finite
+
+    @override
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        started = time.monotonic()
+        found: list[EpisodeScores] = self.lead(messages.ReadRound(list(episodes)))
+        self.infer_seconds += time.monotonic() - started
+        return found
+
+    @override
+    def credit(self, data: CreditData) -> None:
+        self.lead(messages.CreditRound(data))
+
+    @override
+    def chunks(self, work: list[list[int]]) -> bool:
+        finite: bool = self.lead(messages.ChunksRound(work))
+        return finite
+
+    @override
+    def end_episodes(self, *, learned: bool) -> None:
+        self.lead(messages.EndEpisodesRound(learned))
+
+    @override
+    def holds(self) -> bool:
+        if finite := bool(self.lead(messages.CheckRound())):
+            return finite
+        self.drop()
+        return False
+
+    @override
+    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
+        started = time.monotonic()
+        found: dict[int, Columns] = {}
+        budget, replicas = self.rank.config.trainer.micro_batch_tokens, self.replicas
+        for work, _ in plan_rounds(groups, budget, replicas=replicas, shared=self.shares_prefixes):
+            results = self.lead(messages.InferRound(work, list(columns)))
+            for rows, values in zip(work, results, strict=True):
+                own = [id(sequence) for row in rows for sequence in row]
+                found.update(zip(own, values, strict=True))
+        self.infer_seconds += time.monotonic() - started
+        nothing: Columns = {name: [] for name in columns}
+        return [[found.get(id(sequence), nothing) for sequence in group] for group in groups]
+
+    @override
+    def apply(self, denominator: float, rate: float) -> CommitReport:
+        report: CommitReport = self.lead(messages.CommitRound(denominator, rate, self.critic_rate))
+        return report
+
+    def add(self, given: PrivateGradient) -> None:
+        """Adds a helper's gradient to what the ranks have accumulated."""
+        self.rank.contributed = given
         try:
-            yield
+            self.lead(messages.AddRound())
         finally:
-            self._watchdog.rest()
+            self.rank.contributed = None
+
+    @override
+    def hold(self) -> None:
+        self.lead(messages.HoldRound())
+
+    @override
+    def end_hold(self, *, back: bool) -> None:
+        self.lead(messages.EndHoldRound(back))
+
+    @override
+    def drop(self) -> None:
+        self.lead(messages.AbortRound())
+
+    def gather(self, collect: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+        """Gives `collect` every whole weight by name."""
+        self.rank.collect = collect
+        try:
+            self.lead(messages.PublishRound())
+        finally:
+            self.rank.collect = None
+
+    def snapshot(self) -> Copies:
+        """Copies of weights and optimizer state."""
+        copies: Copies = self.lead(messages.SnapshotRound())
+        return copies
+
+    def leave(self) -> None:
+        """Ends the followers' loops. Raises Refusal TRAINER_GROUP_LOST when they are gone already."""
+        self.lead(messages.LeaveRound())
 
 
 class _Watchdog:
     """Ends the process when a round is stuck. One thread looks now and then: a timer a round costs as much as it."""
 
     def __init__(self) -> None:
-        self._watched: tuple[float, tuple[Round, int, float]] | None = None
+        self._watched: tuple[float, tuple[Header, int, float]] | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, limit_s: float, what: tuple[Round, int, float]) -> None:
+    def watch(self, limit_s: float, what: tuple[Header, int, float]) -> None:
         """Until `rest`, which has to come within the limit."""
         self._watched = time.monotonic() + limit_s, what
         if self._thread is None:
@@ -200,24 +277,10 @@ class _Watchdog:
             self.watch(watched[0] - time.monotonic(), watched[1])
 
 
-@contextmanager
-def _watching(header: Round) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        # What gloo and NCCL raise when a peer's connection breaks or a collective runs out of time.
-        text = str(error)
-        if any(mark in text for mark in ("gloo", "Connection", "NCCL", "timed out", "Timed out")):
-            raise RoundLost(
-                f"round {header.number} ({header.kind}) lost a rank: {text.splitlines()[0]}"
-            ) from error
-        raise
-
-
-def _exit_stuck(header: Round, rank: int, limit: float) -> None:
+def _exit_stuck(header: Header, rank: int, limit: float) -> None:
     # The thread that is stuck in a collective cannot be interrupted; the supervisor starts a fresh process.
     line = (
-        f"headrace-trainer: rank {rank} is stuck in round {header.number} ({header.kind}) of generation "
+        f"headrace-trainer: rank {rank} is stuck in round {header.number} ({header.round.kind}) of generation "
         f"{header.generation}, step {header.step} attempt {header.attempt}, for {limit:g} s; exiting\n"
     )
     sys.stderr.write(line)
@@ -226,4 +289,4 @@ def _exit_stuck(header: Round, rank: int, limit: float) -> None:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Round)
+_DECODER = msgspec.msgpack.Decoder(Header)

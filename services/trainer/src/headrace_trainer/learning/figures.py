@@ -1,16 +1,23 @@
-"""The figures of a committed step, by the names that the coordinator shows. Knows no tensors."""
+"""The figures of a step, by the names that the coordinator shows. Knows no tensors and no rounds."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
 
-from headrace_trainer.learning.packing.work import OptimizerStep
-from headrace_trainer.learning.samples import GroupRecord
+from headrace_trainer.learning.passes import OptimizerStep
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
+from headrace_trainer.learning.step import StepState, held_version
+
+LARGEST_LOG_RATIO = 20.0
+"""What ratios are cut at, so that one token does not make a sum infinite."""
+WITNESSES = 4
+"""Most answers that are kept for the comparison."""
 
 
 def step_figures(
-    steps: Sequence[OptimizerStep], records: Sequence[GroupRecord], *, rate: float, seconds: float
+    steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate: float, seconds: float
 ) -> dict[str, float]:
     """All figures of a step that was committed with these optimizer steps, of which there is at least one.
 
@@ -41,12 +48,12 @@ def step_figures(
     }
 
 
-def _critic_norm(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+def _critic_norm(steps: Many[OptimizerStep]) -> dict[str, float]:
     norm = statistics.fmean(step.report.critic_grad_norm for step in steps)
     return {"critic_grad_norm": norm} if norm else {}
 
 
-def _token_means(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+def _token_means(steps: Many[OptimizerStep]) -> dict[str, float]:
     sums = _sums(steps)
     own = {name.removeprefix("own."): value for name, value in sums.items() if name.startswith("own.")}
     tokens = sums["tokens"]
@@ -68,7 +75,7 @@ def _explained(means: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _mismatch(first_epoch: Sequence[OptimizerStep]) -> dict[str, float]:
+def _mismatch(first_epoch: Many[OptimizerStep]) -> dict[str, float]:
     sums = _sums(first_epoch)
     compared = sums["engine_tokens"]
     found = {"log_prob_compared_tokens": compared}
@@ -83,9 +90,48 @@ def _mismatch(first_epoch: Sequence[OptimizerStep]) -> dict[str, float]:
     return found
 
 
-def _sums(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+def _sums(steps: Many[OptimizerStep]) -> dict[str, float]:
     total: dict[str, float] = {}
     for step in steps:
         for name, value in step.report.token_sums.items():
             total[name] = total.get(name, 0.0) + value
     return total
+
+
+def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
+    """A few answers of the first group that was accumulated; empty where none was.
+
+    They are those which the held version sampled alone and whose log-probs the engine has told.
+    """
+    version = held_version(state).number
+    for group in groups:
+        if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
+            continue
+        fit = [
+            Sequence(member.tokens, member.trained, member.engine_log_probs)
+            for member in group.members
+            if member.trained
+            and set(member.versions) == {version}
+            and all(math.isfinite(value) for value in member.engine_log_probs)
+        ]
+        if fit:
+            return fit[:WITNESSES]
+    return []
+
+
+def agreement(sequences: list[Sequence], log_probs: list[list[float]]) -> dict[str, float]:
+    """The figures of the comparison; a value that is not finite stays one, so that it is seen."""
+    log_ratios = [
+        own - engine
+        for sequence, values in zip(sequences, log_probs, strict=True)
+        for own, engine in zip(values, sequence.engine_log_probs, strict=True)
+    ]
+    count, ratios = len(log_ratios), [math.exp(min(value, LARGEST_LOG_RATIO)) for value in log_ratios]
+    return {
+        "log_prob_compared_tokens": float(count),
+        "log_prob_mismatch_mean": math.fsum(map(abs, log_ratios)) / count,
+        "log_prob_mismatch_max": max(map(abs, log_ratios)),
+        "log_prob_mismatch_kl": math.fsum(r - 1 - v for r, v in zip(ratios, log_ratios, strict=True)) / count,
+        "log_prob_ratio_mean": math.fsum(ratios) / count,
+        "log_prob_ratio_max": max(ratios),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,14 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, Algorithm, Outcomes
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, Algorithm, Outcomes
 from headrace_trainer.algorithms.functional import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
+
+Infer = Callable[[Many[list[Sequence]], Many[str]], list[list[Columns]]]
+"""The named columns of each sequence of each group: `StepRounds.infer`."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,31 @@ class Intake:
         self._config = config
         self._algorithm = algorithm
 
-    def refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
-        """See `unfit`."""
-        return unfit(state, group, self._config.algorithm.max_staleness)
+    def inferred(self, groups: Many[Group], infer: Infer) -> Iterator[Inferred]:
+        """These groups, in order, with the algorithm's columns under the weights at which their step began.
+
+        Called once for each group, when it arrives: so a streamed step stays streamed. There is no round where the
+        algorithm needs no column.
+        """
+        if not (self._algorithm.columns and groups):
+            for group in groups:
+                nothing = len(group.members)
+                yield Inferred(group, ({},) * nothing, (0.0,) * nothing)
+            return
+        bare = [self.bare(group) for group in groups]
+        for group, found in zip(groups, infer(bare, self._algorithm.columns), strict=True):
+            yield self._inferred(group, iter(found))
+
+    def _inferred(self, group: Group, found: Iterator[Columns]) -> Inferred:
+        columns: list[Columns] = []
+        following: list[float] = []
+        for member in group.members:
+            own = next(found) if self.trained(member) else {}
+            following.append(own[VALUES][-1] if self.bootstraps(member) else 0.0)
+            if self.bootstraps(member):
+                own = {name: values[:-1] for name, values in own.items()}
+            columns.append(own)
+        return Inferred(group, tuple(columns), tuple(following))
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
@@ -227,3 +253,20 @@ def _double(values: list[float] | list[list[float]]) -> Tensor:
 def _mean(values: list[float]) -> float:
     """0 for a member that carries no loss."""
     return sum(values) / len(values) if values else 0.0
+
+
+def admitted(
+    state: steps.StepState, groups: Many[Group], max_staleness: int
+) -> tuple[steps.StepState, list[Group]]:
+    """The state after the groups that need not be learned, and those that are learned, by prompt.
+
+    Raises Refusal CONFLICT.
+    """
+    fresh: list[Group] = []
+    for group in sorted(groups, key=lambda group: group.prompt_ordinal):
+        record = steps.known(state, group) or unfit(state, group, max_staleness)
+        if record is None:
+            fresh.append(group)
+        else:
+            state = steps.learned(state, record)
+    return state, fresh

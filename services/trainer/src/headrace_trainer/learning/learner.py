@@ -1,26 +1,29 @@
-"""From settled groups to rounds, as they come: packs, accumulates, and tells what became of each group.
+"""Learning from groups of answers: as they come, or from a step's whole batch in several passes at the commit.
 
-Runs on the leader. Knows no wire and no optimizer; the step's rules are `step`'s.
+Runs on the leader. Knows no wire; the step's rules are `step`'s.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 
 from headrace_schema.openings import TrainerConfig
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.infer import InferPass
-from headrace_trainer.learning.intake import Intake, Prepared, not_finite
-from headrace_trainer.learning.packing.work import (
+from headrace_trainer.learning.intake import Inferred, Intake, Prepared, admitted, not_finite
+from headrace_trainer.learning.packing import plan_rounds
+from headrace_trainer.learning.passes import (
     Finished,
     OptimizerStep,
+    PassesLearner,
     StepRounds,
     denominator,
-    plan_rounds,
 )
-from headrace_trainer.learning.samples import Group, GroupRecord
+from headrace_trainer.learning.samples import Group, GroupRecord, Rows, Sequence
 
 
 class Learner:
@@ -31,18 +34,11 @@ class Learner:
         self._algorithm = algorithm
         self._intake = Intake(config, algorithm)
         self._rounds = rounds
-        self._infer = InferPass(algorithm, self._intake, rounds)
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
-        fresh: list[Group] = []
-        for group in sorted(groups, key=lambda group: group.prompt_ordinal):
-            record = steps.known(state, group) or self._intake.refusal(state, group)
-            if record is None:
-                fresh.append(group)
-            else:
-                state = steps.learned(state, record)
-        # One packing a group, whatever else has arrived, is what makes two runs equal; and finds a culprit.
+        state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
+        # Packed alone, groups make runs that can be repeated, and a group that is not finite is found.
         apart = self._config.deterministic or state.careful
         for groups in [[group] for group in fresh] if apart else [fresh]:
             state, batch = self._prepare(state, groups)
@@ -54,7 +50,7 @@ class Learner:
     def _prepare(self, state: steps.StepState, groups: Many[Group]) -> tuple[steps.StepState, list[Prepared]]:
         """What is to be accumulated, and the state after those groups whose columns are not finite."""
         batch: list[Prepared] = []
-        for inferred in self._infer(groups):
+        for inferred in self._intake.inferred(groups, self._rounds.infer):
             if problem := inferred.problem():
                 record = not_finite(self._intake.record(state, inferred.group), problem)
                 state = steps.learned(state, record)
@@ -73,7 +69,10 @@ class Learner:
 
     def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
-        inside, outside = self._run(batch)
+        inside: set[int] = set()  # which groups have rows inside the accumulators
+        outside: set[int] = set()
+        for work, owners in planned([prepared.sequences for prepared in batch], self._config, self._rounds):
+            (inside if self._rounds.micro(work) else outside).update(owners)
         for index, prepared in enumerate(batch):
             if index not in outside:
                 state = steps.learned(state, prepared.record)
@@ -85,14 +84,72 @@ class Learner:
                 state = self._accumulate(state, [prepared])
         return state
 
-    def _run(self, batch: list[Prepared]) -> tuple[set[int], set[int]]:
-        """Runs the batch; which groups have rows inside the accumulators, and which have rows left outside."""
-        inside: set[int] = set()
-        outside: set[int] = set()
-        groups = [prepared.sequences for prepared in batch]
-        for work, owners in plan_rounds(groups, self._config.trainer.micro_batch_tokens, self._rounds):
-            (inside if self._rounds.micro(work) else outside).update(owners)
-        return inside, outside
+
+class BatchLearner(PassesLearner[list[Prepared], Prepared]):
+    """Keeps one run's groups, and learns from them in `passes` when the step is committed."""
+
+    def __init__(self, config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> None:
+        super().__init__(config, algorithm, rounds)
+        self._algorithm = algorithm
+        self._intake = Intake(config, algorithm)
+        self._kept: dict[str, Inferred] = {}
+
+    def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
+        """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
+        state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
+        for batch in [[group] for group in fresh] if self._config.deterministic else [fresh]:
+            for inferred in self._intake.inferred(batch, self._rounds.infer):
+                record = self._intake.record(state, inferred.group)
+                if problem := inferred.problem():
+                    record = not_finite(record, problem)
+                self._kept[inferred.group.digest] = inferred
+                state = steps.learned(state, record)
+        return state
+
+    def reset(self) -> None:
+        """Drops the attempt's groups."""
+        self._kept = {}
+
+    @override
+    def _lay_out(self, state: steps.StepState) -> list[Prepared]:
+        return self._intake.prepare(state, [self._kept[record.digest] for record in state.accumulated])
+
+    @override
+    def _minibatches(self, batch: list[Prepared], step: int) -> Iterator[tuple[int, list[Prepared]]]:
+        parts = min(self._passes.minibatches, len(batch))
+        for epoch in range(self._passes.epochs):
+            order = list(range(len(batch)))
+            random.Random(f"{self._config.seed}/passes/{step}/{epoch}").shuffle(order)
+            for part in range(parts):
+                chosen = order[part * len(batch) // parts : (part + 1) * len(batch) // parts]
+                yield epoch, [batch[index] for index in sorted(chosen)]
+
+    @override
+    def _divisor(self, batch: list[Prepared], minibatch: list[Prepared]) -> float:
+        return denominator(self._algorithm, (prepared.record for prepared in minibatch))
+
+    @override
+    def _accumulate(self, minibatch: list[Prepared]) -> bool:
+        groups = [prepared.sequences for prepared in minibatch]
+        return all(self._rounds.micro(work) for work, _ in planned(groups, self._config, self._rounds))
+
+    @override
+    def _by_group(
+        self, batch: list[Prepared], state: steps.StepState, minibatch: list[Prepared]
+    ) -> Iterable[tuple[GroupRecord, list[Prepared]]]:
+        return ((prepared.record, [prepared]) for prepared in minibatch)
+
+    @override
+    def _learned(self) -> None:
+        self.reset()
+
+
+def planned(
+    groups: Many[list[Sequence]], config: TrainerConfig, rounds: StepRounds
+) -> Iterator[tuple[list[Rows], set[int]]]:
+    """Work of the rounds that go through these groups, with the groups in each."""
+    budget = config.trainer.micro_batch_tokens
+    return plan_rounds(groups, budget, replicas=rounds.replicas, shared=rounds.shares_prefixes)
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from headrace_trainer.errors import Refusal, conflict
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord
+from headrace_servicekit.rpc.digests import set_digest
+
+from headrace_trainer.errors import Quiesced, Refusal, conflict
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, LearnItem
 
 
 class Phase(Enum):
@@ -208,6 +210,31 @@ def known(state: StepState, group: Group) -> GroupRecord | None:
     return record
 
 
+def admit(state: StepState, item: LearnItem, admitted: dict[int, Group]) -> None:
+    """Adds an item's groups to those that are learned next, all or none.
+
+    Raises Refusal NOT_OPEN or CONFLICT, and the reasons of the item's lease.
+    """
+    item.authority()
+    check_open(state, item.step, item.attempt)
+    for group in item.groups:
+        other = admitted.get(group.prompt_ordinal)
+        if other is not None and other.digest != group.digest:
+            raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or bodies")
+        known(state, group)
+    admitted.update((group.prompt_ordinal, group) for group in item.groups)
+
+
+def attempt_lost(state: StepState, quiesced: Quiesced) -> Refusal:
+    """Why an attempt is over of which a part was accumulated before a lease lapsed."""
+    step, attempt = _open(state)
+    return Refusal(
+        "ATTEMPT_LOST",
+        f"{quiesced.message}; a part of these groups was accumulated before, so step {step} attempt "
+        f"{attempt} is over: begin the next attempt",
+    )
+
+
 def learned(state: StepState, record: GroupRecord, *, taint: str = "") -> StepState:
     """Remembers what became of a group. `taint` says why the accumulators can no longer be trusted."""
     groups = {**state.groups, record.prompt_ordinal: record}
@@ -233,8 +260,8 @@ def retried(state: StepState, command: Commit) -> CommitReply | None:
     return state.last_reply
 
 
-def check_commit(state: StepState, command: Commit) -> None:
-    """Raises Refusal unless the commit fits the open attempt."""
+def check_commit(state: StepState, command: Commit) -> Result | None:
+    """Why the commit is refused by its answer; None where it may be applied. Raises Refusal where it does not fit."""
     begun = check_open(state, command.step, command.attempt)
     if (begun.base_number, begun.next_number) != (command.base_number, command.next_number):
         raise conflict(
@@ -243,6 +270,9 @@ def check_commit(state: StepState, command: Commit) -> None:
         )
     if not state.accumulated:
         raise Refusal("EMPTY_STEP", "no group is accumulated: learn at least one group, or abort the attempt")
+    if set_digest(key for record in state.accumulated for key in record.keys) != command.set_digest:
+        return Result.SET_MISMATCH
+    return Result.NONFINITE if state.tainted else None
 
 
 def totals(state: StepState) -> CommitReply:

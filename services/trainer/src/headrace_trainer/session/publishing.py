@@ -1,4 +1,4 @@
-"""Casts a version straight into the weight store's memory, and makes it visible when it may be seen.
+"""Versions between a model and the weight store: cast into its memory, made visible, and read back as tensors.
 
 Knows no steps: `session` says when.
 """
@@ -6,15 +6,20 @@ Knows no steps: `session` says when.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 
 import torch
 from headrace.common.v1 import common_pb2
+from headrace_modelkit.loading import load_model
+from headrace_modelkit.weights import state_tensors
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
 from torch import Tensor
 
-from headrace_trainer.errors import Refusal
+from headrace_trainer.backends._base import StateReader
+from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
 _DATA_TYPES = {
@@ -30,6 +35,7 @@ _DATA_TYPES = {
     "bool": common_pb2.DATA_TYPE_BOOL,
 }
 
+TORCH_TYPES = {value: getattr(torch, name) for name, value in _DATA_TYPES.items()}
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
 
@@ -130,3 +136,37 @@ class Publisher:
         """Drops everything of the run."""
         self.discard()
         self._store.keep(self._run, set())
+
+
+def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> dict[str, Tensor]:
+    """Views of a verified body, by name; nobody may write to them, and they keep the body alive.
+
+    Raises Refusal INVALID for an element type that is none of the trainer's.
+    """
+    found: dict[str, Tensor] = {}
+    for entry in manifest.entries:
+        if entry.data_type not in TORCH_TYPES:
+            raise invalid(f"{entry.name}: its element type {entry.data_type} is not known")
+        shape, dtype = tuple(entry.shape), TORCH_TYPES[entry.data_type]
+        if not entry.size_bytes:
+            found[entry.name] = torch.empty(shape, dtype=dtype)
+            continue
+        part = body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a buffer that is read-only: it is only read
+            found[entry.name] = torch.frombuffer(part, dtype=dtype).view(shape)
+    return found
+
+
+def check_shapes(reader: StateReader, model: ModelSection) -> None:
+    """Raises Refusal WEIGHTS_MISMATCH when a version is not one of the model's."""
+    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(model, weights=False))}
+    given = reader.weight_shapes()
+    if own == given:
+        return
+    name = min(set(own.items()) ^ set(given.items()))[0]
+    raise Refusal(
+        "WEIGHTS_MISMATCH",
+        f"model.path: {name} has shape {given.get(name, 'none')} in the version and {own.get(name, 'none')} in "
+        f"{model.path!r}; the helper was opened with another model",
+    )

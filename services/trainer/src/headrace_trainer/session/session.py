@@ -1,60 +1,194 @@
-"""What the leader does with a run in a step: begin, learn, commit, record, publish. One thread calls it.
+"""A run on the leader of its trainer group: restored, learned from step by step, published, saved. One thread calls it.
 
-Joins the step's rules and the rounds, which know nothing of each other. `held` has what it holds, `durable` how that
-comes and stays, `helper` what a helper does instead of committing.
+`Session` alone changes the run's state. The rules of a step are `learning.step`'s, what ranks do is `Rounds`', and
+checkpoints, versions and contributions are kept by the parts that this folder has for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from headrace_servicekit.failpoints import failpoint_sync
-from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
+from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
-from headrace_trainer.errors import Quiesced, Refusal, conflict
-from headrace_trainer.group.rank import Rank
+from headrace_trainer.backends._base import PrivateGradient, StateReader
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.saver import Write
+from headrace_trainer.checkpoints.tree import Origin
+from headrace_trainer.errors import Quiesced, Refusal, invalid
 from headrace_trainer.group.rounds import Rounds
+from headrace_trainer.kinds import AnyLearner
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.agreement import agreement, witnesses
-from headrace_trainer.learning.figures import step_figures
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
-from headrace_trainer.learning.schedules import step_rates
-from headrace_trainer.session.durable import DurableRun
-from headrace_trainer.session.helper import HelperRun
+from headrace_trainer.learning.figures import agreement, step_figures, witnesses
+from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.passes import step_rates
+from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
+from headrace_trainer.session.copies import CARRIED, Carried, check_carried, export_run
+from headrace_trainer.session.helping import Contribution, Offer, Offers, add_records, check_may_help
+from headrace_trainer.session.publishing import Publisher, check_shapes
+from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
 
 
-@dataclass(frozen=True)
-class LearnItem:
-    """One message of a Learn stream. `authority` raises Refusal when its lease is not held any more."""
+class Session:
+    """One run on the leader of one trainer group after another."""
 
-    step: int
-    attempt: int
-    groups: list[Group]
-    authority: Callable[[], None] = lambda: None
-
-
-class Session(DurableRun, HelperRun):
-    """One run on the leader of one trainer group."""
-
-    def __init__(self, run: str, run_directory: Path, rank: Rank, rounds: Rounds, store: WeightStore) -> None:
-        super().__init__(run, run_directory, rank, rounds, store)
+    def __init__(self, run: str, run_directory: Path, rounds: Rounds, store: WeightStore) -> None:
+        self.rounds = rounds
+        self.checkpoints = RunCheckpoints(run_directory, rounds.rank.config)
+        self._state = steps.StepState()
+        self._run = run
+        self._directory = run_directory
+        self._store = store
+        self._publisher: Publisher | None = None
+        self._learner: AnyLearner | None = None
+        self._carried: Carried | None = None
+        self._last_restore: tuple[Origin, Restored] | None = None
+        self._offers = Offers(store, run)
+        self._helps = False
         self._learn_seconds = 0.0
         self._witnesses: list[Sequence] = []
+
+    @property
+    def state(self) -> steps.StepState:
+        """The state of the run's steps; nothing is held once the trainer group has lost a rank."""
+        return steps.lost(self._state) if self.rounds.lost else self._state
+
+    def enter(self, rounds: Rounds) -> None:
+        """Goes on as the leader of another trainer group, which holds nothing yet."""
+        self._state = self.state
+        self.rounds = rounds
+
+    # Restoring
+
+    def restore(
+        self, checkpoint: str, number: int, store_id: str, source: CheckpointDirectory | None = None
+    ) -> Restored:
+        """Loads a checkpoint, or the initial model when the name is empty, as version `number`.
+
+        `source` has the checkpoint when it is another run's: numbers of that run mean nothing in this one.
+        """
+        origin = Origin(checkpoint, source.run if source else "")
+        if (reply := self._restored_before(origin, number)) is not None:
+            return reply
+        steps.check_restore(self.state, number)
+        if source and not checkpoint:
+            raise invalid("checkpoint: name one of source_run_directory, as ListCheckpoints does")
+        self.checkpoints.finish()
+        rank = self.rounds.rank
+        saved = (source or self.checkpoints.directory).open(checkpoint) if checkpoint else None
+        started = time.monotonic()
+        reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps) if saved else None
+        if reader is not None:
+            rank.check_state(reader)
+        planned = rank.check_memory()
+        before = self.state, self.checkpoints.manifest
+        self._state, self.checkpoints.manifest, self._carried = steps.lost(self.state), b"", None
+        try:
+            self.rounds.restore(checkpoint, number, reader)
+        except Quiesced:
+            self._state, self.checkpoints.manifest = before
+            raise
+        if saved is not None:
+            check_same_models(saved, rank.backend.reference, rank.base_model)
+        rank.algorithm.load_state(saved.algorithm_state if saved else {})
+        if reader is not None:
+            torch.set_rng_state(reader.random_state())
+        self._assemble()
+        parent = saved.version.number if saved and not source else 0
+        ordinal = saved.version.ordinal if saved else 0
+        version = steps.Version(number, parent, ordinal, self._stage(number))
+        self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
+        self.checkpoints.begin(origin, store_id, version)
+        figures = {
+            "restore_seconds": time.monotonic() - started,
+            **planned.figures(),
+            **rank.restore_figures(),
+        }
+        reply = Restored(version, rank.warmup.steps, figures)
+        self._last_restore = (origin, reply)
+        return reply
+
+    def _restored_before(self, origin: Origin, number: int) -> Restored | None:
+        """The reply of the same restore, when nothing has happened since."""
+        if self._last_restore is None or self._last_restore[0] != origin:
+            return None
+        reply = self._last_restore[1]
+        untouched = self.state.phase is steps.Phase.IDLE and self.state.version == reply.version
+        return reply if untouched and reply.version.number == number else None
+
+    @property
+    def carried_number(self) -> int:
+        """Number of the version that is carried to the next group; 0 for none."""
+        return self._carried.version.number if self._carried else 0
+
+    def carry(self) -> None:
+        """Gathers the recorded version and its optimizer state into host memory; only `take_up` or `restore` goes on.
+
+        Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, or NOT_LEADER for a helper.
+        """
+        if self._carried is not None:
+            return
+        self._check_leads("keeps nothing")
+        check_carried(self.state)
+        copies = self.rounds.snapshot()
+        self._carried = Carried(self.state, copies, dict(self.rounds.rank.algorithm.state()))
+        self._state = steps.lost(self.state)
+
+    def take_up(self, number: int) -> Restored:
+        """Shards what was carried over this group's ranks, as the version that it is. A retry gets the same.
+
+        Raises Refusal NOT_CARRIED, and CARRIED_MISMATCH when the weights come out with another digest.
+        """
+        carried, held = self._carried, self.state.version
+        if carried is None or carried.version.number != number:
+            if carried is None and held is not None and held.number == number:
+                return Restored(held, 0, {})
+            raise Refusal("NOT_CARRIED", f"version {number} is not carried; restore a checkpoint")
+        started = time.monotonic()
+        planned = self.rounds.rank.check_memory()
+        self.rounds.restore(CARRIED, number, carried.reader)
+        self.rounds.rank.algorithm.load_state(carried.algorithm_state)
+        torch.set_rng_state(carried.reader.random_state())
+        self._assemble()
+        if (found := self._stage(number)) != carried.version.digest:
+            self._carried = None
+            raise Refusal(
+                "CARRIED_MISMATCH",
+                f"version {number} has the digest {found} in the new trainer group and had "
+                f"{carried.version.digest}; restore a checkpoint",
+            )
+        self._state, self._carried = carried.state, None
+        figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
+        return Restored(carried.version, 0, figures)
+
+    def _assemble(self) -> None:
+        rank = self.rounds.rank
+        if self._publisher is None:
+            self._publisher = Publisher(self._store, self._run, rank.backend.weight_layout())
+        self._learner = rank.kind.learner(rank.algorithm, self.rounds)
+
+    def _check_leads(self, what: str) -> None:
+        if self._helps:
+            raise Refusal("NOT_LEADER", f"a helper {what}: send this to rank 0 of the trainer group")
+
+    # A step
 
     def begin(self, command: steps.Begin) -> None:
         """Opens a step attempt with zeroed accumulators."""
         state, fresh = steps.begin(self.state, command)
         if fresh:
-            self._leader.attempt = command.step, command.attempt
+            self.rounds.attempt = command.step, command.attempt
             self._drop_accumulators()
-            self._learn_seconds, self._leader.infer_seconds, self._witnesses = 0.0, 0.0, []
-        self.state = state
+            self._learn_seconds, self.rounds.infer_seconds, self._witnesses = 0.0, 0.0, []
+        self._state = state
 
     def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
         """Accumulates what has queued up; for each item what became of its groups, or why it is refused."""
@@ -64,12 +198,22 @@ class Session(DurableRun, HelperRun):
         refusals: dict[int, Refusal] = {}
         for index, item in enumerate(items):
             try:
-                self._admit(item, groups)
+                steps.admit(self.state, item, groups)
             except Refusal as refusal:
                 refusals[index] = refusal
         if groups:
-            self._accumulate(list(groups.values()))
-            self._keep_witnesses(groups)
+            assert self._learner is not None
+            rounds = self.rounds.micro_rounds
+            try:
+                self._state = self._learner.learn(self.state, list(groups.values()))
+            except Quiesced as quiesced:
+                if self.rounds.micro_rounds == rounds:
+                    raise
+                # A part of these groups is in the accumulators, and nobody could tell which.
+                lost = steps.attempt_lost(self.state, quiesced)
+                self.abort(*self.rounds.attempt)
+                raise lost from quiesced
+            self._witnesses = self._witnesses or witnesses(self.state, list(groups.values()))
         self._learn_seconds += time.monotonic() - started
         return [
             refusals[index]
@@ -78,84 +222,50 @@ class Session(DurableRun, HelperRun):
             for index, item in enumerate(items)
         ]
 
-    def _accumulate(self, groups: list[Group]) -> None:
-        assert self._learner is not None
-        rounds = self._leader.micro_rounds
-        try:
-            self.state = self._learner.learn(self.state, groups)
-        except Quiesced as quiesced:
-            begun = self.state.begun
-            if self._leader.micro_rounds == rounds or begun is None:
-                raise
-            # A part of these groups is in the accumulators, and nobody could tell which.
-            self.abort(begun.step, begun.attempt)
-            raise Refusal(
-                "ATTEMPT_LOST",
-                f"{quiesced.message}; a part of these groups was accumulated before, so step {begun.step} attempt "
-                f"{begun.attempt} is over: begin the next attempt",
-            ) from quiesced
+    def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
+        """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
+        steps.held_version(self.state)
+        [found] = self.rounds.infer([sequences], [column])
+        return [own[column] for own in found]
 
-    def _admit(self, item: LearnItem, groups: dict[int, Group]) -> None:
-        """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT, and the lease's reasons."""
-        item.authority()
-        steps.check_open(self.state, item.step, item.attempt)
-        for group in item.groups:
-            other = groups.get(group.prompt_ordinal)
-            if other is not None and other.digest != group.digest:
-                raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or bodies")
-            steps.known(self.state, group)
-        groups.update((group.prompt_ordinal, group) for group in item.groups)
+    def abort(self, step: int, attempt: int) -> None:
+        """Drops the accumulators of an attempt."""
+        before = self.state
+        self._state = steps.aborted(before, step, attempt)
+        if before.phase is steps.Phase.ACCUMULATING and self.state.phase is steps.Phase.IDLE:
+            self._drop_accumulators()
 
     def commit(self, command: steps.Commit, manifest: bytes) -> steps.CommitReply:
         """Applies the step, or says why not; the same key gets the same reply.
 
         `manifest` is the coordinator's, opaque, kept for the next checkpoint.
         """
-        if self._helps:
-            raise Refusal("NOT_LEADER", "a helper commits nothing: send this to rank 0 of the trainer group")
+        self._check_leads("commits nothing")
         if reply := steps.retried(self.state, command):
             return reply
-        steps.check_commit(self.state, command)
-        records = self.state.accumulated
-        if set_digest(key for record in records for key in record.keys) != command.set_digest:
-            return self._refuse(command, steps.Result.SET_MISMATCH)
-        if self.state.tainted:
-            return self._refuse(command, steps.Result.NONFINITE)
+        if (result := steps.check_commit(self.state, command)) is not None:
+            return self._refuse(command, result)
         try:
             reply = self._apply(command)
         except Quiesced:
             raise  # Before the optimizer, on all ranks: the same command may come again.
         except BaseException:
             # Between the optimizer's start and the reply the weights are undefined: only a restore goes on.
-            self.state = steps.lost(self.state)
+            self._state = steps.lost(self.state)
             raise
         if reply.version is not None:
-            self.state, self._manifest = steps.committed(self.state, command, reply), manifest
+            self._state = steps.committed(self.state, command, reply)
+            self.checkpoints.manifest = manifest
         return reply
 
-    def record(self, step: int, attempt: int, number: int) -> None:
-        """The commit is in the ledger."""
-        self.state = steps.recorded(self.state, step, attempt, number)
-
-    def publish(self, number: int) -> tuple[StoredWeights, float]:
-        """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
-        version = steps.check_recorded(self.state, number)
-        assert self._publisher is not None
-        return self._publisher.publish(version), self._publisher.stage_seconds
-
-    def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
-        """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
-        steps.held_version(self.state)
-        [found] = self._leader.infer([sequences], [column])
-        return [own[column] for own in found]
-
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
-        config = self._rank.config
+        config, algorithm = self.rounds.rank.config, self.rounds.rank.algorithm
         started = time.monotonic()
         records = self.state.accumulated
         counts = steps.totals(self.state)
-        critic = self._rank.algorithm.critic
-        rate, self._leader.critic_rate = step_rates(config.optimizer, critic, command.step, config.steps)
+        rate, self.rounds.critic_rate = step_rates(
+            config.optimizer, algorithm.critic, command.step, config.steps
+        )
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         assert self._learner is not None
@@ -168,23 +278,16 @@ class Session(DurableRun, HelperRun):
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
-        if self._rank.algorithm.columns:
-            figures["infer_seconds"] = self._leader.infer_seconds
-        figures |= {
-            name: value for name, value in self._rank.algorithm.state().items() if name == "kl_coefficient"
-        }
-        self._rank.algorithm.observe(figures, counts.sequences)
+        if algorithm.columns:
+            figures["infer_seconds"] = self.rounds.infer_seconds
+        if "kl_coefficient" in (kept := algorithm.state()):
+            figures["kl_coefficient"] = kept["kl_coefficient"]
+        algorithm.observe(figures, counts.sequences)
         return replace(counts, version=version, figures={**figures, **compared})
-
-    def _keep_witnesses(self, groups: dict[int, Group]) -> None:
-        version = steps.held_version(self.state).number
-        for prompt, group in groups.items():
-            if not self._witnesses and self.state.groups[prompt].disposition is Disposition.ACCUMULATED:
-                self._witnesses = witnesses(group, version)
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
         """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""
-        every = self._rank.algorithm.every_token
+        every = self.rounds.rank.algorithm.every_token
         if not self._witnesses or any(r.tokens and (every or not r.all_equal) for r in records):
             return {}
         return agreement(self._witnesses, self.infer(self._witnesses))
@@ -194,15 +297,121 @@ class Session(DurableRun, HelperRun):
     ) -> steps.CommitReply:
         reply = steps.CommitReply(result)
         self._drop_accumulators()
-        self.state = steps.refused(self.state, command, reply, suspects)
+        self._state = steps.refused(self.state, command, reply, suspects)
         return reply
+
+    def _drop_accumulators(self) -> None:
+        self.rounds.drop()
+        if self._learner is not None:
+            self._learner.reset()
+
+    # A version
+
+    def record(self, step: int, attempt: int, number: int) -> None:
+        """The commit is in the ledger."""
+        self._state = steps.recorded(self.state, step, attempt, number)
+
+    def _stage(self, number: int) -> str:
+        """Casts the held weights as version `number`, unseen; their digest."""
+        assert self._publisher is not None
+        publisher, digests = self._publisher, list[str]()
+
+        def collect(weights: Iterator[tuple[str, Tensor]]) -> None:
+            digests.append(publisher.stage(number, weights))
+
+        self.rounds.gather(collect)
+        return digests[0]
+
+    def publish(self, number: int) -> tuple[StoredWeights, float]:
+        """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
+        version = steps.check_recorded(self.state, number)
+        assert self._publisher is not None
+        return self._publisher.publish(version), self._publisher.stage_seconds
+
+    def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
+        """Begins to write the held and recorded version; with the seconds that training stood still.
+
+        A version that is being written, or is on disk, is not written again. Checkpoints named in `retained` are
+        not deleted for it. Raises Refusal BUSY while another one is being written.
+        """
+        self._check_leads("saves nothing")
+        if (write := self.checkpoints.written(number)) is not None:
+            return write, 0.0
+        version = steps.check_recorded(self.state, number)
+        saver, rank = self.checkpoints.ready_saver(version), self.rounds.rank
+        started = time.monotonic()
+        copies = self.rounds.snapshot()
+        snapshot = self.checkpoints.snapshot(rank, copies, version, self.state.lineage, ledger)
+        return saver.start(snapshot, retained), time.monotonic() - started
+
+    def export(self, name: str) -> tuple[Path, steps.Version]:
+        """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's.
+
+        Adapters are in the weights, and beside them once more by themselves.
+        """
+        version = steps.held_version(self.state)
+        return export_run(self.rounds, self._directory, name), version
+
+    # Helping
+
+    def check_help(self, base: steps.Version) -> None:
+        """Raises what `help` would, but for another model: before weights are taken for it."""
+        leads = not self._helps and (self.state.version is not None or self._carried is not None)
+        check_may_help(self.rounds.rank, self.state.version, base, leads=leads)
+
+    def help(self, base: steps.Version, reader: StateReader) -> None:
+        """Holds a published version as a helper: without optimizer state, checkpoints or versions of its own.
+
+        Raises Refusal CONFLICT for the leader of a run's steps, and INVALID for an older version or another model.
+        """
+        self.check_help(base)
+        if self.state.version == base:
+            return
+        rank = self.rounds.rank
+        check_shapes(reader, rank.config.model)
+        self._state, self._helps = steps.lost(self.state), True
+        self.rounds.help(reader)
+        self._learner = Learner(rank.config, rank.algorithm, self.rounds)
+        self._state = steps.restored(self.state, base, {})
+
+    def contribute(self, step: int, attempt: int) -> Offer:
+        """Ends a helper's attempt; what it has accumulated, published. A retry gets the same.
+
+        Raises Refusal NOT_OPEN, EMPTY_STEP, or NONFINITE for what nobody may add to a step.
+        """
+        if (last := self._offers.given(step, attempt)) is not None:
+            return last
+        begun, base = steps.check_open(self.state, step, attempt), steps.held_version(self.state)
+        if not self._helps:
+            raise Refusal("NOT_OPEN", "this trainer is no helper: call Help first")
+        if not (records := self.state.accumulated):
+            raise Refusal("EMPTY_STEP", "no group is accumulated")
+        gradient = self.rounds.rank.helping.private_gradient()
+        if self.state.tainted or not gradient.is_finite():
+            self.abort(step, attempt)
+            raise Refusal("NONFINITE", self.state.tainted or "the accumulated gradient is not finite")
+        what = Contribution(step, attempt, base, begun.next_number, "", tuple(records))
+        offer = self._offers.publish(what, gradient)
+        self.abort(step, attempt)
+        return offer
+
+    def add(self, given: Contribution, gradient: PrivateGradient) -> None:
+        """Adds a helper's gradient to the open step, whole or not at all; one that is in already changes nothing."""
+        state, fresh = add_records(self.state, given)
+        if not fresh:
+            return
+        if problem := gradient.difference(self.rounds.rank.helping.gradient_shapes()):
+            raise invalid(f"the contribution of {given.helper} is of another model: {problem}")
+        if not gradient.is_finite():
+            raise Refusal("NONFINITE", f"the contribution of {given.helper} is not finite")
+        self.rounds.add(gradient)
+        self._state = state
 
     def close(self) -> None:
         """Finishes the checkpoint in flight and drops what the run published."""
-        if self.saver is not None:
-            self.saver.finish()
-        for publisher in (self._publisher, self._gradients):
-            if publisher is not None:
-                publisher.close()
+        self.checkpoints.finish()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._offers.close()
         if self._helps:
             self._store.keep(self._run, set())  # the base that it was given

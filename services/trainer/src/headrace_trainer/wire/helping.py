@@ -15,14 +15,13 @@ from headrace_servicekit.rpc.requests import MAX_ATTEMPT, check_name, check_numb
 from headrace_servicekit.weights import receive_weights
 
 from headrace_trainer.backends._base import PrivateGradient
-from headrace_trainer.group.compute import refusals
-from headrace_trainer.learning.contribution import Contribution
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import Version
-from headrace_trainer.session.helper import Offer
-from headrace_trainer.session.published import PublishedReader, published_tensors
+from headrace_trainer.session.helping import Contribution, Offer
+from headrace_trainer.session.publishing import published_tensors
 from headrace_trainer.wire import messages as wire
-from headrace_trainer.wire.calls import Calls, Context
+from headrace_trainer.wire.calls import Calls, Context, refusals
 
 NO_VERSION = 0
 """Kept in place of what is dropped: no version has this number."""
@@ -46,7 +45,7 @@ class HelpingCalls(Calls):
         )
         try:
             with refusals():
-                reader = PublishedReader(published_tensors(request.manifest, received.body))
+                reader = TensorReader.of_version(published_tensors(request.manifest, received.body))
             await self._obey(request.header, lambda session: session.help(base, reader))
         except ServiceError:
             store.keep(run, {NO_VERSION})

@@ -13,10 +13,9 @@ from headrace_servicekit.weights.store import StoredWeights
 
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
-from headrace_trainer.group.compute import elsewhere, refusals
 from headrace_trainer.session.session import Session
 from headrace_trainer.wire import messages as wire
-from headrace_trainer.wire.calls import Calls, Context, check_path
+from headrace_trainer.wire.calls import Calls, Context, check_path, elsewhere, refusals
 
 LEDGER_PIECE_BYTES = 1024 * 1024
 
@@ -113,7 +112,7 @@ class OutputCalls(Calls):
             except ServiceError as error:
                 if not (request.wait and error.reason == "BUSY"):
                     raise
-            flight = session.saver.flight() if session.saver else None
+            flight = session.checkpoints.flight()
             if flight is not None:
                 # How it ends is its own caller's business.
                 await asyncio.wait([asyncio.wrap_future(flight.done)])

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
+from typing_extensions import override
 
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import gaussian
@@ -29,6 +30,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    RobotPolicy,
     check_seeds,
     image_of,
     state_of,
@@ -76,7 +78,7 @@ class OpenVlaConfig(Section):
             return OpenVlaPolicy(self) if self.kind == "openvla" else OpenVlaOftPolicy(self)
 
 
-class OpenVlaPolicy(nn.Module):
+class OpenVlaPolicy(nn.Module, RobotPolicy):
     """`openvla`: the numbers of one action, one token after the other."""
 
     def __init__(self, config: OpenVlaConfig) -> None:
@@ -94,10 +96,10 @@ class OpenVlaPolicy(nn.Module):
         self.tokens = ActionTokens(config.action_vocabulary, config.bins)
 
     @torch.no_grad()
+    @override
     def act(
         self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
     ) -> ActionChunk:
-        """See `RobotPolicy.act`."""
         check_seeds(observation, seeds)
         embeds_BND, mask_BN = self.prefix(observation)
         hidden_BND, cache = self._read(embeds_BND, mask_BN, None)
@@ -116,8 +118,8 @@ class OpenVlaPolicy(nn.Module):
             scores.append(log_probs_B1K.gather(-1, (drawn - self.tokens.first)[..., None])[..., 0])
         return self._chunk(torch.cat(ids, 1)[:, None], torch.cat(scores, 1)[:, None], values_B)
 
+    @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
-        """See `RobotPolicy.evaluate`."""
         ids_BA = sampled[ACTIONS][:, 0]
         embeds_BND, mask_BN = self.prefix(observation)
         embeds_BND = torch.cat([embeds_BND, self._embed(ids_BA[:, :-1])], 1)
@@ -210,10 +212,10 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
             self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
 
     @torch.no_grad()
+    @override
     def act(
         self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
     ) -> ActionChunk:
-        """See `RobotPolicy.act`."""
         check_seeds(observation, seeds)
         hidden_BND = self.slots(observation)
         values_B = self.value_head(hidden_BND[:, 0])
@@ -227,8 +229,8 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         scores_BN = log_probs_BNK.gather(-1, (ids_BN - self.tokens.first)[..., None])[..., 0]
         return self._chunk(ids_BCA, scores_BN.view(ids_BCA.shape), values_B)
 
+    @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
-        """See `RobotPolicy.evaluate`."""
         hidden_BND = self.slots(observation)
         if self.config.head == "tokens":
             return self._score(hidden_BND, sampled[ACTIONS])

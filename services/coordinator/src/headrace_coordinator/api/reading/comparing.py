@@ -10,7 +10,7 @@ from headrace_schema.resources.evaluations import ComparisonView, DifferenceView
 from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.control import Refused
-from headrace_coordinator.domain import pairs
+from headrace_coordinator.domain import estimates
 from headrace_coordinator.projections.transcripts import Answer, Key, read_answers
 from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.suites import open_suite
@@ -66,7 +66,7 @@ class _Answered:
 
 
 def _difference(mode: str, earlier: _Answered, later: _Answered) -> DifferenceView:
-    found = pairs.compare(earlier.values(mode), later.values(mode))
+    found = estimates.compare(earlier.values(mode), later.values(mode))
     return DifferenceView(
         mode=mode,
         first=found.first,

@@ -10,9 +10,9 @@ from headrace_schema.resources.views import EventView, RunView
 
 from headrace_coordinator.api.reading import presenters as present
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.projections.scalars import step_scalars
-from headrace_coordinator.store.history.files import RunFiles
-from headrace_coordinator.store.history.index import Index, Range
+from headrace_coordinator.projections.tensorboard import step_scalars
+from headrace_coordinator.store.run_files import RunFiles
+from headrace_coordinator.store.run_index import Index, Range
 
 SPARK_POINTS = 40
 SPARKS_KEPT = 4096

@@ -26,8 +26,8 @@ from headrace_schema.resources.views import (
 from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.demand import section_of
 from headrace_coordinator.domain.devices.leases import LeaseTable
-from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.devices.scheduling import Gift
 from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
@@ -41,7 +41,7 @@ from headrace_coordinator.domain.ledger.slot_index import (
 from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.store.history import Item
+from headrace_coordinator.store.run_files import Item
 
 
 def run_view(

@@ -47,7 +47,7 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos
 from headrace_coordinator.store.event_log import EventLog
-from headrace_coordinator.store.history.files import RunFiles
+from headrace_coordinator.store.run_files import RunFiles
 from headrace_coordinator.vitals import Vitals
 
 T = TypeVar("T")

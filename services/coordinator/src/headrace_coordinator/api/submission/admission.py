@@ -14,9 +14,7 @@ from pathlib import Path
 from headrace_schema.from_json_schema import check_options
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
-from headrace_schema.rules import repliers
-from headrace_schema.rules.acting import also_learns
-from headrace_schema.rules.simulators import too_few
+from headrace_schema.rules import acting
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
@@ -249,11 +247,11 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
 def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
     replies, mode = meant["reply"], spec.placement.mode
     if both := sorted({*replies} & {*meant["rollout"]}):
-        yield repliers.also_generates(both)
+        yield acting.overlaps_rollout(both)
     if mode in APART and (both := sorted({*replies} & {*meant["trainer"]})):
-        yield also_learns(repliers.KEY, both, mode)
+        yield acting.overlaps_trainer(acting.REPLY, both, mode)
     if spec.reply is not None and replies and len(replies) < spec.reply.instances:
-        yield repliers.too_few(len(replies), spec.reply.instances)
+        yield acting.too_few_to_reply(len(replies), spec.reply.instances)
 
 
 def _simulators(
@@ -261,7 +259,7 @@ def _simulators(
 ) -> Iterator[KeyProblemView]:
     there = [device for device in fleet.devices if device in fleet.simulate]
     simulates = named_devices(spec.placement.simulator, there, fleet.hosts)
-    acting = {*meant["rollout"], *simulates}
+    both_sides = {*meant["rollout"], *simulates}
     for index, name in enumerate(spec.placement.simulator):
         if named_devices([name], fleet.devices, fleet.hosts) and not named_devices(
             [name], there, fleet.hosts
@@ -269,10 +267,9 @@ def _simulators(
             fix = "name a device that one sees, or start simulators with --devices auto"
             yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
     if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
-        reason = f"{', '.join(both)} learns too; {spec.placement.mode} placement needs disjoint devices"
-        yield problem("placement.simulator", reason, "name other devices, or set placement.mode: collocated")
-    if simulates and len(acting) <= spec.rollout.instances:
-        yield too_few(len(acting), spec.rollout.instances)
+        yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
+    if simulates and len(both_sides) <= spec.rollout.instances:
+        yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
 
 
 def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:

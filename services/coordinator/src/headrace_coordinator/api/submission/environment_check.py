@@ -12,9 +12,8 @@ from headrace_coordinator.api.submission.trial import on_trial
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import in_users_keys, opening
-from headrace_coordinator.run.simulators.spaces import fit
-from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.workers.clients import SimulatorClient
 
 TRIAL_S = 60.0
@@ -28,7 +27,7 @@ def states_sizes(spec: RunSpec) -> bool:
     if section is None:
         return False
     named = section.state is not None or section.cameras is not None
-    given = any(key in policy for key in SIZES) if policy is not None else read_written(spec.model.path)
+    given = any(key in policy for key in SIZES) if policy is not None else read_policy_file(spec.model.path)
     return named or bool(given)
 
 
@@ -57,7 +56,7 @@ async def try_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list
 def _misfits(
     spec: RunSpec, section: EnvironmentSection, described: simulator.OpenPoolResponse
 ) -> list[KeyProblemView]:
-    written = None if spec.model.policy is not None else read_written(spec.model.path)
+    written = None if spec.model.policy is not None else read_policy_file(spec.model.path)
     try:
         fit(spec.model.policy, section, {section.tasks[0]: described}, written)
     except Impossible as impossible:

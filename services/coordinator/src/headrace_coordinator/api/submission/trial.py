@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.run.workers.clients import WorkerClient
+from headrace_coordinator.fleet.worker_client import WorkerClient
 
 Client = TypeVar("Client", bound=WorkerClient)
 

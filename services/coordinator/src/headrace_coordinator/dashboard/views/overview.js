@@ -16,7 +16,8 @@ const GROUPS = [
   ["The update", [
     ["Loss", /^trainer\/(loss|.*_loss|loss_.*)$/],
     ["Entropy, nats", ["trainer/entropy"]],
-    ["KL to the reference, nats", /^trainer\/(?!log_prob_)(.*kl.*)$/],
+    ["KL to the policy of the step's start, nats", ["trainer/approx_kl"]],
+    ["KL to the reference, nats", ["trainer/reference_kl"]],
     ["Clip fraction", /^trainer\/(.*clip.*)$/],
     ["Gradient norm", ["trainer/grad_norm"]],
     ["Learning rate", ["trainer/learning_rate"]],

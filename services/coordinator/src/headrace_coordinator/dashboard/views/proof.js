@@ -53,7 +53,7 @@ export async function proof(root, context) {
       before = version;
       return [turned && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, `rewind: goes on from version ${parent}`)), row(certificate)];
     });
-    ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Mismatch", "Its KL"], rows)[0]);
+    ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Log-prob mismatch", "KL to the trainer"], rows)[0]);
   }
 
   async function saved() {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
@@ -16,6 +17,7 @@ class CopyDigits(DataSource):
 
     digits: Annotated[int, Field(strict=True, ge=1, le=5, description="digits of a string")] = 3
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields the strings in numeric order."""
         for number in range(10**self.digits):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
@@ -32,6 +33,7 @@ class Episodes(DataSource):
         description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
     )
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields the start states of one task after the other."""
         if not self.tasks:

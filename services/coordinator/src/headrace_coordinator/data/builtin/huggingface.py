@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace_schema.problems import Impossible, choose, problem
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
@@ -26,6 +27,7 @@ class HuggingFace(RowSource):
     split: str = Field(default="train", description="split, also a slice such as train[:1000]")
     revision: str | None = Field(default=None, description="commit, tag or branch of the hub's repository")
 
+    @override
     def fingerprint(self) -> str:
         """Names, times and sizes of a local directory's files; nothing for the hub, where the revision decides."""
         folder = Path(self.dataset).expanduser()
@@ -33,6 +35,7 @@ class HuggingFace(RowSource):
         states = [(file.relative_to(folder), file.stat()) for file in files]
         return " ".join(f"{name}-{state.st_mtime_ns}-{state.st_size}" for name, state in states)
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a row; ill-formed rows are named by their number, from 0 as the hub's viewer counts."""
         for number, row in enumerate(self._rows()):

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
@@ -22,6 +23,7 @@ class Jsonl(RowSource):
 
     path: str = Field(description="file with one JSON object a line, as the coordinator sees it")
 
+    @override
     def fingerprint(self) -> str:
         """Time and size of the file."""
         try:
@@ -30,6 +32,7 @@ class Jsonl(RowSource):
             return "unreadable"
         return f"{state.st_mtime_ns}-{state.st_ctime_ns}-{state.st_size}"
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
         try:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource, open_source
@@ -44,14 +45,17 @@ class Mixture(DataSource):
             raise ValueError(f"parts[{without[0]}].weight: give every part a weight, or none")
         return self
 
+    @override
     def weights(self) -> tuple[int, ...]:
         """The parts' weights."""
         return tuple(part.weight for part in self.parts if part.weight is not None)
 
+    @override
     def fingerprint(self) -> str:
         """The parts' fingerprints."""
         return "|".join(source.fingerprint() for source in self._sources())
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields the parts' items one part after the other; `Impossible` names the part's option."""
         for place, (part, source) in enumerate(zip(self.parts, self._sources(), strict=True)):

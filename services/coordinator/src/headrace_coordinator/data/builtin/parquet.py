@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import Field
+from typing_extensions import override
 
 from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
@@ -21,6 +22,7 @@ class Parquet(RowSource):
 
     path: str = Field(description="a .parquet file or a folder of them, as the coordinator sees it")
 
+    @override
     def fingerprint(self) -> str:
         """Names, times and sizes of the files."""
         try:
@@ -29,6 +31,7 @@ class Parquet(RowSource):
             return "unreadable"
         return " ".join(f"{name}-{state.st_mtime_ns}-{state.st_size}" for name, state in states)
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a row; ill-formed rows are named by file and number."""
         pq = _pyarrow()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 from headrace_schema.problems import Impossible, choose, problem, show
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem, canonical
 from headrace_coordinator.data.sources import DataSource
@@ -44,6 +45,7 @@ class ReasoningGym(DataSource):
         flat = {key: value for key, value in data.items() if key not in cls.model_fields}
         return {**known, "config": {**data.get("config", {}), **flat}} if flat else data
 
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields distinct items; the draws start at `config.seed` (default 0), never at the run's seed."""
         generator = self._generator()

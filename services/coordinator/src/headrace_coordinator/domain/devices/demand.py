@@ -1,4 +1,4 @@
-"""What a run needs before it can start, as its spec says. Knows no instance and no other run."""
+"""What a run needs before it can start, and how it uses its devices. Knows no instance and no other run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from headrace_schema.sections.running import APART, PlacementSection
 
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 
 
@@ -18,9 +19,9 @@ class Demand(msgspec.Struct, frozen=True):
     fewest_rollouts: int
     trainers: int
     helpers: int
-    """Trainers beside the group, as many as nobody else waits for."""
+    """Trainers beside the group: as many as there are while no run waits."""
     decoders: int
-    """Rollouts without devices of their own, likewise."""
+    """Rollouts without devices of their own: as many as there are while no run waits."""
     engine: str
     backend: str
     algorithm: str
@@ -28,7 +29,7 @@ class Demand(msgspec.Struct, frozen=True):
     """Backend of simulators; empty: none is needed."""
     disaggregated: bool
     side_by_side: bool
-    """Whether devices for both sides are of use."""
+    """Whether it can use devices for both sides at once."""
     shares: bool
     """Whether other runs that share may be granted its devices too."""
     rollout_devices: tuple[str, ...]
@@ -40,7 +41,7 @@ class Demand(msgspec.Struct, frozen=True):
     fewest_repliers: int = 0
     reply_devices: tuple[str, ...] = ()
     fair: bool = False
-    """Whether it keeps no more of the devices that it has than its fair part."""
+    """Whether it keeps at most its fair part of the devices that it has."""
 
     @property
     def algorithms(self) -> str:
@@ -84,3 +85,16 @@ def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
 def shares(run: RunState) -> bool:
     """Whether a run's spec lets other runs use what idles in its steps."""
     return bool(run.spec["placement"].get("share", False))
+
+
+def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:
+    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns."""
+    if section.mode != "auto":
+        return section
+    if plan is None:
+        return section.model_copy(update={"mode": "collocated"})
+    chosen = {"flow": plan.flow, "memory": plan.memory}
+    return section.model_copy(
+        update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer}
+        | {key: value for key, value in chosen.items() if value}
+    )

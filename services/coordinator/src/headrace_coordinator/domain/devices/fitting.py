@@ -21,7 +21,7 @@ from headrace_coordinator.domain.state import InstanceState, State
 
 
 class Fitting:
-    """Fits runs into a fleet. `waits`: a run waits, and nobody gets more helpers than it has."""
+    """Fits runs into a fleet. `waits`: a run waits, so that no run gets more helpers than it has."""
 
     def __init__(self, state: State, *, waits: bool) -> None:
         self._state = state
@@ -84,7 +84,7 @@ class Fitting:
     def _beyond(
         self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
     ) -> list[str]:
-        """Helpers: while a run waits, no more than there are, for nobody waits for what a run has beyond its need."""
+        """Helpers, at most `most`; while a run waits, no more than the run has."""
         if self._waits:
             most = sum(self._state.instances[who].kind == kind for who in kept.helpers)
         return [i.incarnation for i in self._choose(kind, facets, taken, kept.helpers, most)]
@@ -149,14 +149,14 @@ class Fitting:
                 continue
             if not generate and not learn:
                 continue  # Simulators are here alone, and none of these devices is named for them.
-            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            # What an admitted run has beyond its need it keeps: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
             part = len(everything) // (1 if demand.shares else self._parts(demand))
             if own:
                 part = min(mine, part) if demand.fair else mine
             fair = max(needed, part)
             if all(is_gpu(device) for device in everything):
-                # An engine and a rank compute on one GPU each: more would idle.
+                # An engine and a rank compute on one GPU each: more would be idle.
                 fair = generate + learn if demand.side_by_side else needed
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
@@ -170,7 +170,7 @@ class Fitting:
         return chosen
 
     def _doubtful(self, names: Sequence[str], here: Sequence[InstanceState]) -> list[str]:
-        """Devices in quarantine that are named one by one: a run waits for them, and does without others."""
+        """Devices in quarantine that are named one by one: a run waits for these, and not for others."""
         single = [name for name in names if name.rpartition("/")[2] != EVERY]
         lost = sorted(devices_seen(here) & self._state.table.quarantined.keys(), key=device_order)
         return named_devices(single, lost, hosts_of(here))
@@ -186,7 +186,7 @@ class Fitting:
         return sorted(devices_seen(instances) - self._state.table.quarantined.keys(), key=device_order)
 
     def _parts(self, demand: Demand) -> int:
-        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        """How many parts a machine's devices are divided into: runs of this demand that the instances suffice for."""
         rollouts = self._count("rollout") // max(demand.fewest_rollouts + demand.fewest_repliers, 1)
         if not demand.trainers:
             return max(1, rollouts)
@@ -209,7 +209,7 @@ def _held_by(runs: Iterable[str]) -> str:
 
 
 def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
-    """Whether an instance offers what is named; one that declares nothing of a facet is taken to have it."""
+    """Whether an instance offers what is named; an instance that declares nothing of a facet is assumed to offer it."""
     return all(
         not instance.capabilities.get(facet) or name in instance.capabilities[facet]
         for facet, name in facets.items()

@@ -13,9 +13,9 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
-"""What a process may still use of a GPU that it has released: small buffers of its libraries."""
+"""Bytes that a process may still use of a GPU that it has released: small buffers of its libraries."""
 HELP, DECODE = "help", "decode"
-"""Stages of the leases that helpers hold within a step, which nobody waits for: a trainer's, and a rollout's."""
+"""Stages of the leases within a step: of a trainer that helps, and of a rollout that decodes on trainers' devices."""
 SIMULATE, REPLY = "simulate", "reply"
 """Stages of leases that simulators, and rollouts that reply, hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"

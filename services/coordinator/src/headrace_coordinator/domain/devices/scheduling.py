@@ -7,20 +7,22 @@ the log before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.devices.fitting import Fitting
-from headrace_coordinator.domain.devices.room import least_room
 from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUN
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import State
 
 PATIENCE_QUANTA = 10
 """A run that has waited so many of its quanta comes first, whatever its priority."""
+
+Offers = Mapping[str, Sequence[Grant | None]]
+"""Id of a run → what it may hold in place of its grant, from the most to the least; None, the last: nothing."""
 
 
 class Gift(msgspec.Struct, frozen=True):
@@ -32,13 +34,13 @@ class Gift(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct):
-    """Grants to append one at a time, what runs should leave at their next step boundary, and why others wait."""
+    """Grants to append one at a time, which runs should yield or shrink at their next step, and why others wait."""
 
     grants: list[ev.RunAdmitted]
     yields: dict[str, str]
     """Run id → why it should yield."""
     gifts: dict[str, Gift]
-    """Run id → the trainers that it should give back; of runs that should not yield."""
+    """Run id → the smaller trainer group that it should go on with; of runs that should not yield."""
     waiting: dict[str, str]
     """Id of each waiting run → what it waits for, in the order of the queue."""
 
@@ -51,7 +53,7 @@ def plan_admission(state: State, now: float) -> Plan:
 def plan_regroup(
     state: State, run_id: str, ranks: int, reason: str, now: float, given_to: str = ""
 ) -> ev.TrainersChanged | str:
-    """The event with which an admitted run's trainer group gets another size, or what is missing.
+    """The event that changes the size of an admitted run's trainer group, or what is missing.
 
     Its ranks stay in order: the leader stays the leader. A run that gives trainers to another one keeps its fair
     part of the devices; any other one keeps all that it has.
@@ -78,13 +80,13 @@ def plan_regroup(
 
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
-    """Sorts runs: who comes first in the queue, and who may displace whom."""
+    """Sorts runs: a run may displace those that come after it."""
     patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
     return patient, -run.priority, run.share(now), run.created_at, run.id
 
 
 def _within(elapsed: float, limit: float) -> bool:
-    """Whether a time has not passed. The wall clock may be set back: a time that cannot be told counts as passed."""
+    """Whether a time is not over. Where the wall clock was set back, it counts as over."""
     return 0.0 <= elapsed < limit
 
 
@@ -109,7 +111,7 @@ class _Planner:
             else:
                 plan.waiting[run.id] = grant
                 if not order_key(run, self._now)[0]:
-                    break  # The longest-waiting run is next: nobody overtakes it any more.
+                    break  # This run has waited longest: no run behind it is admitted before it.
         for run_id, reason in list(plan.waiting.items()):
             self._make_room(self._state.runs[run_id], reason, plan)
         plan.gifts = {name: gift for name, gift in plan.gifts.items() if name not in plan.yields}
@@ -147,7 +149,7 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
+        # A trainer that was told to stop is kept until its state is saved: the run is RECOVERING then.
         trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
         kept = self._kept(held, trainers)
         demand = demand_of(run)
@@ -160,17 +162,17 @@ class _Planner:
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fitting.grant(run, others, kept)
         if isinstance(grant, str):
-            grant = kept  # What is lost is no longer held; the run itself waits, or queues.
+            grant = kept  # It no longer holds what was lost; the run loop waits for a replacement, or queues.
         if grant != held:
             self._admit(run, grant, plan)
 
     def _kept(self, held: Grant, trainers: list[str]) -> Grant:
-        """What a run still has of its grant, beside `trainers`."""
+        """The part of a run's grant that is left, with `trainers` for its trainers."""
         rollouts, repliers = self._usable(held.rollouts), self._usable(held.repliers)
         return Grant(rollouts, trainers, held.devices, self._helpers(held.helpers), repliers)
 
     def _helpers(self, incarnations: Iterable[str]) -> list[str]:
-        """Helpers that stay: while a run waits, an idle one goes to whoever has more need of it."""
+        """Helpers that the run keeps: while another run waits, those without a lease are not kept."""
         table, waits = self._state.table, bool(self._waiting)
         return [who for who in self._usable(incarnations) if not waits or table.of(who)]
 
@@ -181,7 +183,7 @@ class _Planner:
     # --- room for those that wait
 
     def _make_room(self, run: RunState, reason: str, plan: Plan) -> None:
-        """The least that admitted runs leave so that `run` starts: surplus trainers, or all that they hold."""
+        """Plans the least that admitted runs release so that `run` starts: surplus trainers, or all that they hold."""
         offers = {other.id: self._offers(other, run) for other in reversed(self._admitted)}
         left = least_room(
             self._grants, offers, lambda grants: isinstance(self._fitting.grant(run, grants), Grant)
@@ -198,9 +200,9 @@ class _Planner:
             plan.waiting[run.id] += f"; {name} {said.partition(' to ')[0]} when its step ends"
 
     def _offers(self, other: RunState, run: RunState) -> list[Grant | None]:
-        """What an admitted run may hold so that `run` starts, from the most to the least; None: nothing.
+        """What an admitted run may be left with so that `run` starts, from the most to the least; None: nothing.
 
-        Trainers beyond those of its spec are for whoever waits; what that names, for a run that comes before it.
+        Any waiting run may get the trainers beyond those of its spec; only a run that comes before it, the others.
         """
         if other.grant is None or _within(self._now - other.admitted_at, other.quantum_s):
             return []
@@ -212,3 +214,41 @@ class _Planner:
             smaller = (self.regroup(other, other.grant, ranks, fair=True) for ranks in reversed(sizes))
             offers += [grant for grant in smaller if isinstance(grant, Grant)]
         return [*offers, None] if before else offers
+
+
+def least_room(
+    grants: Mapping[str, Grant], offers: Offers, fits: Callable[[dict[str, Grant]], bool]
+) -> dict[str, Grant | None]:
+    """Id of each run that releases something → what it keeps; empty where no offers let the waiting run start.
+
+    Smaller groups are taken before whole runs, and each in the order of `offers`.
+    """
+    left: dict[str, Grant | None] = {}
+    for whole in (False, True):
+        for name, kept in offers.items():
+            least = [grant for grant in kept if whole or grant is not None][-1:]
+            if not least or (whole and least[0] is not None):
+                continue
+            left[name] = least[0]
+            if fits(_beside(grants, left)):
+                return _most_kept(grants, offers, left, fits)
+    return {}
+
+
+def _most_kept(
+    grants: Mapping[str, Grant],
+    offers: Offers,
+    left: dict[str, Grant | None],
+    fits: Callable[[dict[str, Grant]], bool],
+) -> dict[str, Grant | None]:
+    """Each run keeps the most with which the waiting run still fits, beginning with those that would keep nothing."""
+    for name in sorted(left, key=lambda name: left[name] is not None):
+        for kept in (grants[name], *offers[name]):
+            if fits(_beside(grants, left | {name: kept})):
+                left[name] = kept
+                break
+    return {name: kept for name, kept in left.items() if kept != grants[name]}
+
+
+def _beside(grants: Mapping[str, Grant], left: Mapping[str, Grant | None]) -> dict[str, Grant]:
+    return {name: grant for name, grant in {**grants, **left}.items() if grant is not None}

@@ -6,7 +6,7 @@ from headrace_coordinator.domain.events.base import Event
 
 
 class CoordinatorStarted(Event, frozen=True, kw_only=True):
-    """A coordinator took the store; counters leap so that nothing lost can be issued twice."""
+    """A coordinator opened the store; counters leap, so that no number that was lost can be issued twice."""
 
     epoch: int
     store_id: str
@@ -14,13 +14,13 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True):
 
 
 class EpochRaised(Event, frozen=True, kw_only=True):
-    """An instance or a checkpoint knew a higher coordinator epoch than the store did."""
+    """An instance or a checkpoint knew a higher coordinator epoch than the store."""
 
     epoch: int
 
 
 class InstanceRegistered(Event, frozen=True, kw_only=True):
-    """A process announced itself."""
+    """A process registered."""
 
     instance: str
     incarnation: str
@@ -38,7 +38,7 @@ class InstanceDraining(Event, frozen=True, kw_only=True):
 
 
 class InstanceLost(Event, frozen=True, kw_only=True):
-    """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
+    """A process is gone, or was not heard of for a lease's lifetime; `proven` when its exit was seen."""
 
     incarnation: str
     reason: str
@@ -46,7 +46,7 @@ class InstanceLost(Event, frozen=True, kw_only=True):
 
 
 class LeaseGranted(Event, frozen=True, kw_only=True):
-    """Devices were promised to an instance under a fresh epoch."""
+    """Devices were leased to an instance under a new epoch."""
 
     epoch: int
     incarnation: str
@@ -57,19 +57,19 @@ class LeaseGranted(Event, frozen=True, kw_only=True):
 
 
 class LeaseHeld(Event, frozen=True, kw_only=True):
-    """The holder has its memory."""
+    """The holder has taken its memory."""
 
     epoch: int
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to release it; by when is known to the lease manager, on its own clock."""
+    """The holder was asked to release it; the lease manager knows by when, on its own clock."""
 
     epoch: int
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
-    """A lease is over; its devices are free when `proven`, else quarantined."""
+    """A lease is over; its devices are free when `proven`, else in quarantine."""
 
     epoch: int
     cause: str
@@ -82,18 +82,3 @@ class KeyUsed(Event, frozen=True, kw_only=True):
     key: str
     body: str
     resource: str
-
-
-FleetEvent = (
-    CoordinatorStarted
-    | EpochRaised
-    | InstanceRegistered
-    | InstanceDraining
-    | InstanceLost
-    | LeaseGranted
-    | LeaseHeld
-    | LeaseRevoking
-    | LeaseEnded
-    | KeyUsed
-)
-"""All of them."""

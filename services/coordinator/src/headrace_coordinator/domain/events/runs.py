@@ -15,7 +15,7 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     spec: dict[str, Any]
     directory: str
     evaluation: dict[str, Any] | None = None
-    """What an evaluation of a suite asks; None for a run that trains."""
+    """The request of an evaluation of a suite; None for a run that trains."""
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
@@ -27,14 +27,14 @@ class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
 
 
 class RunStateChanged(RunEvent, frozen=True, kw_only=True):
-    """The run's life moved on."""
+    """The run has entered another state."""
 
     state: str
     reason: str
 
 
 class RunArchived(Event, frozen=True, kw_only=True):
-    """An ended run's history and summary are synced files: of the run itself, these few words stay in memory."""
+    """An ended run's history and summary are synced files: only these fields of it stay in memory."""
 
     run: str
     state: str
@@ -49,7 +49,7 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     trainers: list[str]
     devices: list[str]
     helpers: list[str] = []
-    """Trainers beside the group, for what devices can do within a step."""
+    """Trainers beside the group and rollouts without devices, which work on others' devices within a step."""
     repliers: list[str] = []
     """Rollout instances that reply to the policy within a trajectory."""
 
@@ -63,7 +63,7 @@ class RanksWanted(RunEvent, frozen=True, kw_only=True):
 
 
 class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
-    """Between two steps the trainer group got another size: with the grant that has its instances."""
+    """Between two steps the trainer group got another size; with the grant of its instances."""
 
     ranks: int
     step: int
@@ -74,24 +74,24 @@ class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
 
 
 class RunReleased(RunEvent, frozen=True, kw_only=True):
-    """The run has nothing open and holds nothing."""
+    """The run is open at no instance and holds nothing."""
 
 
 class TrainerGroupFormed(RunEvent, frozen=True, kw_only=True):
     """Trainer instances, by rank, form a trainer group."""
 
     generation: int
-    members: list[str]
+    trainers: list[str]
 
 
 class NumberBurnt(RunEvent, frozen=True, kw_only=True):
-    """A version number was set aside for a restore; it is never given out again."""
+    """A version number was used for a restore; it is never used again."""
 
     number: int
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rewind leaves of a run's figures, as its history has them before the first step that is made again."""
+    """A run's figures after a rewind: as of the first step that is made again."""
 
     counts: tuple[int, ...] = ()
     """Trained, dropped, duplicates, missing, worst staleness, filtered; a missing one is 0."""
@@ -99,7 +99,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionRestored(RunEvent, frozen=True, kw_only=True):
-    """The trainer holds a checkpoint's content, or the initial model, under a new number.
+    """The trainer has restored a checkpoint, or the initial model, under a new number.
 
     Versions after the checkpoint are abandoned; slots from `frontier_step` on are pending again.
     """
@@ -111,7 +111,7 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     checkpoint: str
     frontier_step: int
     frontier_prompt: int | None = None
-    """Prompt ordinal that `frontier_step` begins with; none: no step before it took more groups than its own."""
+    """Prompt ordinal that `frontier_step` begins with; None: no step before it was refilled."""
     source_run: str = ""
     """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
@@ -138,11 +138,11 @@ class PlanAdopted(RunEvent, frozen=True, kw_only=True):
 
 
 class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
-    """What would be faster now, of a run whose plan only its user changes."""
+    """A plan that would be faster now, of a run whose plan only its user changes."""
 
 
 class PolicyFitted(RunEvent, frozen=True, kw_only=True):
-    """What a robot policy reads and does in the run's environment: settled once, as its first pools say."""
+    """What a robot policy reads and does in the run's environment: fixed once, when its first pools are open."""
 
     policy: dict[str, Any] | None
     """The whole configuration of a new policy; None for one that is read from a directory."""
@@ -158,14 +158,14 @@ class Evaluated(RunEvent, frozen=True, kw_only=True):
 
 
 class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
-    """So many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
+    """How many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
 
     answers: int
     digest: str
 
 
 class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
-    """What an evaluation of a suite found."""
+    """The result of an evaluation of a suite."""
 
     result: dict[str, Any]
 
@@ -179,7 +179,7 @@ class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
 
 
 class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
-    """A checkpoint could not be written; training goes on, a rewind would lose more."""
+    """A checkpoint could not be written; training goes on, and a rewind would lose more steps."""
 
     reason: str
 
@@ -205,41 +205,12 @@ class ModelExported(RunEvent, frozen=True, kw_only=True):
 
 
 class RunRecovering(RunEvent, frozen=True, kw_only=True):
-    """Something failed; the run goes on from what is left."""
+    """Something failed; the run recovers."""
 
     reason: str
 
 
 class Noted(RunEvent, frozen=True, kw_only=True):
-    """Something worth telling the run's user."""
+    """A message for the run's user."""
 
     text: str
-
-
-LifeEvent = (
-    RunSubmitted
-    | RunIntentChanged
-    | RunStateChanged
-    | RunArchived
-    | RunAdmitted
-    | RanksWanted
-    | TrainersChanged
-    | RunReleased
-    | TrainerGroupFormed
-    | NumberBurnt
-    | VersionRestored
-    | PlanAdopted
-    | PlanProposed
-    | PolicyFitted
-    | Evaluated
-    | EvaluationProgressed
-    | SuiteEvaluated
-    | CheckpointSaved
-    | CheckpointFailed
-    | CheckpointSetAside
-    | DatasetOpened
-    | ModelExported
-    | RunRecovering
-    | Noted
-)
-"""All of them."""

@@ -14,7 +14,7 @@ from headrace_coordinator.domain.ledger.compact import Drops, Run
 
 
 class StepOpened(RunEvent, frozen=True, kw_only=True):
-    """An attempt at a step began; `number` is burnt for the version that it may make."""
+    """An attempt at a step began; the version that it may make has `number`, which is never used again."""
 
     step: int
     attempt: int
@@ -23,7 +23,7 @@ class StepOpened(RunEvent, frozen=True, kw_only=True):
 
 
 class SlotsAssigned(RunEvent, frozen=True, kw_only=True):
-    """Attempts were given out: (prompt ordinal, sample index, attempt, incarnation)."""
+    """Samples were assigned to rollouts: (prompt ordinal, sample index, attempt, incarnation)."""
 
     slots: list[tuple[int, int, int, str]]
 
@@ -35,21 +35,21 @@ class SlotsFinished(RunEvent, frozen=True, kw_only=True):
 
 
 class SlotsReturned(RunEvent, frozen=True, kw_only=True):
-    """Attempts ended without a usable trajectory; their slots wait again: (prompt ordinal, sample index, attempt)."""
+    """Attempts ended without a usable trajectory and are made again: (prompt ordinal, sample index, attempt)."""
 
     slots: list[tuple[int, int, int]]
     failed: bool = False
-    """The producer made them and they ended with an error."""
+    """Whether they ended with an error of the sample."""
 
 
 class GroupsSettled(RunEvent, frozen=True, kw_only=True):
-    """All members finished with final rewards: (prompt ordinal, [reward of each sample])."""
+    """All samples of groups have final rewards: (prompt ordinal, [reward of each sample])."""
 
     groups: list[tuple[int, list[float]]]
 
 
 class GroupsAccumulated(RunEvent, frozen=True, kw_only=True):
-    """The trainer group has the groups' gradients: prompt ordinals. A helper's came with its contribution."""
+    """The trainer group has accumulated the gradients of groups: prompt ordinals."""
 
     step: int
     attempt: int
@@ -66,7 +66,7 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
     reason: str
     detail: str
     reward: float = 0.0
-    """Every member's, where the group is FILTERED."""
+    """Of every sample, where the group is FILTERED."""
 
 
 Observed = tuple[int, int, int]
@@ -81,7 +81,7 @@ class StepRefilled(RunEvent, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """Attests one update, from the coordinator's and the trainer's own counts. `compact` says what its lists hold."""
+    """Attests one update, from the coordinator's and the trainer's own counts. Its lists are those of `compact`."""
 
     number: int
     parent: int
@@ -111,7 +111,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):
-    """A version exists, its slots are trained or dropped, and here is the certificate: one fact."""
+    """A version exists, and its slots are trained or dropped, as the certificate says: one fact."""
 
     certificate: Certificate
     view: dict[str, Any]
@@ -134,19 +134,3 @@ class StepAborted(RunEvent, frozen=True, kw_only=True):
     step: int
     attempt: int
     reason: str
-
-
-StepEvent = (
-    StepOpened
-    | SlotsAssigned
-    | SlotsFinished
-    | SlotsReturned
-    | GroupsSettled
-    | GroupsAccumulated
-    | GroupDropped
-    | StepRefilled
-    | StepCommitted
-    | StepSkipped
-    | StepAborted
-)
-"""All of them."""

@@ -1,8 +1,7 @@
 """Lists of slots as runs, so that a step of 10⁵ slots fits into every message and a page of certificates is small.
 
 A run is (prompt, sample, attempt, samples, groups): `samples` successive samples of each of `groups` successive
-prompts, whose attempts rise by one from slot to slot. A run of one slot is (prompt, sample, attempt), as every slot
-was written before runs were.
+prompts, whose attempts rise by one from slot to slot. A run of one slot is (prompt, sample, attempt).
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Iterable
 Run = tuple[int, ...]
 Slot = tuple[int, int, int]
 Drop = tuple[int, int, str]
-Drops = list[Drop] | dict[str, list[Run]]
-"""(prompt, sample, reason) of each slot, or runs by reason, whose attempts mean nothing."""
+Drops = dict[str, list[Run]]
+"""Runs of dropped slots by reason; their attempts mean nothing."""
 
 
 def compact(slots: Iterable[Slot]) -> list[Run]:
@@ -51,7 +50,7 @@ def count(runs: Iterable[Run]) -> int:
     return sum(run[3] * run[4] if len(run) > 3 else 1 for run in runs)
 
 
-def compact_drops(drops: Iterable[Drop]) -> dict[str, list[Run]]:
+def compact_drops(drops: Iterable[Drop]) -> Drops:
     """Runs of dropped slots by reason."""
     by_reason: dict[str, list[Slot]] = {}
     for prompt, sample, reason in drops:
@@ -62,8 +61,6 @@ def compact_drops(drops: Iterable[Drop]) -> dict[str, list[Run]]:
 
 def expand_drops(drops: Drops) -> list[Drop]:
     """(prompt, sample, reason) of each dropped slot, by slot."""
-    if isinstance(drops, list):
-        return drops
     return sorted(
         (prompt, sample, reason) for reason, runs in drops.items() for prompt, sample, _ in expand(runs)
     )
@@ -71,4 +68,4 @@ def expand_drops(drops: Drops) -> list[Drop]:
 
 def count_drops(drops: Drops) -> int:
     """How many slots were dropped."""
-    return len(drops) if isinstance(drops, list) else sum(count(runs) for runs in drops.values())
+    return sum(count(runs) for runs in drops.values())

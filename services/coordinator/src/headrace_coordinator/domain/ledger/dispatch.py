@@ -1,6 +1,6 @@
-"""Which rollout makes which sample: order fixed before dispatch, work pulled, a lost holder's work given again.
+"""Which rollout makes which sample: in a fixed order, as rollouts have room; samples of a lost one are made again.
 
-Pure rules over the slot ledger, which alone says who has what.
+Pure rules over the slot ledger, which alone holds the assignments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GroupWork = tuple[int, list[int]]
 
 
 class DispatchOrder:
-    """In which order the groups of one step start. Knows nothing of who makes them."""
+    """The order in which the groups of one step start. Knows no rollout."""
 
     def __init__(self, prompts: Iterable[int], expected: Callable[[int], float] | None = None) -> None:
         """`expected` gives a prompt's expected tokens; the longest start first. Without it: by ordinal."""
@@ -30,7 +30,7 @@ class DispatchOrder:
         self.reach(prompts)
 
     def reach(self, prompts: Iterable[int]) -> None:
-        """Adds those of `prompts` that are beyond all that it has, behind what waits."""
+        """Appends those of `prompts` that are above all that it has."""
         added = sorted(prompt for prompt in prompts if prompt >= self._end)
         if not added:
             return
@@ -40,13 +40,11 @@ class DispatchOrder:
         self._prompts += added
 
     def waiting(self, index: SlotIndex) -> Iterator[GroupWork]:
-        """Groups with samples that nobody has: those that are made again first, by ordinal."""
+        """Groups with unassigned samples: first those that are made again, by ordinal."""
         for prompt in sorted(index.returned):
             yield prompt, sorted(index.returned[prompt])
         while self._next < len(self._prompts) and self._prompts[self._next] not in index.fresh:
-            self._next += (
-                1  # A first attempt is made once: what has gone out does not come back to this list.
-            )
+            self._next += 1  # A group that was assigned does not come back to this list.
         for place in range(self._next, len(self._prompts)):
             if samples := index.fresh.get(self._prompts[place]):
                 yield self._prompts[place], sorted(samples)
@@ -96,9 +94,9 @@ def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = F
 def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: bool) -> list[ev.Event]:
     """The next groups in place of those that were dropped before they settled, at most `limit` of them in a step.
 
-    Each such group has one other in its place, whenever it was dropped: the step's groups end with the one that
-    completes it, so which they are follows from what became of each, not from when. `whole` waits until no group is
-    open, so that the times at which groups start do not depend on the order in which others end either.
+    Each dropped group has one other in its place, whenever it was dropped, so that which groups a step has depends on
+    what became of each and not on times. `whole`: not before no group is open, so that the times at which groups start
+    do not depend on the order in which others end either.
     """
     groups = min(ledger.lacking, limit - ledger.refilled)
     if groups <= 0 or (whole and ledger.index.open):

@@ -1,7 +1,7 @@
-"""Which reward stages see an answer, in which order, and what it is worth in the end. Pure: asks nobody.
+"""Which reward stages score an answer, in which order, and its reward in the end. Pure: calls no instance.
 
-An edge's threshold decides whether an answer goes on. A stage that an answer does not reach gives it no reward, and
-hands it to no other.
+An edge's threshold decides whether an answer reaches the next stage. A stage that an answer does not reach gives it no
+reward, and passes it on to no other.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ Question = tuple[Key, str]
 
 
 @dataclass
-class _Member:
-    """One answer of a group; a stage that it does not reach has None."""
+class _Scored:
+    """The rewards of one answer of a group; a stage that it does not reach has None."""
 
     rewards: dict[str, float | None] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
 
 
 class RewardFlow:
-    """The way of one step's answers through the reward stages of a workflow."""
+    """The progress of one step's answers through the reward stages of a workflow."""
 
     def __init__(self, graph: GraphSection, group_size: int) -> None:
         self._graph = graph
         self._stages = graph.reward_stages
         self._into = {stage: graph.into(stage) for stage in self._stages}
         self._size = group_size
-        self._groups: dict[int, dict[int, _Member]] = {}
+        self._groups: dict[int, dict[int, _Scored]] = {}
 
     def enter(self, key: Key, only: str = "") -> list[Question]:
-        """An answer is finished: what is asked now. With `only`, that stage alone will see it."""
-        member = self._groups.setdefault(key[0], {})[key[1]] = _Member()
+        """Adds a finished answer; returns what to ask now. With `only`, that stage alone scores it."""
+        answer = self._groups.setdefault(key[0], {})[key[1]] = _Scored()
         if only:
-            member.asked.add(only)
-            member.rewards.update(dict.fromkeys(set(self._stages) - {only}))
+            answer.asked.add(only)
+            answer.rewards.update(dict.fromkeys(set(self._stages) - {only}))
         asked = [(key, only)] if only else []
         return asked + self._advance(key[0])
 
     def scored(self, key: Key, stage: str, reward: float) -> list[Question]:
-        """A stage's reward is known: what is asked next, of this answer and of its group's others."""
+        """Adds a stage's reward; returns what to ask next, of this answer and of its group's others."""
         self._groups[key[0]][key[1]].rewards[stage] = reward
         return self._advance(key[0])
 
     def rewards(self, key: Key) -> dict[str, float]:
-        """What the stages that saw an answer gave it so far."""
+        """Rewards of the stages that have scored an answer so far."""
         found = self._groups[key[0]][key[1]].rewards
         return {stage: value for stage, value in found.items() if value is not None}
 
     def final(self, key: Key) -> float | None:
-        """The answer's reward, once no stage will see it any more: the sum, without what a later stage replaced."""
+        """The answer's reward, once no stage is left to score it: the sum, without what a later stage replaced."""
         if len(self._groups[key[0]][key[1]].rewards) < len(self._stages):
             return None
         rewards = self.rewards(key)
@@ -73,28 +73,28 @@ class RewardFlow:
         group = self._groups[prompt]
         asked: list[Question] = []
         for stage in self._stages:
-            for sample, member in group.items():
-                if stage in member.rewards or stage in member.asked:
+            for sample, answer in group.items():
+                if stage in answer.rewards or stage in answer.asked:
                     continue
-                goes_on = [self._passes(edge, group, member) for edge in self._into[stage]]
+                goes_on = [self._passes(edge, group, answer) for edge in self._into[stage]]
                 if False in goes_on:
-                    member.rewards[stage] = None
+                    answer.rewards[stage] = None
                 elif None not in goes_on:
-                    member.asked.add(stage)
+                    answer.asked.add(stage)
                     asked.append(((prompt, sample), stage))
         return asked
 
-    def _passes(self, edge: GraphEdge, group: dict[int, _Member], member: _Member) -> bool | None:
-        """Whether an edge hands an answer over; None: that is not known yet."""
+    def _passes(self, edge: GraphEdge, group: dict[int, _Scored], answer: _Scored) -> bool | None:
+        """Whether an edge passes an answer on; None: not known yet."""
         together = self._graph.granularity(edge) == "group"
         if together and len(group) < self._size:
             return None
         if edge.source not in self._into:  # Answers come from the rollout.
             return True
-        waits_for = group.values() if together else [member]
+        waits_for = group.values() if together else [answer]
         if any(edge.source not in each.rewards for each in waits_for):
             return None
-        reward = member.rewards[edge.source]
+        reward = answer.rewards[edge.source]
         return reward is not None and (edge.at_least is None or reward >= edge.at_least)
 
 

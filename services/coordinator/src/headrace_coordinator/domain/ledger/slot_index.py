@@ -1,4 +1,4 @@
-"""One slot of the open step, its states, and an index of where the step's slots stand. Knows no event."""
+"""One slot of the open step, its states, and an index of the step's slots. Knows no event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
 OPEN = frozenset({PENDING, ASSIGNED, FINISHED})
 """States of a slot whose group is neither settled nor dropped."""
 FILTERED = "FILTERED"
-"""Why a group is dropped whose rewards are all equal: the algorithm asks for it, so it is no failure."""
+"""The reason of a dropped group whose rewards are all equal: the algorithm asks for it, so it is no failure."""
 
 
 class Slot(msgspec.Struct):
@@ -43,7 +43,7 @@ class Slot(msgspec.Struct):
 
 
 class SlotIndex:
-    """Where the slots of an open step stand, by prompt and by holder. Made from the slots; the ledger keeps it so."""
+    """The slots of an open step by state, prompt and holder. The ledger keeps it up to date."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.fresh: dict[int, set[int]] = {}
@@ -53,7 +53,7 @@ class SlotIndex:
         self.held: dict[str, set[tuple[int, int]]] = {}
         """Assigned (prompt, sample)s, by holder."""
         self.waiting = self.assigned = 0
-        """Slots that nobody has, and slots that somebody has."""
+        """Counts of slots that no rollout has, and of slots that one has."""
         self.open: set[int] = set()
         """Prompts whose group is neither settled nor dropped."""
         self.settled: set[int] = set()
@@ -62,7 +62,7 @@ class SlotIndex:
             self.enter(slot)
 
     def enter(self, slot: Slot) -> None:
-        """A slot has come to its state."""
+        """Adds a slot that has entered its state."""
         if slot.state == PENDING:
             wanted = self.returned if slot.attempt else self.fresh
             wanted.setdefault(slot.prompt, set()).add(slot.sample)
@@ -76,7 +76,7 @@ class SlotIndex:
             self.settled.add(slot.prompt)
 
     def leave(self, slot: Slot) -> None:
-        """A slot is about to leave its state."""
+        """Removes a slot that is about to leave its state."""
         if slot.state == PENDING:
             wanted = self.returned if slot.attempt else self.fresh
             wanted[slot.prompt].discard(slot.sample)

@@ -1,7 +1,7 @@
 """The slot ledger of one run as a pure reducer: every slot below the frontier is terminal exactly once (G1).
 
-Holds the open step's slots only; what lies below the frontier is in the certificates. What is asked of the slots
-again and again, `SlotIndex` answers without a walk over them.
+Holds the open step's slots only; what lies below the frontier is in the certificates. `SlotIndex` answers what is
+asked often, without a walk over the slots.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class SlotLedger(msgspec.Struct, dict=True):
     """Why the newest dropped slots were dropped, in words for the run's user."""
     progress: int = 0
     """Rises with every event that brings the step forward."""
-    next_prompt: int = -1
+    next_prompt: int = 0
     """Prompt ordinal that the open step begins with, or the next one."""
-    first_prompt: int = -1
+    first_prompt: int = 0
     """Prompt ordinal that the run began with: above 0 for a fork."""
     refilled: int = 0
     """Groups of the open step in place of dropped ones."""
@@ -61,12 +61,6 @@ class SlotLedger(msgspec.Struct, dict=True):
     """Groups of the open step that were dropped before they settled, and have no other in their place yet."""
     helped: dict[str, list[int]] = {}
     """Of the open attempt: name of a helper → groups whose gradient it contributed; the owners have all others."""
-
-    def __post_init__(self) -> None:
-        """Completes what a snapshot of an older release lacks."""
-        if self.next_prompt < 0:
-            self.next_prompt = self.step * self.prompts_per_step
-            self.first_prompt = self.first_step * self.prompts_per_step
 
     @property
     def frontier(self) -> int:
@@ -85,7 +79,7 @@ class SlotLedger(msgspec.Struct, dict=True):
 
     @cached_property
     def index(self) -> SlotIndex:
-        """Answers about the open step's slots; no part of a snapshot."""
+        """Where the open step's slots stand; not part of a snapshot."""
         return SlotIndex(self.slots.values())
 
     def slot(self, prompt: int, sample: int) -> Slot | None:
@@ -153,7 +147,7 @@ class SlotLedger(msgspec.Struct, dict=True):
             self._add(self.prompts)
         for slot in self.slots.values():
             slot.failures = 0
-            # A quarantined culprit stays out of the replay; everything else may be used again.
+            # Slots that were dropped stay dropped; everything else may be used again.
             if slot.state in (SETTLED, ACCUMULATED):
                 slot.state = FINISHED
             elif slot.state == ASSIGNED:

@@ -1,6 +1,6 @@
 """Policy versions as a pure reducer: one live chain by parent, numbers that only rise (G2).
 
-Keeps the versions that rules ask for; of all others it knows whether a rewind abandoned them.
+Keeps the versions that a rule may ask for; of all others, whether a rewind abandoned them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class Lineage(msgspec.Struct):
     last_number: int = 0
     newest: int = 0
     rewinds: list[tuple[int, int]] = []
-
-    def __post_init__(self) -> None:
-        """Completes what a snapshot of an older release lacks."""
-        if self.versions and not self.newest:
-            self.newest = max(self.versions)
 
     @property
     def base(self) -> Version | None:
@@ -77,7 +72,7 @@ class Lineage(msgspec.Struct):
         return any(low < number < high for low, high in self.rewinds)
 
     def prune(self, max_staleness: int, pinned: Container[int]) -> None:
-        """Forgets versions that no rule asks for: older than `max_staleness`, or abandoned, and not `pinned`."""
+        """Removes versions that no rule asks for: older than `max_staleness`, or abandoned, and not `pinned`."""
         base = self.base
         if base is None or len(self.versions) <= 2 * (max_staleness + 8):
             return
@@ -108,7 +103,7 @@ class Lineage(msgspec.Struct):
 
 
 def plan_lost_rewind(lineage: Lineage, step: ev.StepCommitted) -> list[ev.Event]:
-    """The rewind before a committed step whose base the log does not know, made up from the step's certificate.
+    """The rewind before a committed step whose base the log does not know, reconstructed from the step's certificate.
 
     A checkpoint's ledger repeats steps and no rewinds: without this one, a log that is older than the checkpoint
     would keep what the rewind abandoned beside the step that replaced it.

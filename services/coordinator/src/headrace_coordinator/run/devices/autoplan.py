@@ -1,27 +1,18 @@
 """`placement.mode: auto`: measures the run's own steps, and says when the placement should change.
 
-Which layout is faster is decided in `planner/placements/choosing.py`, how devices change hands in `placement.py`.
+Which layout is faster is decided by headrace_planner's `placements.choosing`; devices change hands in `placement`.
 """
 
 from __future__ import annotations
 
 from headrace_planner.placements.choosing import Candidate, candidates, choose, drifted, newest
-from headrace_planner.placements.layouts import (
-    HYBRID,
-    Layout,
-    Shape,
-    StepTime,
-    Style,
-    typical,
-)
+from headrace_planner.placements.layouts import HYBRID, Layout, StepTime, typical
 from headrace_planner.placements.trials import Trial, merged
 from headrace_schema.resources.views import StepView
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import is_gpu
-from headrace_coordinator.domain.devices.places import device_order, machines
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.devices.executable import executable, measured_first, style_of
+from headrace_coordinator.run.devices.layouts import Layouts
 
 NO_WORK = ("checkpoint", "evaluate", "regroup")
 """Stages of a step's time that no placement changes."""
@@ -32,26 +23,27 @@ TRIES = 3
 
 
 class Autoplan:
-    """The plan of one run at work. Without `auto` it never says anything."""
+    """The plan of one run at work. Without `auto` it never proposes one."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._section = context.spec.placement
+        self._layouts = Layouts(context)
         self._trial = Trial(self._window)
         self._known: dict[Layout, StepTime] = {}
-        """What earlier trials said, at the speed that the machine then had."""
+        """What earlier trials measured, at the speed that the machine had then."""
         self._asked: Layout | None = None
         """A measured layout that was asked for again."""
         self._recent: list[StepTime] = []
         self._settling = True
-        """The next step pays for a start or a change: it measures nothing."""
+        """The next step includes a start or a change: it is not measured."""
         self._attempted: set[Layout] = set()
-        """What was to be tried. Where the devices were then divided in another way, it is not tried again."""
+        """Layouts that were tried, or were to be and could not be made: they are not tried again."""
         self._moved_s = 0.0
 
     def observe(self, view: StepView | None, learned_after_s: float = 0.0) -> None:
-        """A step has ended; None: it was skipped. `learned_after_s`: of its learning, after the last answer."""
-        moved_s, self._moved_s = self._moved_s, self._context.placement.moved_s
+        """Takes the times of an ended step; None: it was skipped. `learned_after_s`: learning after the last answer."""
+        moved_s, self._moved_s = self._moved_s, self._context.leases.moved_s
         if not self._window or view is None:
             return
         if self._settling:
@@ -60,10 +52,10 @@ class Autoplan:
         time = _time(view, learned_after_s, self._moved_s - moved_s)
         self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
         if not self._chosen:
-            self._trial.add(self._layout, time)
+            self._trial.add(self._layouts.present, time)
 
     def due(self) -> ev.PlanAdopted | None:
-        """The plan to adopt, or to propose, before the next step; None: nothing changes."""
+        """The plan to adopt, or to propose, before the next step; None: keep the present one."""
         if not self._window:
             return None
         plan = self._context.state.plan
@@ -76,22 +68,22 @@ class Autoplan:
         return self._replan(plan, typical(steps))
 
     def changed(self) -> None:
-        """The devices have changed hands by a new plan."""
+        """The devices were handed over for a new plan."""
         self._settling, self._recent = True, []
 
     # --- which plan
 
     def _measure(self) -> ev.PlanAdopted | None:
-        """What to measure next, or the choice once what is promising was measured."""
-        trial, present = self._trial, self._layout
+        """What to measure next, or the choice once all promising layouts were measured."""
+        trial, present = self._trial, self._layouts.present
         if not trial.full(present):
             return None  # Its block is being measured.
         if self._asked not in (None, present):
             trial.drop(self._asked)  # The devices were divided in another way.
         self._asked = None
         whole = [(one.mode, one.style) for one in self._tried]
-        obstacle = self._obstacle()
-        first = measured_first(self._context)[: 1 if obstacle else None]
+        obstacle = self._layouts.obstacle
+        first = self._layouts.measured_first[: 1 if obstacle else None]
         if missing := next((style for style in first if style not in whole), None):
             words = f"measures steps {' '.join(missing)}"
             return self._event(Layout(0, 0, *missing), words, {}, {}) if self._worth_a_try else None
@@ -126,15 +118,13 @@ class Autoplan:
         return self._context.spec.steps - self._context.state.ledger.step > self._window + 1
 
     def _best(self) -> Candidate:
-        return choose(self._candidates(), self._layout)
+        return choose(self._candidates(), self._layouts.present)
 
     def _candidates(self, now: tuple[Layout, StepTime] | None = None) -> list[Candidate]:
         tried = self._tried
-        workers = self._context.workers
-        fewest = (len(workers.rollouts), len(workers.trainers))
-        styles, _ = executable(self._context, one_machine=self._one_machine)
-        devices = len(self._devices) if self._divisible else 0
-        found = candidates(self._shape, devices, fewest, styles, tried, now)
+        styles, _ = self._layouts.executable()
+        devices = len(self._layouts.devices) if self._layouts.divisible else 0
+        found = candidates(self._layouts.shape, devices, self._layouts.fewest, styles, tried, now)
         return [one for one in found if one.tried or one.layout not in self._attempted]
 
     def _comparison(self, best: Candidate) -> str:
@@ -143,7 +133,7 @@ class Autoplan:
         known = [
             f"{one.layout.words}: {one.time.step:.3g} s{'' if one.tried else ' predicted'}" for one in others
         ]
-        _, why = executable(self._context, one_machine=self._one_machine)
+        _, why = self._layouts.executable()
         missing = [
             f"{mode if mode == HYBRID else f'{mode} {style}'} {word}" for (mode, style), word in why.items()
         ]
@@ -154,12 +144,12 @@ class Autoplan:
         """After a drift: what is best today. What an earlier life of the coordinator measured is measured again."""
         percent = 100 * (now.step / plan.predicted_s["step"] - 1)
         words = f"steps take {now.step:.3g} s, {percent:+.0f}% of what was predicted"
-        present = self._layout
+        present = self._layouts.present
         if not self._comparable(present):
             self._trial, self._known, self._attempted = Trial(self._window), {}, set()
-            if self._obstacle() or self._section.replan != "auto":
+            if self._layouts.obstacle or self._section.replan != "auto":
                 return self._adopt(Candidate(present, now, tried=True), f"{words}; the plan stays")
-            again = Layout(0, 0, *measured_first(self._context)[0])
+            again = Layout(0, 0, *self._layouts.measured_first[0])
             return self._event(again, f"{words}: measures again", {}, {})
         found = self._candidates((present, now))
         # From now on others are judged by what they would take today.
@@ -176,17 +166,7 @@ class Autoplan:
         tried = list(self._tried)
         return present in tried and len(tried) > 1 and any(layout.in_turns for layout in tried)
 
-    def _obstacle(self) -> str:
-        """Why this run can only take turns; empty: it can generate and learn side by side."""
-        workers = self._context.workers
-        needed = len(workers.rollouts) + len(workers.trainers)
-        if self._context.spec.deterministic:
-            return "a deterministic run keeps one placement: collocated"
-        if len(self._devices) < needed:
-            return f"side by side needs {needed} devices and the run has {len(self._devices)}: collocated"
-        return ""
-
-    # --- what there is
+    # --- what was measured
 
     @property
     def _tried(self) -> dict[Layout, StepTime]:
@@ -205,42 +185,6 @@ class Autoplan:
         spec = self._context.spec
         return 0 if spec.trainer.helpers else self._section.measured_steps(spec.steps)
 
-    @property
-    def _devices(self) -> list[str]:
-        return sorted(self._context.workers.grant.devices, key=device_order)
-
-    @property
-    def _divisible(self) -> bool:
-        """Whether devices can be divided freely: those of one machine, of which an instance can use several."""
-        return self._one_machine and not any(map(is_gpu, self._devices))
-
-    @property
-    def _one_machine(self) -> bool:
-        members = [*self._context.workers.rollouts, *self._context.workers.trainers]
-        return len(set(machines(member.instance for member in members).values())) == 1
-
-    @property
-    def _style(self) -> Style:
-        return style_of(self._context.placement.section)
-
-    @property
-    def _layout(self) -> Layout:
-        workers = self._context.workers
-        generate, learn = (
-            {device for member in members for device in member.devices}
-            for members in (workers.rollouts, workers.trainers)
-        )
-        mode, style = self._style
-        if mode == HYBRID:
-            learn -= generate  # Which it has once the answers are complete.
-        return Layout(len(generate), len(learn), mode, style)
-
-    @property
-    def _shape(self) -> Shape:
-        spec = self._context.spec
-        streams = not self._context.waits_for_batch and spec.placement.pipelined
-        return Shape(spec.algorithm.prompts_per_step, spec.algorithm.group_size, streams)
-
     def _adopt(self, best: Candidate, reason: str) -> ev.PlanAdopted:
         time = best.time
         others = {one.layout.words: one.time.step for one in self._candidates() if one.layout != best.layout}
@@ -256,8 +200,8 @@ class Autoplan:
     ) -> ev.PlanAdopted:
         rollout: list[str] = []
         learn: list[str] = []
-        if not layout.in_turns and layout.generate and self._divisible:
-            devices = self._devices
+        if not layout.in_turns and layout.generate and self._layouts.divisible:
+            devices = self._layouts.devices
             rollout, learn = devices[: layout.generate], devices[layout.generate :]
         return ev.PlanAdopted(
             at=self._context.event_log.now(),

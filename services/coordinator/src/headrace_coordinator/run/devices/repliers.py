@@ -1,20 +1,20 @@
 """The instances of a run that reply to its policy, on devices of their own: `placement.reply`.
 
-They hold them while the rollouts hold theirs, and longer where no trainer learns there. Without the key there are none:
-each rollout replies itself.
+They hold these while the rollouts hold theirs, and longer where no trainer learns there. Without that key there are
+none: each rollout replies itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.openings import RolloutConfig
 
+from headrace_coordinator.domain.devices.leases import REPLY
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.opening import drop_lost, open_rollouts, wait_for_instances
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 FROZEN = 1
@@ -22,19 +22,11 @@ FROZEN = 1
 
 
 class Repliers:
-    """Who replies, with what. `moving` is held while devices change hands; `take` and `load` are the placement's."""
+    """Who replies, and with what."""
 
-    def __init__(
-        self,
-        workers: WorkerGroup,
-        moving: asyncio.Lock,
-        take: Callable[[Sequence[RolloutClient]], Awaitable[None]],
-        load: Callable[[Sequence[RolloutClient], Published], Awaitable[None]],
-    ) -> None:
-        self._workers = workers
-        self._moving = moving
-        self._take = take
-        self._load = load
+    def __init__(self, leases: WorkerLeases) -> None:
+        self._workers = leases.workers
+        self._leases = leases
 
     @property
     def used(self) -> bool:
@@ -42,86 +34,97 @@ class Repliers:
         return bool(self._workers.spec.placement.reply)
 
     @property
-    def members(self) -> list[RolloutClient]:
-        """Those that have the run open."""
-        return self._workers.repliers
-
-    @property
     def devices(self) -> list[str]:
-        """Those that they reply on."""
-        return sorted({device for member in self.members for device in member.devices})
+        """Devices that they reply on."""
+        return sorted({device for replier in self._workers.repliers for device in replier.devices})
 
-    def beside(self, devices: set[str]) -> list[RolloutClient]:
-        """Those whose devices are among these."""
-        return [member for member in self.members if devices & {*member.devices}]
+    async def open(self, fewest: int = 1) -> None:
+        """At least `fewest` granted repliers have the run open, and all others that are alive."""
+        if not self.used:
+            return
+        workers, reply = self._workers, self._workers.spec.reply
+        drop_lost(workers)
+        await wait_for_instances(
+            workers,
+            lambda: len(workers.alive(workers.grant.repliers)) >= fewest,
+            f"{fewest} ready rollout instance(s) to reply",
+        )
+        try:
+            config = RolloutConfig.of_replier(workers.spec).model_dump_json()
+            await open_rollouts(workers, workers.repliers, workers.grant.repliers, lambda: config)
+        except CallRefused as refused:
+            if reply is None or not reply.path:
+                raise
+            words = refused.message.replace("model.path", "reply.path")
+            raise CallRefused(refused.incarnation, refused.reason, words, refused.key) from refused
 
     async def staff(self, base: Published) -> None:
         """Before a stream of samples: at least one replies, on its devices; waits for a replacement.
 
         Raises Unstaffed where there is none for too long.
         """
-        while self.used:
-            async with self._moving:
-                if await self._ready(base):
+        while True:
+            async with self._leases.lock:
+                if not self.used or await self._ready(base):
                     return
 
     def openings(self) -> list[rollout.Replier]:
         """What a stream of samples is told of those that can reply now."""
         messages = []
-        for member in self.members:
-            if self._workers.usable(member):
+        for replier in self._workers.repliers:
+            if self._workers.usable(replier):
                 message = rollout.Replier(
-                    address=member.instance.address,
-                    header=member.header(),
-                    policy_number=member.installed,
-                    max_context_tokens=member.max_context_tokens,
+                    address=replier.instance.address,
+                    header=replier.header(),
+                    policy_number=replier.installed,
+                    max_context_tokens=replier.max_context_tokens,
                 )
                 message.timeout.FromMilliseconds(int(self._workers.spec.limits.step_timeout_s * 1000))
                 messages.append(message)
         return messages
 
-    async def lost(self, member: RolloutClient) -> list[str]:
-        """What a rollout said of those that reply to it no more; waits a little for their end to be noticed."""
-        said, member.lost_repliers = member.lost_repliers, []
-        names = {each.instance.address: each for each in self.members}
-        words = []
-        for lost in said:
-            replier = names.get(lost.address)
-            who = replier.instance.instance if replier else lost.address
-            words.append(f"{who} replies to {member.instance.instance} no more: {lost.reason}")
+    async def recover(self, worker: RolloutClient) -> bool:
+        """Whether a rollout said that repliers answer no more; waits a little for their end to be noticed."""
+        lost, worker.lost_repliers = worker.lost_repliers, []
+        by_address = {each.instance.address: each for each in self._workers.repliers}
+        for each in lost:
+            replier = by_address.get(each.address)
+            who = replier.instance.instance if replier else each.address
             if replier is not None:
                 await self._workers.fleet.fate(replier.incarnation)
-        return words
+            self._workers.note(f"{who} replies to {worker.instance.instance} no more: {each.reason}")
+        return bool(lost)
 
     async def _ready(self, base: Published) -> bool:
         """Opens, places and loads those that are granted; False when one was lost over it."""
         workers = self._workers
         try:
-            await workers.staff_repliers()
-            for member in self.members:
-                workers.usable(member)  # One whose lease is over has nothing on its devices any more.
-            await self._take(self.members)
-            await self._load(self.members, self._version(base))
+            await self.open()
+            for replier in workers.repliers:
+                workers.usable(replier)  # One whose lease is over has nothing on its devices any more.
+            await self._leases.take(workers.repliers, REPLY)
+            await self._leases.load(workers.repliers, self._version(base))
         except InstanceDown as down:
-            ours = down.incarnation in {member.incarnation for member in self.members}
+            ours = down.incarnation in {replier.incarnation for replier in workers.repliers}
             if await workers.fleet.fate(down.incarnation) and ours:
                 raise
             return False
         except CallRefused as refused:
-            if not await self._goes_on(refused):
+            if not await self._renews_lease(refused):
                 raise
             return False
         return True
 
-    async def _goes_on(self, refused: CallRefused) -> bool:
+    async def _renews_lease(self, refused: CallRefused) -> bool:
         """Whether a refusal is of a lease that has to be renewed or taken anew, and no more."""
-        member = next((each for each in self.members if each.incarnation == refused.incarnation), None)
-        if member is None:
+        workers = self._workers
+        replier = next((each for each in workers.repliers if each.incarnation == refused.incarnation), None)
+        if replier is None:
             return False
         if refused.reason == "LEASE_QUIESCED":
-            await self._workers.renewal(member)
-        elif self._workers.lease_ended(member, refused):
-            member.lost_lease()
+            await workers.wait_for_renewal(replier)
+        elif workers.lease_ended(replier, refused):
+            replier.lost_lease()
         else:
             return False
         return True

@@ -1,9 +1,10 @@
-"""Held-out items under the installed policy. Nothing here is trained or kept retained."""
+"""Answers to items under the installed policy, and the evaluation of held-out items. None of them is trained."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
@@ -13,16 +14,113 @@ from headrace_schema.resources.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
+from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
+from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.rollout_client import Opening
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
+ATTEMPTS = 5
 EXAMPLES = 5
 SEEDS = 2**63
 """How many seeds there are: what `seed` of the spec and of GenerateOpen can be."""
+Answers = dict[tuple[int, int], common.Trajectory]
+"""Finished trajectories by (index of the item, sample)."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked: items, how often, and how answers are sampled. `prefill` stands in for data.prompt.prefill."""
+
+    items: Sequence[DataItem]
+    samples: int
+    sampling: Sampling
+    prefill: str | None = None
+    recorded: Collection[int] = ()
+    """Items whose episodes are to be recorded."""
+    videos: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Theirs, by (index of the item, sample), as they come."""
+
+
+async def answer(
+    context: RunContext, published: Published, questions: Questions, wanted: Sequence[int], done: Answers
+) -> None:
+    """Adds the answers to the `wanted` items to `done`; fewer when ATTEMPTS rollouts in a row are lost.
+
+    Raises CallRefused where a rollout says that the spec is wrong.
+    """
+    for _ in range(ATTEMPTS):
+        rollouts = [r for r in context.workers.rollouts if context.workers.usable(r)]
+        missing = [i for i in wanted if any((i, s) not in done for s in range(questions.samples))]
+        if not missing:
+            return
+        if not rollouts:
+            await context.placement.add_rollout(published)
+            rollouts = list(context.workers.rollouts)
+        await gather_all(
+            *(
+                _drive(context, published, worker, questions, missing[index :: len(rollouts)], done)
+                for index, worker in enumerate(rollouts)
+            )
+        )
+
+
+async def _drive(
+    context: RunContext,
+    published: Published,
+    worker: RolloutClient,
+    questions: Questions,
+    mine: Sequence[int],
+    done: Answers,
+) -> None:
+    modality = context.modality
+    await modality.prepare(worker, published)
+    opening = modality.opening(worker, questions.sampling)
+    assignments, limit = _assignments(context, questions, mine, done), context.spec.limits.step_timeout_s
+    try:
+        async for response in worker.generate(opening, assignments, limit):
+            for chunk in response.chunks:
+                if chunk.HasField("finished"):
+                    done[_key(chunk.finished.sample)] = chunk.finished
+            if response.revoked:
+                worker.lost_lease()
+            modality.takes_losses(worker, response)
+            if isinstance(response, rollout.RunEpisodesResponse):
+                questions.videos.update({_key(video.sample): video.content for video in response.videos})
+        await modality.recover(worker)
+    except InstanceDown as fault:
+        await context.lost(worker, str(fault))
+    except CallRefused as refused:
+        if refused.reason in USER_ERRORS:
+            raise
+        await context.lost(worker, str(refused))
+
+
+async def _assignments(
+    context: RunContext, questions: Questions, mine: Sequence[int], done: Answers
+) -> AsyncIterator[rollout.AssignGroups]:
+    groups = [
+        rollout.GroupAssignment(
+            prompt_ordinal=index,
+            prompt=context.modality.prompt(
+                questions.items[index], questions.prefill, record=index in questions.recorded
+            ),
+            samples=[
+                rollout.SampleAssignment(sample_index=sample, attempt=1)
+                for sample in range(questions.samples)
+                if (index, sample) not in done
+            ],
+        )
+        for index in mine
+    ]
+    yield rollout.AssignGroups(groups=groups)
+
+
+def _key(sample: common.SlotKey) -> tuple[int, int]:
+    return sample.prompt_ordinal, sample.sample_index
 
 
 async def evaluate(
@@ -30,15 +128,15 @@ async def evaluate(
 ) -> EvaluationView:
     """Generates and scores every held-out item with the installed version."""
     items = context.dataset.heldout_items()
-    questions = Questions(items, context.spec.evaluation.samples, _opening(context, published), prefill)
+    questions = Questions(items, context.spec.evaluation.samples, _sampling(context, published), prefill)
     done: Answers = {}
     await answer(context, published, questions, range(len(items)), done)
-    bodies = [done[key] for key in sorted(done)]
+    answers = [done[key] for key in sorted(done)]
     scores = await score_all(
-        context.workers,
-        [score_item(items[b.sample.prompt_ordinal], b, sampled(b)[0], evaluation=True) for b in bodies],
+        context.staffing,
+        [score_item(items[a.sample.prompt_ordinal], a, sampled(a)[0], evaluation=True) for a in answers],
     )
-    return _view(context, published, kind, items, bodies, scores)
+    return _view(context, published, kind, items, answers, scores)
 
 
 def evaluation_seed(seed: int, ordinal: int) -> int:
@@ -46,24 +144,18 @@ def evaluation_seed(seed: int, ordinal: int) -> int:
     return (seed + 1_000_003 * (ordinal + 1)) % SEEDS
 
 
-def _opening(context: RunContext, published: Published) -> Opening:
-    spec = context.spec
-    if spec.environment is not None:
-        return rollout.RunEpisodesOpen(
-            policy_number=published.version.number,
-            seed=evaluation_seed(spec.seed, published.version.ordinal),
-            greedy=spec.evaluation.greedy,
-            evaluation=True,
-            until_success=spec.reward.judges_success_alone,
-        )
-    return rollout.GenerateOpen(
+def _sampling(context: RunContext, published: Published) -> Sampling:
+    spec, section = context.spec, context.spec.evaluation
+    return Sampling(
         policy_number=published.version.number,
-        distribution=context.distribution(0.0 if spec.evaluation.greedy else spec.evaluation.temperature),
-        max_new_tokens=spec.evaluation.max_new_tokens or spec.sampling.max_new_tokens,
-        stop=spec.sampling.stop,
         seed=evaluation_seed(spec.seed, published.version.ordinal),
+        distribution=context.distribution(0.0 if section.greedy else section.temperature),
+        max_new_tokens=section.max_new_tokens or spec.sampling.max_new_tokens,
+        stop=spec.sampling.stop,
         deterministic=spec.deterministic,
+        greedy=section.greedy,
         evaluation=True,
+        until_success=spec.reward.judges_success_alone,
     )
 
 
@@ -72,22 +164,22 @@ def _view(
     published: Published,
     kind: str,
     items: Sequence[DataItem],
-    bodies: Sequence[common.Trajectory],
+    answers: Sequence[common.Trajectory],
     scores: Sequence[reward.ScoreResult],
 ) -> EvaluationView:
-    by_slot = {(s.sample.prompt_ordinal, s.sample.sample_index): s for s in scores}
+    by_slot = {_key(score.sample): score for score in scores}
     parts: dict[str, float] = defaultdict(float)
     examples: list[dict[str, Any]] = []
-    for body in bodies:
-        score = by_slot[body.sample.prompt_ordinal, body.sample.sample_index]
+    for answer in answers:
+        score = by_slot[_key(answer.sample)]
         for name, value in score.parts.items():
-            parts[name] += value / len(bodies)
-        if body.sample.sample_index == 0 and len(examples) < EXAMPLES:
-            item = items[body.sample.prompt_ordinal]
+            parts[name] += value / len(answers)
+        if answer.sample.sample_index == 0 and len(examples) < EXAMPLES:
+            item = items[answer.sample.prompt_ordinal]
             examples.append(
                 {
                     "prompt": item.question,
-                    "completion": body.completion_text,
+                    "completion": answer.completion_text,
                     "reference": item.answer,
                     "reward": score.reward,
                 }
@@ -103,7 +195,7 @@ def _view(
         version=published.version.number,
         score=sum(score.reward for score in scores) / max(len(scores), 1),
         parts=dict(parts),
-        answers=len(bodies),
+        answers=len(answers),
         score_low=low,
         score_high=high,
         pass_at={str(k): share for k, share in passed.items()},

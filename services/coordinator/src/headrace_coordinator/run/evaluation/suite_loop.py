@@ -17,19 +17,19 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import SuiteEvaluation
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
+from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, answer
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.run.workers.rollout_client import Opening
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.waits import WaitTimeout
 
@@ -80,8 +80,8 @@ class SuiteLoop(RunLoop):
             self._move(run_states.RECOVERING, "the coordinator restarted")
         self._answers = await asyncio.to_thread(read_answers, self._directory, self._suite.extract)
         self._transcripts = await asyncio.to_thread(Transcripts, self._directory)
-        await context.workers.staff_rewards()
-        await context.workers.staff_rollouts()
+        await context.staffing.staff_rewards()
+        await context.staffing.staff_rollouts()
         self._published = Published(
             common.PolicyVersion(number=VERSION, digest=evaluation.digest),
             common.WeightManifest(),
@@ -101,13 +101,13 @@ class SuiteLoop(RunLoop):
         ]
 
     def _block_items(self) -> int:
-        together = sum(member.max_concurrency for member in self.context.workers.rollouts)
+        together = sum(worker.max_concurrency for worker in self.context.workers.rollouts)
         return max(1, BLOCKS * together // self._asked.samples)
 
     async def _weights_known(self) -> None:
         """Every rollout has the same weights, those with which the evaluation began."""
         assert self._published is not None
-        digests = {member.digest for member in self.context.workers.rollouts if member.installed}
+        digests = {worker.digest for worker in self.context.workers.rollouts if worker.installed}
         known = self._published.version.digest
         if len(digests | ({known} if known else set())) > 1:
             raise RunFailed(
@@ -133,20 +133,15 @@ class SuiteLoop(RunLoop):
         """Answers a block, scores it, and writes it; only then it counts."""
         context = self.context
         done: Answers = {}
-        questions = Questions(self._items, self._asked.samples, self._opening(), recorded=self._recorded)
+        questions = Questions(self._items, self._asked.samples, self._sampling(), recorded=self._recorded)
         await self._answered(questions, indices, done)
-        bodies = [done[key] for key in sorted(done) if key not in self._answers]
+        made = {key: done[key] for key in sorted(done) if key not in self._answers}
         scores = await score_all(
-            context.workers,
-            [
-                score_item(self._items[body.sample.prompt_ordinal], body, sampled(body)[0], evaluation=True)
-                for body in bodies
-            ],
+            context.staffing,
+            [score_item(self._items[key[0]], a, sampled(a)[0], evaluation=True) for key, a in made.items()],
         )
         by_key = {(score.sample.prompt_ordinal, score.sample.sample_index): score for score in scores}
-        lines = [
-            self._line(body, by_key[body.sample.prompt_ordinal, body.sample.sample_index]) for body in bodies
-        ]
+        lines = [self._line(answered, by_key[key]) for key, answered in made.items()]
         passed = {key: score.reward >= self._asked.pass_reward for key, score in by_key.items()}
         recordings = [
             Recording(
@@ -175,14 +170,11 @@ class SuiteLoop(RunLoop):
             if len(done) == before:
                 raise WaitTimeout(f"{wanted - before} answers were not made: rollout instances failed")
 
-    def _opening(self) -> Opening:
+    def _sampling(self) -> Sampling:
         asked, sampling = self._asked, self._asked.sampling
-        if self.context.spec.environment is not None:
-            return rollout.RunEpisodesOpen(
-                policy_number=VERSION, seed=asked.seed, greedy=not sampling.temperature, evaluation=True
-            )
-        return rollout.GenerateOpen(
+        return Sampling(
             policy_number=VERSION,
+            seed=asked.seed,
             distribution=common.SamplingDistribution(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -193,29 +185,29 @@ class SuiteLoop(RunLoop):
             ),
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
-            seed=asked.seed,
             deterministic=asked.deterministic,
+            greedy=not sampling.temperature,
             evaluation=True,
         )
 
-    def _line(self, body: common.Trajectory, score: reward.ScoreResult) -> Settled:
+    def _line(self, answered: common.Trajectory, score: reward.ScoreResult) -> SettledTrajectory:
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
-        tokens, versions = sampled(body)
-        item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
-        return Settled(
+        tokens, versions = sampled(answered)
+        item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
+        return SettledTrajectory(
             step=0,
             version=VERSION,
-            prompt_ordinal=body.sample.prompt_ordinal,
-            sample_index=body.sample.sample_index,
-            attempt=body.attempt,
+            prompt_ordinal=answered.sample.prompt_ordinal,
+            sample_index=answered.sample.sample_index,
+            attempt=answered.attempt,
             prompt=item.question,
-            completion=body.completion_text,
+            completion=answered.completion_text,
             reference=item.answer,
             reward=score.reward,
             parts=dict(score.parts),
-            finish_reason=common.FinishReason.Name(body.finish_reason).removeprefix("FINISH_REASON_"),
+            finish_reason=common.FinishReason.Name(answered.finish_reason).removeprefix("FINISH_REASON_"),
             tokens=tokens,
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
@@ -224,5 +216,5 @@ class SuiteLoop(RunLoop):
 
 def _episode_of(trajectory: common.Trajectory) -> bytes:
     """The serialized ActionSegment of an episode; empty for one that failed."""
-    bodies = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
-    return bodies[-1].SerializeToString() if bodies else b""
+    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    return episodes[-1].SerializeToString() if episodes else b""

@@ -1,27 +1,31 @@
-"""The environments of an embodied run: pools at simulators, one for each (simulator, rollout, task).
+"""The environments of a run of episodes: pools at simulators, one for each (simulator, rollout, task).
 
-Decides where pools are; the rollouts act in them. A simulator that is lost takes its pools along, and they are opened
-elsewhere; one that joins is used once no rollout is at work.
+Decides where pools are; the rollouts act in them. The pools of a simulator that is lost are opened elsewhere; a new
+simulator is used once no rollout is at work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 
-from headrace_coordinator.domain.devices.fitting import simulators
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.fitting import simulators as simulators_with
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceClient, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.simulators.seats import Seats
-from headrace_coordinator.run.simulators.spaces import Place, divide
+from headrace_coordinator.run.devices.leasing import WorkerLeases
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.workers.clients import SimulatorClient
+from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.opening import client_of, wait_for_instances
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 REWARDS = {
     "default": simulator.REWARD_MODE_UNSPECIFIED,
@@ -31,6 +35,8 @@ REWARDS = {
 BLOB_BYTES = 96 * 1024
 """Pictures of at least this size go through shared memory where simulator and rollout share a host; smaller ones are
 faster in the message (`benchmarks/pictures.py`)."""
+Place = tuple[str, str, str]
+"""Incarnation of a simulator, incarnation of a rollout, task."""
 KEYS = {
     "environment.name": "environment.tasks",
     "options_json": "environment.options",
@@ -41,30 +47,23 @@ KEYS = {
 
 
 class Pools:
-    """Simulators at work for a run, and what each has open for whom."""
+    """The simulators at work for a run, and what each has open for which rollout."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        run: str,
-        environment: EnvironmentSection,
-        client_of: Callable[[InstanceState], InstanceClient],
-    ) -> None:
-        self.clients: list[SimulatorClient] = []
+    def __init__(self, workers: WorkerGroup, leases: WorkerLeases) -> None:
+        assert workers.spec.environment is not None
         self.described: dict[str, simulator.OpenPoolResponse] = {}
         """By task, the newest description."""
-        self.seats: Callable[[Sequence[InstanceState], Mapping[str, Sequence[str]]], Seats] | None = None
-        """Devices of simulators, some of which keep theirs, where simulators hold leases: no other one is used."""
-        self._fleet = fleet
-        self._run = run
-        self._environment = environment
-        self._client_of = client_of
+        self._workers = workers
+        self._fleet = workers.fleet
+        self._run = workers.run
+        self._environment = workers.spec.environment
+        self._leases = leases
         self._open: dict[Place, rollout.EnvironmentPool] = {}
         self._moving = asyncio.Lock()
 
     def ready(self) -> list[InstanceState]:
         """Simulators that may be used."""
-        return simulators(self._fleet.ready("simulator"), self._environment.backend)
+        return simulators_with(self._fleet.ready("simulator"), self._environment.backend)
 
     def of(self, incarnation: str) -> list[rollout.EnvironmentPool]:
         """The pools of a rollout, with the authority to step them."""
@@ -85,21 +84,55 @@ class Pools:
         said = described.instruction if described is not None else ""
         return self._environment.instruction_of(task) or said
 
-    async def staff(self, rollouts: list[str], movable: Collection[str]) -> None:
-        """Every one of the `rollouts` has its environments; those of `movable` ones may move to other simulators.
+    def count_environments(self) -> None:
+        """Rollouts act in as many environments as they have."""
+        for worker in self._workers.rollouts:
+            worker.max_concurrency = max(1, self.count(worker.incarnation))
 
-        Raises InstanceDown when no simulator answers, and CallRefused for what one refuses to open.
+    async def prepare(self, worker: RolloutClient) -> None:
+        """Before a stream of episodes: the rollout has environments, at simulators that hold their devices."""
+        while True:
+            await self.staff(worker)
+            async with self._leases.lock:
+                if await self._leases.simulators.acquire():
+                    return
+
+    async def staff(self, only: RolloutClient | None = None) -> None:
+        """Every granted rollout has environments; while rollouts act, those of `only` one may move.
+
+        The first time also says, by an event, what the policy reads and does. Raises Unstaffed where no simulator
+        comes, InstanceDown when none answers, and CallRefused for what one refuses to open.
         """
+        workers = self._workers
+        what = f"1 ready simulator with {self._environment.backend}"
+        await wait_for_instances(workers, lambda: bool(self.ready()), what)
+        rollouts = [state.incarnation for state in workers.alive(workers.grant.rollouts)]
         async with self._moving:
-            await self._staff(rollouts, movable)
+            await self._staff(rollouts, rollouts if only is None else [only.incarnation])
+        self.count_environments()
+        if workers.state.fitted is None and self.described:
+            await self._fit()
+
+    async def _fit(self) -> None:
+        model, now = self._workers.spec.model, self._fleet.event_log.now()
+        try:
+            file = None if model.policy is not None else read_policy_file(model.path)
+            found = fit(model.policy, self._environment, self.described, file)
+        except Impossible as impossible:
+            raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
+        await self._fleet.event_log.commit(
+            ev.PolicyFitted(
+                at=now, run=self._run, policy=found.policy, state=found.state, cameras=found.cameras
+            )
+        )
 
     async def _staff(self, rollouts: list[str], movable: Collection[str]) -> None:
         failed: set[str] = set()
         while True:
             self._meet(failed, keep=not {*rollouts} <= {*movable})
-            if not self.clients:
+            if not self._workers.simulators:
                 raise InstanceDown("simulator", "no simulator opens the run's environments")
-            where = [client.incarnation for client in self.clients]
+            where = [client.incarnation for client in self._workers.simulators]
             wanted = divide(self._environment.count, rollouts, self._environment.tasks, where)
             await self._close(self._unwanted(wanted, rollouts, movable))
             missing = {
@@ -124,30 +157,21 @@ class Pools:
     def _meet(self, failed: Collection[str], *, keep: bool) -> None:
         """Clients of the simulators that are ready now; with `keep`, those that hold devices keep them."""
         ready = {state.incarnation: state for state in self.ready() if state.incarnation not in failed}
-        devices = self._seats(ready.values(), keep)
+        devices = self._leases.simulators.seats(list(ready.values()), keep=keep)
         ready = {incarnation: ready[incarnation] for incarnation in devices}
-        self.clients = [c for c in self.clients if c.opened and c.incarnation in ready]
-        known = {client.incarnation for client in self.clients}
+        simulators = [c for c in self._workers.simulators if c.opened and c.incarnation in ready]
+        known = {client.incarnation for client in simulators}
         for place in [place for place in self._open if place[0] not in known]:
             del self._open[place]
         for state in ready.values():
             if state.incarnation not in known:
-                client = SimulatorClient(
-                    self._run, state, self._client_of(state), self._fleet.event_log.state.epoch
-                )
+                client = client_of(self._workers, SimulatorClient, state)
                 # A fresh id closes what a coordinator that stopped had open there.
                 client.open_id, client.opened = self._fleet.next_open_id(), True
-                self.clients.append(client)
-        for client in self.clients:
+                simulators.append(client)
+        for client in simulators:
             client.devices = devices[client.incarnation]
-
-    def _seats(self, simulators: Iterable[InstanceState], keep: bool) -> Seats:
-        states = list(simulators)
-        if self.seats is None:
-            return {state.incarnation: () for state in states}
-        live = self._fleet.event_log.state.table.leases
-        holding = {c.incarnation: c.devices for c in self.clients if keep and c.lease_epoch in live}
-        return self.seats(states, holding)
+        self._workers.simulators = simulators
 
     def _unwanted(
         self, wanted: Mapping[Place, int], rollouts: Collection[str], movable: Collection[str]
@@ -161,7 +185,7 @@ class Pools:
     async def _close(self, places: Iterable[Place]) -> None:
         for place in list(places):
             pool = self._open.pop(place)
-            client = next((c for c in self.clients if c.incarnation == place[0]), None)
+            client = next((c for c in self._workers.simulators if c.incarnation == place[0]), None)
             if client is None or not self._fleet.alive(place[0]):
                 continue
             try:
@@ -203,7 +227,27 @@ class Pools:
         return len(hosts) == 1 and "" not in hosts
 
     def _client(self, incarnation: str) -> SimulatorClient:
-        return next(client for client in self.clients if client.incarnation == incarnation)
+        return next(client for client in self._workers.simulators if client.incarnation == incarnation)
+
+
+def divide(
+    count: int, rollouts: Sequence[str], tasks: Sequence[str], simulators: Sequence[str]
+) -> dict[Place, int]:
+    """Environments of each pool: evenly over rollouts, tasks and simulators; each rollout has one of each task."""
+    pools: dict[Place, int] = {}
+    turn = 0
+    for who, share in zip(rollouts, _shares(count, len(rollouts)), strict=True):
+        for task, part in zip(tasks, _shares(max(share, len(tasks)), len(tasks)), strict=True):
+            for _ in range(part):
+                place = (simulators[turn % len(simulators)], who, task)
+                pools[place] = pools.get(place, 0) + 1
+                turn += 1
+    return pools
+
+
+def _shares(count: int, parts: int) -> list[int]:
+    share, extra = divmod(count, parts) if parts else (0, 0)
+    return [share + (index < extra) for index in range(parts)]
 
 
 def opening(section: EnvironmentSection, task: str, count: int) -> simulator.OpenPoolRequest:

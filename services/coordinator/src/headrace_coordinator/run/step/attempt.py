@@ -39,7 +39,7 @@ class Attempt:
         waits = spec.deterministic or spec.graph.whole_batch
         self._batched = waits or context.waits_for_batch
         self._streams = placement.streams and not waits
-        self._joins = self._streams and placement.joins
+        self._joins = self._streams and placement.hybrid
         self._context = context
         self._ledger = context.state.ledger
         self._timer = timer

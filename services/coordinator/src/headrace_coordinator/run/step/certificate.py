@@ -13,7 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.ledger.reward_flow import stage_figures
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
-from headrace_coordinator.projections.trajectories import Settled, whole_groups
+from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import identities
 from headrace_coordinator.run.step.timer import StepTimer
@@ -130,7 +130,7 @@ def step_view(
 
 def settled_lines(
     context: RunContext, certificate: ev.Certificate, slots: list[Slot], trajectories: Trajectories
-) -> list[Settled]:
+) -> list[SettledTrajectory]:
     """The step's trained trajectories as text: as many as are kept of a step."""
     found = [
         (slot, trajectory, trajectory.shown)
@@ -139,7 +139,7 @@ def settled_lines(
     ]
     kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda each: each[0].prompt)
     return [
-        Settled(
+        SettledTrajectory(
             step=certificate.ordinal,
             version=certificate.parent,
             prompt_ordinal=slot.prompt,

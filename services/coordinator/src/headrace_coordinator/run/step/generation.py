@@ -12,6 +12,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.receiving import Receiver
 from headrace_coordinator.run.step.scoring.rewards import Rewards
@@ -82,8 +83,7 @@ class Generation:
         """One stream, from its opening to its end, however it ends."""
         started, why = self._clock(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
-        await self._context.placement.simulators.staff(worker)
-        await self._context.placement.repliers.staff(self._attempt.published)
+        await self._context.modality.prepare(worker, self._attempt.published)
         assignments = self._work(worker, self._dispatch.assignments(worker, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s
@@ -94,9 +94,7 @@ class Generation:
                 revoked = response.revoked
             if revoked:
                 worker.lost_lease()
-            elif over.is_set() and not (
-                await self._workers.lost_pools(worker) or await self._lost_repliers(worker)
-            ):
+            elif over.is_set() and not await self._context.modality.recover(worker):
                 await self._context.lost(worker, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -106,7 +104,7 @@ class Generation:
                 worker.lost_lease()
             elif refused.reason == "LEASE_QUIESCED":
                 why = "its lease was not renewed in time"
-                await self._workers.renewal(worker)
+                await self._workers.wait_for_renewal(worker)
             else:
                 raise
         finally:
@@ -130,7 +128,9 @@ class Generation:
     async def _take(self, worker: RolloutClient, response: Produced, over: asyncio.Event) -> None:
         """Takes one response; sets `over` where its stream is to get no more work."""
         self._time_stages(worker, response)  # Before anything is waited for: its times count back from now.
-        if self._note_losses(worker, response):
+        if isinstance(response, rollout.GenerateResponse):
+            self._time_prefills(worker, response)
+        if self._context.modality.takes_losses(worker, response):
             over.set()
         if messages := [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]:
             if self._attempt.trajectories.full:
@@ -142,41 +142,19 @@ class Generation:
             over.set()
             self._receiver.take_partials(worker, response.partials)
 
-    # --- answers, or episodes
-
     def _opening(self, worker: RolloutClient) -> Opening:
         """The first message of a worker's stream, which says what it makes; the client fills in the header."""
-        spec, number = self._context.spec, self._attempt.published.version.number
-        if pools := self._workers.pools:
-            return rollout.RunEpisodesOpen(
-                policy_number=number, seed=spec.seed, pools=pools.of(worker.incarnation)
-            )
-        return rollout.GenerateOpen(
-            policy_number=number,
+        spec = self._context.spec
+        sampling = Sampling(
+            policy_number=self._attempt.published.version.number,
+            seed=spec.seed,
             distribution=self._context.distribution(spec.sampling.temperature),
             max_new_tokens=spec.sampling.max_new_tokens,
             stop=spec.sampling.stop,
-            seed=spec.seed,
             chunk_tokens=spec.rollout.chunk_tokens,
             deterministic=spec.deterministic,
-            repliers=self._context.placement.repliers.openings(),
         )
-
-    def _note_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        """Whether the worker lost simulators, or instances that reply: its next stream begins with others."""
-        if isinstance(response, rollout.RunEpisodesResponse):
-            worker.lost_pools += response.lost_pools
-            return bool(response.lost_pools)
-        self._time_prefills(worker, response)
-        worker.lost_repliers += response.lost_repliers
-        return bool(response.lost_repliers)
-
-    async def _lost_repliers(self, worker: RolloutClient) -> bool:
-        """Whether a stream ended because instances that reply were lost."""
-        words = await self._context.placement.repliers.lost(worker)
-        for said in words:
-            self._context.note(said)
-        return bool(words)
+        return self._context.modality.opening(worker, sampling)
 
     # --- times
 
@@ -193,7 +171,7 @@ class Generation:
                 stage = OWN_TURN
             elif stage == "reply":
                 stage = self._context.spec.graph.reply_stage
-                devices = tuple(self._context.placement.repliers.devices)
+                devices = tuple(self._context.repliers.devices)
             elif stage == "simulate":
                 devices = ()
             self._timer.add(stage, (now - seconds, now), devices)

@@ -66,7 +66,7 @@ class Learning:
                 if away.revoked:
                     await _next_lease(self._context)
                 else:
-                    await self._context.workers.renewal(self._context.workers.leader)
+                    await self._context.workers.wait_for_renewal(self._context.workers.leader)
 
     async def _feed(self, requests: Requests) -> None:
         # Not inside the request iterator: an error there would only cancel the call.

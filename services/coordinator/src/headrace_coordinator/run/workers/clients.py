@@ -1,41 +1,34 @@
-"""Instances at work for a run: what all have in common, with the calls of reward instances and simulators.
+"""Clients of a run's reward instances and simulators, and what all of its clients share.
 
-A call carries its authority and has a deadline. The calls of `rollout_client` and `trainer_client` are longer.
+A call carries its authority and has a deadline. `rollout_client` and `trainer_client` have the calls of the others.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
-from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.scoring import RewardSection
+from typing_extensions import override
 
-from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import InstanceClient
-
-QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 90.0
-"""Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
-_CLOSE = {
-    "rollout": ("CloseRun", rollout.CloseRunRequest),
-    "trainer": ("CloseRun", trainer.CloseRunRequest),
-    "reward": ("CloseRun", reward.CloseRunRequest),
-    "simulator": ("ClosePool", simulator.ClosePoolRequest),
-}
-"""By kind; a ClosePool that names no pool closes all of the run."""
+from headrace_coordinator.fleet.worker_client import CLOSE_S, LOAD_S, QUICK_S, WorkerClient
+from headrace_coordinator.waits import Waits
 
 SlotKey = tuple[int, int]
+SILENCE_S = 10.0
+"""Answers take seconds in a healthy run; only what lasts longer is worth a line."""
 
 
-def sample_key(slot: SlotKey) -> common.SampleKey:
+def sample_key(slot: SlotKey) -> common.SlotKey:
     """(prompt ordinal, sample index) as the contracts' key."""
-    return common.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+    return common.SlotKey(prompt_ordinal=slot[0], sample_index=slot[1])
 
 
 @dataclass
@@ -50,59 +43,13 @@ class Published:
 
 
 @dataclass
-class WorkerClient:
-    """One instance at work for one run."""
-
-    run: str
-    instance: InstanceState
-    instance_client: InstanceClient
-    coordinator_epoch: int
-    devices: tuple[str, ...] = ()
-    lease_epoch: int = 0
-    awake: bool = False
-    installed: int = 0
-    """The version that it generates with; 0 for none."""
-    open_id: int = 0
-    opened: bool = False
-    kept: bool = False
-    """It has no devices and stayed loaded."""
-    _requests: ClassVar[Iterable[int]] = itertools.count(1)
-
-    @property
-    def incarnation(self) -> str:
-        """Id of the process."""
-        return self.instance.incarnation
-
-    def header(self) -> common.CommandHeader:
-        """Authority of the next call."""
-        number = next(iter(self._requests))
-        return common.CommandHeader(
-            request_id=f"{self.run}-{self.coordinator_epoch}-{number}",
-            run=f"runs/{self.run}",
-            coordinator_epoch=self.coordinator_epoch,
-            lease_epoch=self.lease_epoch,
-            open_id=self.open_id,
-            command_sequence=(self.coordinator_epoch << 32) + number,
-        )
-
-    def lost_lease(self) -> None:
-        """Its lease was revoked: it has nothing on its devices any more."""
-        self.lease_epoch, self.awake, self.kept = 0, False, False
-
-    async def close_run(self) -> None:
-        """Ends everything that the instance does for the run and frees what it keeps of it."""
-        method, request = _CLOSE[self.instance.kind]
-        await self.instance_client.call(method, request(header=self.header()), CLOSE_S)
-
-
-@dataclass
 class RewardClient(WorkerClient):
     """A reward instance."""
 
     async def open_run(self, section: RewardSection) -> None:
         """Loads and tries the scorers, within their own limits."""
-        request = reward.OpenRunRequest(header=self.header(), config_json=section.model_dump_json())
-        await self.instance_client.call("OpenRun", request, section.opening_s + QUICK_S)
+        request = reward.OpenRunRequest(config_json=section.model_dump_json())
+        await self.call("OpenRun", request, section.opening_s + QUICK_S)
 
     def score(
         self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float
@@ -123,12 +70,39 @@ class SimulatorClient(WorkerClient):
     async def open_pool(
         self, request: simulator.OpenPoolRequest, limit_s: float = LOAD_S
     ) -> simulator.OpenPoolResponse:
-        """Makes environments; fills in the authority."""
-        request.header.CopyFrom(self.header())
-        response: simulator.OpenPoolResponse = await self.instance_client.call("OpenPool", request, limit_s)
+        """Makes environments."""
+        response: simulator.OpenPoolResponse = await self.call("OpenPool", request, limit_s)
         return response
 
     async def close_pool(self, pool: str) -> None:
         """Ends the environments of a pool."""
-        request = simulator.ClosePoolRequest(header=self.header(), pool=pool)
-        await self.instance_client.call("ClosePool", request, CLOSE_S)
+        await self.call("ClosePool", simulator.ClosePoolRequest(pool=pool), CLOSE_S)
+
+
+class WatchedInstanceClient(InstanceClient):
+    """A client whose silence is a named wait: a run that stands still says whose answer is missing."""
+
+    def __init__(self, client: InstanceClient, waits: Waits, run: str, name: str) -> None:
+        self._client = client
+        self._waits = waits
+        self._run = run
+        self._name = name
+
+    @override
+    async def call(self, method: str, request: Any, timeout: float) -> Any:
+        with self._silence(method):
+            return await self._client.call(method, request, timeout)
+
+    @override
+    async def stream(self, method: str, sent: Any, timeout: float) -> AsyncIterator[Any]:
+        responses = self._client.stream(method, sent, timeout)
+        while True:
+            with self._silence(method):
+                try:
+                    response = await anext(responses)
+                except StopAsyncIteration:
+                    return
+            yield response
+
+    def _silence(self, method: str) -> AbstractContextManager[None]:
+        return self._waits.named(self._run, f"{self._name} to answer {method}", after=SILENCE_S)

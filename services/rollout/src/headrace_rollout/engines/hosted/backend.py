@@ -1,4 +1,6 @@
-"""What the adapter needs of an engine. All calls come from one thread's event loop; none may block it.
+"""What the adapter needs of an engine, and the deadlines of its calls.
+
+All calls come from one thread's event loop; none may block it.
 
 The adapter gives every call a deadline and serialises all but `generate`, `abort` and `score`. A call raises
 BackendFailed with a sentence when the engine refuses it; when it cannot answer any more, `alive` turns False.
@@ -6,19 +8,28 @@ BackendFailed with a sentence when the engine refuses it; when it cannot answer 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from headrace_rollout.engines.base import Capabilities, Distribution, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
+from headrace_rollout.engines.samples import Distribution
 
 if TYPE_CHECKING:
     import torch
 
 
+_Result = TypeVar("_Result")
+
+
 class BackendFailed(Exception):
     """The engine refused a call or broke in it."""
+
+
+class Hung(BackendFailed):
+    """A call was not answered in time."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +127,19 @@ class Backend(Protocol):
         """Forgets all cached prefixes."""
 
     async def sleep(self) -> None:
-        """Gives up weights and cache; nothing runs."""
+        """Frees the memory of weights and cache; nothing runs."""
 
     async def use_threads(self, threads: int) -> None:
         """The lease has so many cores now; an engine that cannot follow keeps its number."""
 
     async def wake(self, scope: Scope) -> None:
         """Takes memory again; WEIGHTS comes before KV_CACHE."""
+
+
+async def within(seconds: float, what: str, call: Awaitable[_Result]) -> _Result:
+    """The call's result. Raises Hung, naming the call, when it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError as error:
+        raise Hung(f"{what} was not answered within {seconds:g} s") from error

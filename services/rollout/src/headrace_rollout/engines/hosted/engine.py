@@ -12,33 +12,28 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_modelkit.loading import context_limit, load_architecture
+from typing_extensions import override
 
 from headrace_rollout.engines.base import (
     Authority,
-    Distribution,
+    Engine,
     EngineConfig,
-    Figures,
     Freed,
-    Group,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
     Scope,
-    Stream,
     Weights,
     allowed,
 )
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
-from headrace_rollout.engines.hosted.calls import Hung, within
+from headrace_rollout.engines.figures import Figures, Prefills
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Hung, Start, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
-from headrace_rollout.engines.hosted.memory import Watermark
-from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosted.process import EngineProcess, LoopThread
+from headrace_rollout.engines.hosted.processes import Watermark
 from headrace_rollout.engines.hosted.requests import Requests
-from headrace_rollout.engines.hosted.thread import LoopThread
-from headrace_rollout.engines.memory_state import MemoryState
-from headrace_rollout.engines.sequence import Bounds
-from headrace_rollout.engines.transformers.scoring import check_scored
+from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
+from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
+from headrace_rollout.engines.trajectory import Bounds, check_scored
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +41,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class HostedEngine:
-    """Implements `engines.base.Engine`; built without weights and without a process."""
+class HostedEngine(Engine):
+    """Built without weights and without a process."""
 
     def __init__(self, backend: Backend, config: EngineConfig, deadlines: Deadlines | None = None) -> None:
         architecture = load_architecture(config.model)
@@ -89,8 +84,9 @@ class HostedEngine:
         return self._paused
 
     @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: vLLM and SGLang compute prompts and tokens in the same passes."""
+        """VLLM and SGLang compute prompts and tokens in the same passes."""
         return []
 
     @property
@@ -98,8 +94,9 @@ class HostedEngine:
         """Samples that have no request yet."""
         return self._requests.waiting
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. While paused, groups come back at once as partial outputs."""
+        """While paused, groups come back at once as partial outputs."""
         if stream.deterministic and not self.capabilities.deterministic:
             raise Refused(
                 "INVALID",
@@ -117,14 +114,15 @@ class HostedEngine:
 
         await self._command(act)
 
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine. Beside other commands: it must not wait for a start."""
+    @override
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
+        """Beside other commands: it must not wait for a start."""
         if self._thread.closed:
             return 0
         return await self._thread.call(lambda: self._requests.stop(keys, stream))
 
+    @override
     async def pause(self) -> int:
-        """See Engine."""
 
         async def act() -> int:
             self._paused = True
@@ -132,28 +130,27 @@ class HostedEngine:
 
         return await self._thread.call(act)
 
+    @override
     async def resume(self) -> None:
-        """See Engine."""
 
         async def act() -> None:
-            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
-                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._memory.check_resume()
             self._paused = False
 
         await self._command(act)
 
+    @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See Engine."""
 
         async def act() -> bool:
             return self._check_install(policy, in_flight=in_flight)
 
         return await self._command(act)
 
+    @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """See Engine."""
 
         async def act() -> float:
             authority()
@@ -174,13 +171,13 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine."""
         check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
         if not self.capabilities.score_processed and distribution != Distribution():
             raise Refused(
@@ -198,8 +195,9 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def suspend(self) -> Freed:
-        """See Engine. What the engine frees is measured in its processes."""
+        """What the engine frees is measured in its processes."""
 
         async def act() -> Freed:
             if not self._paused:
@@ -212,13 +210,15 @@ class HostedEngine:
 
         return await self._command(act)
 
+    @override
     async def release(self) -> Freed:
-        """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
-        await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
-        return await self._command(lambda: self._let_go(self._process.release))
+        """The engine's processes sleep until the next lease, where that gives the devices back."""
+        await self._thread.call(self._process.cancel_start)  # an install that waits for a start has the turn
+        return await self._command(lambda: self._end(self._process.release))
 
+    @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See Engine. Once all is awake, decoding may go on without Resume."""
+        """Once all is awake, decoding may go on without Resume."""
 
         async def act() -> None:
             authority()
@@ -232,8 +232,9 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See Engine. The engine's process starts in the background, unless one sleeps that was made for these."""
+        """The engine's process starts in the background, unless one sleeps that was made for these."""
 
         async def act() -> None:
             if not devices:
@@ -243,12 +244,12 @@ class HostedEngine:
 
         await self._command(act)
 
+    @override
     async def close(self) -> None:
-        """See Engine."""
         if self._thread.closed:
             return
-        await self._thread.call(self._process.abandon)
-        await self._command(lambda: self._let_go(self._process.stop))
+        await self._thread.call(self._process.cancel_start)
+        await self._command(lambda: self._end(self._process.stop))
         await self._thread.close()
 
     async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -258,7 +259,7 @@ class HostedEngine:
 
         return await self._thread.call(in_turn)
 
-    async def _let_go(self, end: Callable[[], Awaitable[None]]) -> Freed:
+    async def _end(self, end: Callable[[], Awaitable[None]]) -> Freed:
         await self._requests.stop(None, None)
         mark = self._watermark()
         await end()
@@ -296,11 +297,7 @@ class HostedEngine:
         policy = self._policy
         if policy is None and self._broken:
             raise Refused("BROKEN", f"{self._broken}; install again")
-        if policy is None or not (number is None or self._oldest <= number <= policy.number):
-            wanted = "a policy" if number is None else f"version {number}"
-            have = "none" if policy is None else str(policy.number)
-            raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
-        return policy
+        return require_installed(policy, number, self._oldest)
 
     def _check_distribution(self, wanted: Distribution) -> None:
         """Raises Refused INVALID for a distribution that the engine would sample otherwise."""
@@ -318,28 +315,17 @@ class HostedEngine:
             )
 
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
-        if self._memory is MemoryState.SUSPENDED:
-            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
         if in_flight and not self.capabilities.inflight_update:
             raise Refused(
                 "INVALID",
-                f"in_flight: rollout.engine: {self._backend.name} installs between sequences only; pause first",
+                f"in_flight: rollout.engine: {self._backend.name} installs between samples only; pause first",
             )
-        installed = self._policy
-        if installed == policy:
-            return True
-        if installed is not None and policy.number <= installed.number:
-            raise Refused(
-                "POLICY_MISMATCH",
-                f"version {policy.number} does not follow version {installed.number}, which is installed",
-            )
-        if (living := self._requests.living) and not in_flight:
-            raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
-        if installed is not None and installed.digest == policy.digest:
+        living = self._requests.living
+        found = is_installed(policy, self._policy, self._memory, living, in_flight=in_flight)
+        if found and policy != self._policy:
             self._policy = policy  # a rewind gives old weights a new number
             self._oldest = self._oldest if in_flight else policy.number
-            return True
-        return False
+        return found
 
     def _nothing_installed(self) -> None:
         self._policy, self._broken = None, ""

@@ -13,8 +13,7 @@ from headrace_modelkit.weights import weight_layout
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_rollout.engines.base import Policy, Refused, WeightEntry, Weights
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed
-from headrace_rollout.engines.hosted.calls import Hung, within
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Hung, within
 
 _Result = TypeVar("_Result")
 Shapes = dict[str, tuple[int, ...]]

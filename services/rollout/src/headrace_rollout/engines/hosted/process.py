@@ -1,6 +1,7 @@
-"""The life of the engine's process: started on the lease's devices, watched, killed when it hangs, started again.
+"""The life of the engine's process, and the thread whose event loop calls it.
 
-Between two leases it sleeps; see `release`. Knows no samples and no weights: it calls `lost` when the process is gone,
+The process is started on the lease's devices, watched, killed when it hangs, and started again. Between two leases it
+sleeps; see `release`. Knows no samples and no weights: it calls `lost` when the process is gone,
 and `restored` when a new one is up.
 """
 
@@ -9,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_rollout.engines.base import Refused, Scope
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
-from headrace_rollout.engines.hosted.calls import within
-from headrace_rollout.engines.hosted.memory import gpus_among, used_on
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start, within
+from headrace_rollout.engines.hosted.processes import gpus_among, used_on
 
 if TYPE_CHECKING:
     import torch
+
+
+_Result = TypeVar("_Result")
+
 
 WATCH_S = 0.5
 STOP_S = 60.0
@@ -28,7 +33,6 @@ RESTARTS = 3
 ASLEEP_BYTES = 2 * 2**30
 """What a sleeping engine may keep of each GPU: its context and its libraries' buffers. With more it is ended."""
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 class EngineProcess:
@@ -45,7 +49,7 @@ class EngineProcess:
         self._placed: Start | None = None
         self._made_with: Start | None = None
         self._others_bytes = 0
-        self._given_up: list[Scope] = []
+        self._released: list[Scope] = []
         self._deadlines = deadlines
         self._lost = lost
         self._restored = restored
@@ -59,13 +63,13 @@ class EngineProcess:
 
     @property
     def up(self) -> bool:
-        """A process runs that has not been given up."""
+        """A process runs and is of use."""
         return self._up and self.backend.alive
 
     @property
     def asleep(self) -> bool:
-        """Some of its memory is given up."""
-        return bool(self._given_up)
+        """Some of its memory was released."""
+        return bool(self._released)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -77,7 +81,7 @@ class EngineProcess:
         self._silent_since = asyncio.get_running_loop().time() if running else None
 
     def made_progress(self) -> None:
-        """Tokens were made: what died before is forgiven."""
+        """Tokens were made: deaths before them no longer count towards RESTARTS."""
         self._deaths = 0
 
     async def ready(self) -> None:
@@ -99,7 +103,7 @@ class EngineProcess:
             self._starting.add_done_callback(self._started)
 
     def died(self, reason: str) -> None:
-        """The process is of no use any more: it is killed, and another one started."""
+        """Kills the process, which is of no use any more, and starts another one."""
         if not self._up:
             return
         self._up, self._deaths, self._last_death = False, self._deaths + 1, reason
@@ -109,7 +113,7 @@ class EngineProcess:
             self.begin()
 
     async def place(self, start: Start) -> bool:
-        """The lease's devices. False when the process that runs was made for others and another one starts."""
+        """Takes the lease's devices. False when the process that runs was made for others and another one starts."""
         kept = self._made_with is not None and self._made_with.devices == start.devices
         self._placed = start
         if not kept:
@@ -118,8 +122,8 @@ class EngineProcess:
         await self.bind(start.threads)
         return kept
 
-    async def abandon(self) -> None:
-        """What waits for a start gives up: its lease ends."""
+    async def cancel_start(self) -> None:
+        """Ends a start that is under way, as its lease ends: commands that wait for it are Refused."""
         if self._starting is not None:
             self._starting.cancel()
 
@@ -137,16 +141,16 @@ class EngineProcess:
             await self.stop()
 
     async def sleep(self) -> None:
-        """Gives up weights and cache, where a process is up."""
-        if self.up and not self._given_up:
+        """Releases the memory of weights and cache, where a process is up."""
+        if self.up and not self._released:
             await self.call("sleep", self.backend.sleep())
-            self._given_up = [Scope.WEIGHTS, Scope.KV_CACHE]
+            self._released = [Scope.WEIGHTS, Scope.KV_CACHE]
 
     async def wake(self, wanted: Scope) -> None:
-        """Takes memory for weights or cache again, where it was given up."""
-        if wanted in self._given_up:
+        """Takes memory for weights or cache again, where it was released."""
+        if wanted in self._released:
             await self.call("wake", self.backend.wake(wanted))
-            self._given_up.remove(wanted)
+            self._released.remove(wanted)
 
     async def call(self, name: str, call: Awaitable[_Result]) -> _Result:
         """A command of the backend. One that fails or hangs costs the process: Refused ENGINE_FAILED."""
@@ -159,7 +163,7 @@ class EngineProcess:
     async def stop(self) -> None:
         """Ends the process; the next `ready` starts another."""
         self._up, self._deaths, self._silent_since = False, 0, None
-        self._made_with, self._given_up = None, []
+        self._made_with, self._released = None, []
         for task in (self._watching, self._starting):
             if task is not None:
                 task.cancel()
@@ -190,7 +194,7 @@ class EngineProcess:
             message = f"{name} ended {self._deaths} times without a token, last: {self._last_death}"
             raise Refused("ENGINE_FAILED", message)
         await within(STOP_S, f"stop of {name}", self.backend.stop())
-        self._made_with, self._given_up = start, []
+        self._made_with, self._released = start, []
         self._others_bytes = used_on(gpus_among(start.devices))
         try:
             await within(self._deadlines.start_s, f"start of {name}", self.backend.start(start))
@@ -215,3 +219,37 @@ class EngineProcess:
                 self.died("its process ended")
             elif self._up and self._silent_since is not None and loop.time() - self._silent_since > limit:
                 self.died(f"no token for {limit:g} s while requests run")
+
+
+class LoopThread:
+    """Runs coroutines on a loop of its own until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self.closed = False
+
+    async def call(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """The result of `act` on the loop. It goes on when the caller is cancelled: a command is whole or not begun."""
+        if self.closed:
+            raise Refused("NOT_OPEN", "the run was closed; call OpenRun first")
+        future = asyncio.run_coroutine_threadsafe(act(), self._loop)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def close(self) -> None:
+        """Ends the loop and its tasks, then the thread."""
+        if self.closed:
+            return
+        self.closed = True
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

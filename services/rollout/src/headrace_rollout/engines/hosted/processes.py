@@ -1,4 +1,4 @@
-"""Processes of an engine, by id. Linux."""
+"""Processes of an engine, by id, and the memory that they use. Linux."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_modelkit.devices import free_bytes, total_bytes
+
+from headrace_rollout.engines.base import Freed
+from headrace_rollout.engines.weight_memory import available_bytes
+
+if TYPE_CHECKING:
+    import torch
+
 
 KILL_S = 20.0
 _POLL_S = 0.05
@@ -25,14 +35,14 @@ def descendants(pids: Iterable[int]) -> list[int]:
 
 def kill(pids: Sequence[int]) -> None:
     """SIGKILL to those that still run; returns when they have ended. Raises TimeoutError naming what stays."""
-    give_up_at = time.monotonic() + KILL_S
+    deadline = time.monotonic() + KILL_S
     left = list(pids)
     while left:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         left = [pid for pid in left if _runs(pid)]
-        if left and time.monotonic() > give_up_at:
+        if left and time.monotonic() > deadline:
             raise TimeoutError(f"processes {left} of the engine did not end")
         if left:
             time.sleep(_POLL_S)
@@ -45,3 +55,43 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Watermark:
+    """Free and used memory at one moment, to be compared with a later one."""
+
+    def __init__(self, devices: Sequence[torch.device], pids: Sequence[int]) -> None:
+        self._gpus = gpus_among(devices)
+        self._pids = pids
+        self._before = self._used()
+
+    def freed(self) -> Freed:
+        """What was freed since."""
+        used, free = self._used(), sum(map(free_bytes, self._gpus))
+        return Freed(max(0, self._before - used), free if self._gpus else available_bytes(), max(0, used))
+
+    def _used(self) -> int:
+        # Other processes of a leased GPU have given it back: what is not free there is the engine's.
+        return used_on(self._gpus) if self._gpus else resident(self._pids)
+
+
+def gpus_among(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Those that have memory of their own."""
+    return [device for device in devices if device.type == "cuda"]
+
+
+def used_on(gpus: Sequence[torch.device]) -> int:
+    """Bytes in use there, by whomever."""
+    return sum(total_bytes(device) - free_bytes(device) for device in gpus)
+
+
+def resident(pids: Iterable[int]) -> int:
+    """Private and shared resident bytes of processes; those that have ended count nothing."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return total

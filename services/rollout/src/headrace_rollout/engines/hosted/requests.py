@@ -6,24 +6,119 @@ Runs on the engine's loop alone. Knows no weights and no process.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 
 from headrace_modelkit.tokenizer import TextCodec
 
-from headrace_rollout.engines.base import Figures, Group, Output, Policy, SampleKey, Stream
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request
-from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.base import Policy
+from headrace_rollout.engines.figures import Figures
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Tokens, within
 from headrace_rollout.engines.hosted.process import EngineProcess
-from headrace_rollout.engines.hosted.sample import RunningSample, seed_of
-from headrace_rollout.engines.sequence import Bounds, Sequence
-from headrace_rollout.engines.stopping import StopMatchers
+from headrace_rollout.engines.samples import Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
+
+
+@dataclass(eq=False)
+class RequestedTrajectory:
+    """A trajectory with a request in the engine."""
+
+    trajectory: RunningTrajectory
+    request: Request
+    task: asyncio.Task[None] | None = None
+    ended: bool = False
+    _tokens: list[int] = field(default_factory=list)
+    _log_probs: list[float] = field(default_factory=list)
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+    _sent: int = 0
+
+    def __post_init__(self) -> None:
+        prefix = self.trajectory.prefix
+        self._tokens, self._log_probs = list(prefix.token_ids), list(prefix.log_probs)
+        self._sent = self.trajectory.sent
+
+    def take(self, new: Tokens, policy: Policy, eos_ids: frozenset[int]) -> list[TrajectoryUpdate]:
+        """What new tokens send: full chunks, and the end if they reach it; what lies behind the end is dropped."""
+        number = policy.number if new.policy_number is None else new.policy_number
+        made = Policy(number, policy.digest)
+        outputs: list[TrajectoryUpdate] = []
+        for token, log_prob in zip(new.token_ids, new.log_probs, strict=True):
+            matcher = self.trajectory.matcher
+            held_back = matcher.held_back if matcher else 0
+            if self._spans and self._spans[-1][0] != number:
+                outputs += self._chunk(Policy(self._spans[-1][0], ""), len(self._tokens) - held_back)
+            self._add(token, log_prob, number)
+            if finish := self._finish(token, eos_ids):
+                self.ended = True
+                return [*outputs, self._end(made, finish)]
+            size = self.trajectory.stream.chunk_tokens
+            free = len(self._tokens) - held_back
+            if size and free - self._sent >= size:
+                outputs += self._chunk(made, free)
+        return outputs
+
+    def stop(self, policy: Policy) -> TrajectoryUpdate:
+        """The event of a stop from outside, with what has come so far."""
+        self.ended = True
+        return self.trajectory.output(
+            self._tokens, self._log_probs, self._sent, policy, stopped=True, made=self._spans
+        )
+
+    def fail(self, policy: Policy) -> TrajectoryUpdate:
+        """The event of a request that the engine refused, with what had come."""
+        self.ended = True
+        return self._end(policy, Finish.ERROR)
+
+    def _add(self, token: int, log_prob: float, number: int) -> None:
+        self._tokens.append(token)
+        self._log_probs.append(log_prob)
+        if self._spans and self._spans[-1][0] == number:
+            self._spans[-1] = (number, self._spans[-1][1] + 1)
+        else:
+            self._spans.append((number, 1))
+
+    def _finish(self, token: int, eos_ids: frozenset[int]) -> Finish | None:
+        if token in eos_ids:
+            return Finish.EOS
+        matcher = self.trajectory.matcher
+        if matcher is not None and matcher.hit(self._tokens[-matcher.window :]):
+            kept = matcher.kept(self._tokens)
+            if kept is not None:
+                del self._tokens[kept:], self._log_probs[kept:]
+                return Finish.STOP
+        return Finish.LENGTH if len(self._tokens) >= self.trajectory.limit else None
+
+    def _chunk(self, made: Policy, end: int) -> list[TrajectoryUpdate]:
+        if not self.trajectory.stream.chunk_tokens or end <= self._sent:
+            return []
+        output = self.trajectory.output(self._tokens[:end], self._log_probs[:end], self._sent, made)
+        self._sent = end
+        return [output]
+
+    def _end(self, made: Policy, finish: Finish) -> TrajectoryUpdate:
+        return self.trajectory.output(
+            self._tokens, self._log_probs, self._sent, made, finish=finish, made=self._spans
+        )
+
+
+def seed_of(trajectory: RunningTrajectory) -> int:
+    """The seed of a sample's request, below 2^31: of the run's seed, the slot and where it goes on."""
+    parts = (
+        trajectory.stream.seed,
+        trajectory.key.prompt_ordinal,
+        trajectory.key.sample_index,
+        len(trajectory.prefix.token_ids),
+    )
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 33
+
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +143,8 @@ class Requests:
         self._figures = figures
         self._policy = policy
         self._command_s = command_s
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[str, RunningSample] = {}
+        self._waiting: deque[RunningTrajectory] = deque()
+        self._running: dict[str, RequestedTrajectory] = {}
         self._matchers = StopMatchers(codec)
         self._numbers = itertools.count(1)
         self._busy_since = 0.0
@@ -64,48 +159,48 @@ class Requests:
         """Samples without a request."""
         return len(self._waiting)
 
-    def add(self, stream: Stream, groups: Items[Group], policy: Policy, *, accept: bool) -> None:
+    def add(self, stream: Stream, groups: Sequence[Group], policy: Policy, *, accept: bool) -> None:
         """Queues groups; with `accept` false they come back at once as they are."""
-        outputs: list[Output] = []
+        outputs: list[TrajectoryUpdate] = []
         for group in groups:
             for sample in group.samples:
-                sequence = self._bounds.sequence(stream, group, sample, self._matchers.of(stream.stop))
-                if (finish := self._bounds.ended(sequence)) is not None:
-                    outputs.append(sequence.untouched(policy, finish=finish))
+                trajectory = self._bounds.begin(stream, group, sample, self._matchers.of(stream.stop))
+                if (finish := self._bounds.ended(trajectory)) is not None:
+                    outputs.append(trajectory.untouched(policy, finish=finish))
                 elif accept:
-                    self._waiting.append(sequence)
+                    self._waiting.append(trajectory)
                 else:
-                    outputs.append(sequence.untouched(policy))
+                    outputs.append(trajectory.untouched(policy))
         if outputs:
             stream.sink(outputs)
         self._fill()
 
-    async def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
+    async def stop(self, keys: Sequence[SlotKey] | None, stream: Stream | None) -> int:
         """Ends samples (None: all), of one stream or of any; returns when the engine has released them."""
         wanted = None if keys is None else set(keys)
         policy = self._policy()
         if policy is None:
             return 0
 
-        def meant(sequence: Sequence) -> bool:
-            return (wanted is None or sequence.key in wanted) and (
-                stream is None or sequence.stream is stream
+        def meant(trajectory: RunningTrajectory) -> bool:
+            return (wanted is None or trajectory.key in wanted) and (
+                stream is None or trajectory.stream is stream
             )
 
-        gone = [sequence for sequence in self._waiting if meant(sequence)]
-        self._waiting = deque(sequence for sequence in self._waiting if not meant(sequence))
-        for sequence in gone:
-            sequence.stream.sink([sequence.untouched(policy)])
-        stopped = [s for s in self._running.values() if meant(s.sequence) and not s.ended]
+        gone = [trajectory for trajectory in self._waiting if meant(trajectory)]
+        self._waiting = deque(trajectory for trajectory in self._waiting if not meant(trajectory))
+        for trajectory in gone:
+            trajectory.stream.sink([trajectory.untouched(policy)])
+        stopped = [s for s in self._running.values() if meant(s.trajectory) and not s.ended]
         for sample in stopped:
-            sample.sequence.stream.sink([sample.stop(policy)])
+            sample.trajectory.stream.sink([sample.stop(policy)])
         await self._end(stopped)
         return len(gone) + len(stopped)
 
     def fail(self, reason: str) -> None:
         """The engine is gone: every stream with a living sample fails."""
-        streams = {sequence.stream for sequence in self._waiting}
-        streams |= {s.sequence.stream for s in self._running.values() if not s.ended}
+        streams = {trajectory.stream for trajectory in self._waiting}
+        streams |= {s.trajectory.stream for s in self._running.values() if not s.ended}
         for sample in list(self._running.values()):
             sample.ended = True
             if sample.task is not None:
@@ -114,7 +209,7 @@ class Requests:
         for stream in streams:
             stream.failed(reason)
 
-    async def _end(self, samples: Items[RunningSample]) -> None:
+    async def _end(self, samples: Sequence[RequestedTrajectory]) -> None:
         tasks = [sample.task for sample in samples if sample.task is not None]
         if not tasks:
             return
@@ -130,11 +225,11 @@ class Requests:
     def _fill(self) -> None:
         policy = self._policy()
         while policy is not None and self._waiting and len(self._running) < self._rows:
-            sequence = self._waiting.popleft()
-            if not sequence.stream.holds():
-                sequence.stream.sink([sequence.untouched(policy)])
+            trajectory = self._waiting.popleft()
+            if not trajectory.stream.holds():
+                trajectory.stream.sink([trajectory.untouched(policy)])
                 continue
-            sample = RunningSample(sequence, self._request(sequence, policy))
+            sample = RequestedTrajectory(trajectory, self._request(trajectory, policy))
             if not self._running:
                 self._busy_since = time.perf_counter()
             self._running[sample.request.request_id] = sample
@@ -143,18 +238,18 @@ class Requests:
             sample.task.add_done_callback(partial(self._left, sample))
             self._figures.prefill_tokens += len(sample.request.token_ids)
 
-    def _request(self, sequence: Sequence, policy: Policy) -> Request:
+    def _request(self, trajectory: RunningTrajectory, policy: Policy) -> Request:
         return Request(
             request_id=f"sample-{next(self._numbers)}",
-            token_ids=sequence.context_ids(),
-            max_new_tokens=sequence.limit - len(sequence.prefix.token_ids),
-            distribution=sequence.distribution,
-            seed=seed_of(sequence),
+            token_ids=trajectory.context_ids(),
+            max_new_tokens=trajectory.limit - len(trajectory.prefix.token_ids),
+            distribution=trajectory.distribution,
+            seed=seed_of(trajectory),
             eos_ids=sorted(self._bounds.eos_ids),
             cache_salt=policy.digest,
         )
 
-    async def _run(self, sample: RunningSample) -> None:
+    async def _run(self, sample: RequestedTrajectory) -> None:
         self._process.heard(len(self._running))
         try:
             await self._follow(sample)
@@ -163,18 +258,18 @@ class Requests:
                 self._process.died(str(error))
             elif not sample.ended and (policy := self._policy()) is not None:
                 # The engine is of use to the others: this one's group is made again, or dropped with its reason.
-                about = {"engine": self._backend.name, "prompt": sample.sequence.key.prompt_ordinal}
+                about = {"engine": self._backend.name, "prompt": sample.trajectory.key.prompt_ordinal}
                 _log.warning("the engine refused a request: %s", error, extra=about)
-                sample.sequence.stream.sink([sample.fail(policy)])
+                sample.trajectory.stream.sink([sample.fail(policy)])
 
-    async def _follow(self, sample: RunningSample) -> None:
-        stream = sample.sequence.stream
+    async def _follow(self, sample: RequestedTrajectory) -> None:
+        stream = sample.trajectory.stream
         async with aclosing(self._backend.generate(sample.request)) as tokens:
             async for new in tokens:
                 self._process.heard(len(self._running))
                 policy = self._policy()
                 if sample.ended or policy is None:
-                    continue  # stopped from outside: what still comes is nobody's
+                    continue  # stopped from outside: tokens that still come are dropped
                 if not stream.holds():
                     break
                 self._process.made_progress()
@@ -187,10 +282,10 @@ class Requests:
         if not sample.ended and not self._backend.alive:
             raise BackendFailed("its process ended")
         if not sample.ended and (policy := self._policy()) is not None:
-            # Its lease is not held any more, or the engine let it go: another one goes on from here.
+            # Its lease is not held any more, or the engine ended it: another one goes on from here.
             stream.sink([sample.stop(policy)])
 
-    def _left(self, sample: RunningSample, _ended: asyncio.Task[None]) -> None:
+    def _left(self, sample: RequestedTrajectory, _ended: asyncio.Task[None]) -> None:
         del self._running[sample.request.request_id]
         self._process.heard(len(self._running))
         if not self._running:

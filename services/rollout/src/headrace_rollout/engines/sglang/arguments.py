@@ -10,14 +10,14 @@ from headrace_modelkit.loading import context_limit, load_architecture
 from sglang.srt.server_args import ServerArgs
 
 from headrace_rollout.engines.base import EngineConfig
-from headrace_rollout.engines.hosted import Start
-from headrace_rollout.engines.hosted.arguments import check_names, parallel_size
+from headrace_rollout.engines.hosted.backend import Start
+from headrace_rollout.engines.hosted.options import check_names, parallel_size
 from headrace_rollout.engines.sglang.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, SglangOptions
 
 LOADER = "headrace_rollout.engines.sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
 SPARE_TOKENS = 8
-"""SGLang takes no prompt of the last few tokens of its context, where a run may have one: it is told of more."""
+"""SGLang refuses prompts that leave less than a few tokens of its context; a run may have one. So it gets more."""
 
 
 def check_extra(arguments: Mapping[str, Any]) -> None:

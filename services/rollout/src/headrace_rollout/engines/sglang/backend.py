@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
+from headrace_servicekit.process.worker_pipes import JSON_CODEC
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
+from typing_extensions import override
 
-from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.sglang.arguments import engine_args
-from headrace_rollout.engines.sglang.messages import CODEC, Message
 from headrace_rollout.engines.sglang.options import SglangOptions
 
 HOST = "headrace_rollout.engines.sglang.host"
@@ -41,8 +44,8 @@ def capabilities() -> Capabilities:
     )
 
 
-class SglangBackend:
-    """Implements `hosted.Backend`."""
+class SglangBackend(Backend):
+    """An engine in a process of its own that holds SGLang."""
 
     name = "sglang"
 
@@ -57,22 +60,22 @@ class SglangBackend:
         self._gone = "the engine does not run"
 
     @property
+    @override
     def alive(self) -> bool:
-        """See Backend."""
         return self._worker is not None and not self._gone
 
     @property
+    @override
     def pids(self) -> Sequence[int]:
-        """See Backend."""
         return descendants([self._worker.process.pid]) if self._worker is not None else []
 
+    @override
     async def start(self, start: Start) -> None:
-        """See Backend."""
         try:
             arguments = engine_args(self._config, self._options, start)
         except ValueError as error:
             raise BackendFailed(str(error)) from error
-        self._worker, self._gone = await Worker.start(HOST, CODEC), ""
+        self._worker, self._gone = await Worker.start(HOST, JSON_CODEC), ""
         self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
         cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
         if cache_tokens < arguments["context_length"]:
@@ -81,8 +84,8 @@ class SglangBackend:
                 "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
             )
 
+    @override
     async def stop(self) -> None:
-        """See Backend."""
         worker, self._worker = self._worker, None
         self._gone = self._gone or "the engine was stopped"
         if worker is None:
@@ -94,8 +97,8 @@ class SglangBackend:
         await worker.kill()
         await asyncio.to_thread(kill, pids)
 
+    @override
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
-        """See Backend."""
         number, answers = self._ask(
             "generate",
             rid=_rid(request.request_id),
@@ -112,52 +115,53 @@ class SglangBackend:
             if self._answers.pop(number, None) is not None and self.alive:
                 self._send("abort", next(self._numbers), rids=[_rid(request.request_id)])
 
+    @override
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See Backend."""
         await self._call("abort", rids=[_rid(each) for each in request_ids])
 
+    @override
     async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
-        """See Backend."""
         rid = _rid(f"score-{next(self._numbers)}")
         found: list[float] = await self._call("score", rid=rid, token_ids=list(token_ids), start=start)
         return found
 
+    @override
     async def freeze(self) -> None:
-        """See Backend."""
         await self._call("freeze")
 
+    @override
     async def thaw(self) -> None:
-        """See Backend."""
         await self._call("thaw")
 
+    @override
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
-        """See Backend."""
         await self._call("begin_install")
 
+    @override
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        """See Backend."""
         rows = [[each.name, each.dtype, list(each.shape), each.offset, each.size] for each in entries]
         digests: dict[str, str] = await self._call("update", path=str(path), entries=rows)
         return digests
 
+    @override
     async def finish_install(self, number: int) -> None:
-        """See Backend."""
         await self._call("finish_install", number=number)
 
+    @override
     async def reset_cache(self) -> None:
-        """See Backend."""
         await self._call("reset_cache")
 
+    @override
     async def sleep(self) -> None:
-        """See Backend."""
         await self._call("sleep")
 
+    @override
     async def wake(self, scope: Scope) -> None:
-        """See Backend."""
         await self._call("wake", tag=WAKE_TAGS[scope])
 
+    @override
     async def use_threads(self, threads: int) -> None:
-        """See Backend. Its schedulers have those of their start."""
+        """Its schedulers have those of their start."""
 
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         number, answers = self._ask(name, **arguments)

@@ -13,12 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from headrace_rollout.engines.sglang.messages import Message
-
-LET_GO_S = 30.0
+FREEZE_S = 30.0
 
 
 class Failed(Exception):
@@ -33,7 +32,7 @@ class _Running:
     made: list[int] = field(default_factory=list)
     aborted: bool = False
     interrupted: bool = False
-    """SGLang let it go before its end, for a freeze."""
+    """SGLang ended it early, for a freeze."""
 
 
 class Generating:
@@ -77,16 +76,16 @@ class Generating:
             self._changed.notify_all()
 
     async def freeze(self, call: Message) -> None:
-        """Takes all requests out of SGLang. Raises Failed when it does not let them go."""
+        """Takes all requests out of SGLang. Raises Failed when some do not stop."""
         self._frozen = True
         self._freezes += 1
         for rid in self._running:
             self._manager.abort_request(rid=rid)
         try:
-            async with asyncio.timeout(LET_GO_S), self._changed:
+            async with asyncio.timeout(FREEZE_S), self._changed:
                 await self._changed.wait_for(lambda: self._in_engine == 0)
         except TimeoutError as error:
-            raise Failed(f"{self._in_engine} requests did not stop within {LET_GO_S:g} s") from error
+            raise Failed(f"{self._in_engine} requests did not stop within {FREEZE_S:g} s") from error
 
     async def thaw(self, call: Message) -> None:
         """Goes on with what `freeze` took out."""

@@ -1,7 +1,9 @@
 """The process that holds SGLang: `python -m headrace_rollout.engines.sglang.host`, started by the backend.
 
 SGLang sets its own event loop policy and signal handlers, and kills the process that it lives in when one of its
-schedulers ends; so that process is not the instance's. Speaks frames over stdin and stdout (`messages`).
+schedulers ends; so that process is not the instance's. Speaks frames of JSON objects over stdin and stdout: a call is
+{"id", "call", …}, its answers are {"id", "tokens"} while a request runs, then one {"id", "result"} or {"id", "failed"}
+with a sentence.
 """
 
 from __future__ import annotations
@@ -9,9 +11,14 @@ from __future__ import annotations
 import os
 from typing import BinaryIO
 
-from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
-
-from headrace_rollout.engines.sglang.messages import Message, decode, encode
+from headrace_servicekit.process.worker_pipes import (
+    JsonMessage,
+    become_worker,
+    decode_json,
+    encode_json,
+    frame,
+    read_frame,
+)
 
 
 def main() -> None:
@@ -20,7 +27,7 @@ def main() -> None:
     body = read_frame(reader)
     if body is None:
         return
-    start = decode(body)
+    start = decode_json(body)
     os.environ.update(start["environment"])  # before torch and SGLang are imported
     from headrace_rollout.engines.sglang.serving import make_engine, serve
 
@@ -41,8 +48,8 @@ def main() -> None:
     serve(engine, reader, writer)
 
 
-def _send(writer: BinaryIO, message: Message) -> None:
-    writer.write(frame(encode(message)))
+def _send(writer: BinaryIO, message: JsonMessage) -> None:
+    writer.write(frame(encode_json(message)))
     writer.flush()
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
-from headrace_rollout.engines.hosted_options import HostedOptions
+from headrace_rollout.engines.hosted.options import HostedOptions
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headrace_servicekit.process.worker_pipes import LENGTH, checked_size, frame
+from headrace_servicekit.process.worker_pipes import LENGTH, checked_size, decode_json, encode_json, frame
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -28,7 +29,6 @@ from sglang.srt.utils import MultiprocessingSerializer
 from headrace_rollout.engines.sglang.arguments import LOADER
 from headrace_rollout.engines.sglang.generating import Failed, Generating
 from headrace_rollout.engines.sglang.loader import request_tensor
-from headrace_rollout.engines.sglang.messages import Message, decode, encode
 
 IDLE_S = 30.0
 _POLL_S = 0.02
@@ -76,7 +76,7 @@ class _Server:
         with suppress(asyncio.IncompleteReadError):
             while True:
                 size = checked_size(await reader.readexactly(LENGTH.size))
-                task = asyncio.create_task(self._answer(decode(await reader.readexactly(size))))
+                task = asyncio.create_task(self._answer(decode_json(await reader.readexactly(size))))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -94,7 +94,7 @@ class _Server:
             self._send({"id": call["id"], "result": result})
 
     def _send(self, message: Message) -> None:
-        self._writer.write(frame(encode(message)))
+        self._writer.write(frame(encode_json(message)))
         self._writer.flush()
 
     async def _begin_install(self, call: Message) -> None:
@@ -153,9 +153,9 @@ class _Server:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[call["tag"]]), None)
 
     async def _until_flushed(self) -> None:
-        give_up_at = asyncio.get_running_loop().time() + IDLE_S
+        deadline = asyncio.get_running_loop().time() + IDLE_S
         while not (found := await self._manager.flush_cache()).success:
-            if asyncio.get_running_loop().time() > give_up_at:
+            if asyncio.get_running_loop().time() > deadline:
                 raise Failed(f"the prefix cache was not flushed within {IDLE_S:g} s: {found.message}")
             await asyncio.sleep(_POLL_S)
 

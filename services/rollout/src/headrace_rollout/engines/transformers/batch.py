@@ -1,18 +1,19 @@
-"""The running sequences as arrays, one row each, so that a token costs no Python per row.
+"""The running trajectories as arrays, one row each, so that a token costs no Python per row.
 
 Row i here is row i of the cache. Knows no model and no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_rollout.engines.sequence import Sequence
-from headrace_rollout.engines.transformers.philox import uniforms
+from headrace_rollout.engines.samples import Finish
+from headrace_rollout.engines.trajectory import RunningTrajectory
+from headrace_rollout.engines.transformers.sampling import uniforms
 
 _TOKEN_STEP = 64
 
@@ -21,7 +22,7 @@ class Batch:
     """Rows 0 to `count` run; `length` counts cached tokens, `sampled` the answer's, prefix included."""
 
     def __init__(self, rows: int) -> None:
-        self.sequences: list[Sequence] = []
+        self.trajectories: list[RunningTrajectory] = []
         self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
         self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
         self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back = (
@@ -29,18 +30,18 @@ class Batch:
         )
         self.seed, self.prompt, self.sample = (np.zeros(rows, dtype=np.int64) for _ in range(3))
         self.has_stop = np.zeros(rows, dtype=bool)
-        # (rows, vocabulary) ids met so far; made when the first penalised sequence joins.
+        # (rows, vocabulary) ids met so far; made when the first penalised trajectory joins.
         self.seen = np.zeros((rows, 0), dtype=bool)
 
     @property
     def count(self) -> int:
         """Running rows."""
-        return len(self.sequences)
+        return len(self.trajectories)
 
-    def join(self, sequence: Sequence, length: int, vocabulary: int) -> None:
+    def join(self, trajectory: RunningTrajectory, length: int, vocabulary: int) -> None:
         """Adds a row whose context of `length` tokens is cached."""
-        row, prefix = self.count, sequence.prefix
-        self.sequences.append(sequence)
+        row, prefix = self.count, trajectory.prefix
+        self.trajectories.append(trajectory)
         given = len(prefix.token_ids)
         self._widen(max(given, 1))
         self.tokens[row, :given] = prefix.token_ids
@@ -48,20 +49,20 @@ class Batch:
         self.length[row], self.sampled[row], self.sent[row], self.limit[row] = (
             length,
             given,
-            sequence.sent,
-            sequence.limit,
+            trajectory.sent,
+            trajectory.limit,
         )
         # Without chunks nothing is sent before the end.
-        self.chunk[row] = sequence.stream.chunk_tokens or np.iinfo(np.int64).max // 2
-        self.seed[row] = sequence.stream.seed
-        self.prompt[row], self.sample[row] = sequence.key.prompt_ordinal, sequence.key.sample_index
-        self.has_stop[row] = sequence.matcher is not None
-        self.held_back[row] = sequence.matcher.held_back if sequence.matcher else 0
-        if sequence.stream.distribution.repetition_penalty != 1.0 and not self.seen.shape[1]:
+        self.chunk[row] = trajectory.stream.chunk_tokens or np.iinfo(np.int64).max // 2
+        self.seed[row] = trajectory.stream.seed
+        self.prompt[row], self.sample[row] = trajectory.key.prompt_ordinal, trajectory.key.sample_index
+        self.has_stop[row] = trajectory.matcher is not None
+        self.held_back[row] = trajectory.matcher.held_back if trajectory.matcher else 0
+        if trajectory.stream.distribution.repetition_penalty != 1.0 and not self.seen.shape[1]:
             self.seen = np.zeros((self.seen.shape[0], vocabulary), dtype=bool)
         if self.seen.shape[1]:
             self.seen[row] = False
-            self.seen[row, sequence.context_ids()] = True
+            self.seen[row, trajectory.context_ids()] = True
 
     def uniforms(self, first: int) -> NDArray[np.float32]:
         """The next uniform of each row from `first` on."""
@@ -96,12 +97,32 @@ class Batch:
         ready = self.sampled[rows] - self.held_back[rows] - self.sent[rows] >= self.chunk[rows]
         return np.flatnonzero(ready) + first
 
+    def ended(self, first: int, eos_ids: NDArray[np.int64]) -> dict[int, tuple[Finish, int | None]]:
+        """Rows from `first` on whose newest token is the last: why, and how many tokens are kept (None: all)."""
+        rows = slice(first, self.count)
+        full = self.sampled[rows] >= self.limit[rows]
+        found: dict[int, tuple[Finish, int | None]] = {
+            int(row) + first: (Finish.LENGTH, None) for row in np.flatnonzero(full)
+        }
+        for row in np.flatnonzero(self.has_stop[rows]) + first:
+            if (kept := self._before_stop(int(row))) is not None:
+                found[int(row)] = (Finish.STOP, kept)
+        for row in np.flatnonzero(np.isin(self.last_tokens()[rows], eos_ids)) + first:
+            found[int(row)] = (Finish.EOS, None)
+        return found
+
+    def _before_stop(self, row: int) -> int | None:
+        matcher = self.trajectories[row].matcher
+        if matcher is None or not matcher.hit(self.tail(row, matcher.window)):
+            return None
+        return matcher.kept(self.answer(row)[0])
+
     def answer(self, row: int, count: int | None = None) -> tuple[list[int], list[float]]:
         """Ids and log-probs of a row, the first `count` or all."""
         end = int(self.sampled[row]) if count is None else count
         return self.tokens[row, :end].tolist(), self.log_probs[row, :end].tolist()
 
-    def remove(self, rows: Rows[int]) -> tuple[list[int], list[int]]:
+    def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Drops rows; the last rows fill the holes. Returns (targets, sources) of the moves."""
         gone = set(rows)
         left = self.count - len(gone)
@@ -110,8 +131,8 @@ class Batch:
         for array in self._arrays():
             array[targets] = array[sources]
         for target, source in zip(targets, sources, strict=True):
-            self.sequences[target] = self.sequences[source]
-        del self.sequences[left:]
+            self.trajectories[target] = self.trajectories[source]
+        del self.trajectories[left:]
         return targets, sources
 
     def _arrays(self) -> list[NDArray[Any]]:

@@ -17,9 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headrace_rollout.engines.samples import CachedContext
 from headrace_rollout.engines.transformers.attention import Parts
-from headrace_rollout.engines.transformers.buckets import Bucket, Layer, moved, span
-from headrace_rollout.engines.transformers.layout import KEPT, WORTH, arrange, tokens_of
+from headrace_rollout.engines.transformers.buckets import (
+    KEPT,
+    WORTH,
+    Bucket,
+    Layer,
+    arrange,
+    moved,
+    span,
+    tokens_of,
+)
 
 FREE_BYTES = 8 << 20
 """What the cache takes as it comes: splitting so little into buckets would cost more than it saves."""
@@ -165,23 +174,21 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
                 for side in (0, 1):
                     layer[side][slot, :, : prompt.length] = kept[side]
 
-    @property
-    def form(self) -> str:
-        """How `copy_out` lays bytes out: the layers' key and value heads x dimension, and their type."""
-        layers = [" + ".join(f"{like.shape[1]}x{like.shape[3]}" for like in layer) for layer in self._like]
-        kinds = layers[:1] if len(set(layers)) == 1 else layers
-        return f"{len(layers)} layers of {', '.join(kinds)} {self._like[0][0].dtype}"
+    def context_of(self, row: int, length: int, digest: str) -> CachedContext:
+        """A row's first `length` tokens for another engine with the weights of `digest`.
 
-    def copy_out(self, row: int, length: int) -> memoryview:
-        """A row's first `length` tokens: per layer keys and values, each [H, length, D]."""
+        Per layer keys and values, each [H, length, D].
+        """
         bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
         parts = [each[slot, :, :length].reshape(-1) for layer in bucket.layers for each in layer]
-        return torch.cat(parts).view(torch.uint8).cpu().numpy().data
+        data = torch.cat(parts).view(torch.uint8).cpu().numpy().data
+        return CachedContext(self._form(digest), length, data)
 
-    def keys_of(self, data: bytes | memoryview, length: int) -> PromptKeys:
-        """What `copy_out` of another cache of this form has made. ValueError for as many bytes as it cannot be."""
-        if len(data) != length * self.token_bytes:
-            raise ValueError(f"{len(data)} bytes of {length} tokens; they take {self.token_bytes} each")
+    def keys_of(self, context: CachedContext, digest: str) -> PromptKeys | None:
+        """What `context_of` of another engine made; None where its weights, its form or its size are others."""
+        length, data = context.tokens, context.data
+        if context.form != self._form(digest) or len(data) != length * self.token_bytes:
+            return None
         values = torch.frombuffer(bytearray(data), dtype=self._like[0][0].dtype)
         kept, start = PromptKeys(length), 0
         for layer in self._like:
@@ -193,6 +200,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
                 start = end
             kept.layers.append((sides[0], sides[1]))
         return kept
+
+    def _form(self, digest: str) -> str:
+        """How `context_of` lays bytes out: the layers' key and value heads x dimension, their type, the weights."""
+        layers = [" + ".join(f"{like.shape[1]}x{like.shape[3]}" for like in layer) for layer in self._like]
+        kinds = layers[:1] if len(set(layers)) == 1 else layers
+        return f"{len(layers)} layers of {', '.join(kinds)} {self._like[0][0].dtype}, {digest}"
 
     def remove(self, gone: Sequence[int], renamed: dict[int, int]) -> None:
         """Drops rows; `renamed` leads from rows to their new numbers. The last row's end gives all memory back."""

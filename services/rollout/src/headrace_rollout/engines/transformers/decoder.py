@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,26 +16,16 @@ from headrace_modelkit.tokenizer import TextCodec
 from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
-from headrace_rollout.engines.base import (
-    Figures,
-    Finish,
-    Group,
-    Output,
-    Policy,
-    Prefills,
-    Refused,
-    SampleKey,
-    Stream,
-)
-from headrace_rollout.engines.sequence import Bounds, Sequence
-from headrace_rollout.engines.stopping import StopMatchers
-from headrace_rollout.engines.transformers import moving
+from headrace_rollout.engines.base import Policy, Refused
+from headrace_rollout.engines.figures import Figures, Prefills
+from headrace_rollout.engines.policy_state import require_installed
+from headrace_rollout.engines.samples import Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
-from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
+from headrace_rollout.engines.transformers.queue import Admission, Arrivals, JoinQueue, Waiting
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
-from headrace_rollout.engines.transformers.waiting import Arrivals, Waiting
 from headrace_rollout.engines.weight_memory import available_bytes
 
 # Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
@@ -46,7 +36,7 @@ FREE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
 class Decoder:
-    """Running and waiting sequences of one model."""
+    """Running and waiting trajectories of one model."""
 
     def __init__(
         self,
@@ -65,7 +55,7 @@ class Decoder:
         self._kv_cache_bytes = kv_cache_bytes
         self._eos = np.array(sorted(codec.eos_ids))
         self._arrivals = Arrivals(Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids))
-        self._outbox: dict[Stream, list[Output]] = defaultdict(list)
+        self._outbox: dict[Stream, list[TrajectoryUpdate]] = defaultdict(list)
         self._matchers = StopMatchers(codec)
         self._distributions: RowDistributions | None = None
         self._wave = 0
@@ -73,7 +63,7 @@ class Decoder:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all sequences."""
+        """Forgets all trajectories."""
         self._batch = Batch(self._rows)
         self.model.cache.clear()
         self._queue = JoinQueue(self._rows, PREFILL_TOKENS)
@@ -90,7 +80,7 @@ class Decoder:
         """Waiting samples."""
         return len(self._queue)
 
-    def submit(self, stream: Stream, groups: Items[Group], *, accept: bool) -> None:
+    def submit(self, stream: Stream, groups: Sequence[Group], *, accept: bool) -> None:
         """Queues groups; with `accept` false they come back at once as they are."""
         policy = self.require(stream.policy_number)
         wave = 0
@@ -107,10 +97,10 @@ class Decoder:
             self._check_room(contexts)
         for contexts in waiting:
             for context in contexts:
-                moving.take(self.model.cache, policy, context)
+                self._take_moved(context, policy)
             self._queue.add(contexts)
-        for sequence, finish in finished:
-            self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
+        for trajectory, finish in finished:
+            self._outbox[trajectory.stream].append(trajectory.untouched(policy, finish=finish))
         if not accept or not stream.holds():
             self.stop(None, stream)
         self._flush()
@@ -124,7 +114,14 @@ class Decoder:
             share = FREE_SHARE.get(self.model.device.type, FREE_SHARE["cpu"])
             self.model.cache.budget_bytes = self._kv_cache_bytes or int(free * share)
 
-    def _check_room(self, contexts: Items[Waiting]) -> None:
+    def _take_moved(self, context: Waiting, policy: Policy) -> None:
+        """Uses the keys and values that another engine with the same weights computed of a context."""
+        given = context.members[0].cache
+        # The newest token goes in with the next round.
+        if given is not None and given.tokens == len(context.context_ids) - 1:
+            context.keys = self.model.cache.keys_of(given, policy.digest)
+
+    def _check_room(self, contexts: Sequence[Waiting]) -> None:
         """Refuses what would never fit, before anything of its submission waits."""
         cache = self.model.cache
         for waiting in contexts:
@@ -142,32 +139,26 @@ class Decoder:
 
     def require(self, number: int) -> Policy:
         """The installed policy. Refused when it is not `number`, nor took over the streams of that version."""
-        policy = self.model.policy
-        if policy is None or not self.oldest <= number <= policy.number:
-            have = "none" if policy is None else str(policy.number)
-            raise Refused(
-                "POLICY_MISMATCH", f"version {number} is wanted and {have} is installed; install it first"
-            )
-        return policy
+        return require_installed(self.model.policy, number, self.oldest)
 
-    def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
+    def stop(self, keys: Sequence[SlotKey] | None, stream: Stream | None) -> int:
         """Ends samples (None: all), of one stream or of any; their partial outputs go out."""
         policy = self.model.policy
         if policy is None:
             return 0
         wanted = None if keys is None else set(keys)
 
-        def meant(sequence: Sequence) -> bool:
-            return (wanted is None or sequence.key in wanted) and (
-                stream is None or sequence.stream is stream
+        def meant(trajectory: RunningTrajectory) -> bool:
+            return (wanted is None or trajectory.key in wanted) and (
+                stream is None or trajectory.stream is stream
             )
 
         if stream is not None and not stream.holds():
             stream.moving.set()  # It goes on where a lease is held.
         gone = self._queue.remove(meant)
-        for sequence in gone:
-            self._outbox[sequence.stream].append(sequence.untouched(policy))
-        rows = [row for row, sequence in enumerate(self._batch.sequences) if meant(sequence)]
+        for trajectory in gone:
+            self._outbox[trajectory.stream].append(trajectory.untouched(policy))
+        rows = [row for row, trajectory in enumerate(self._batch.trajectories) if meant(trajectory)]
         for row in rows:
             self._send(row, None, stopped=True)
         with torch.inference_mode():
@@ -185,15 +176,15 @@ class Decoder:
         if self._batch.count and self._running_wave:
             raise Refused("INVALID", "in_flight: a deterministic stream runs; pause first")
         running = []
-        for row, sequence in enumerate(self._batch.sequences):
+        for row, trajectory in enumerate(self._batch.trajectories):
             end = int(self._batch.sampled[row] - self._batch.held_back[row])
-            if sequence.stream.chunk_tokens and end > self._batch.sent[row]:
+            if trajectory.stream.chunk_tokens and end > self._batch.sent[row]:
                 self._send(row, end)
                 self._batch.sent[row] = end
             assert policy is not None
             tokens, log_probs = self._batch.answer(row)
-            sequence = sequence.so_far(tokens, log_probs, int(self._batch.sent[row]), policy)
-            running.append(Waiting(sequence.context_ids(), [sequence]))
+            trajectory = trajectory.so_far(tokens, log_probs, int(self._batch.sent[row]), policy)
+            running.append(Waiting(trajectory.context_ids(), [trajectory]))
         self._remove(range(self._batch.count))
         self._queue.begin_again(running)
         self._flush()
@@ -214,12 +205,12 @@ class Decoder:
 
     def _leave_unheld(self) -> None:
         """Samples of streams whose lease is not held any more come back: no token is made without one."""
-        for stream in {sequence.stream for sequence in self._batch.sequences} | self._queue.streams():
+        for stream in {trajectory.stream for trajectory in self._batch.trajectories} | self._queue.streams():
             if not stream.holds():
                 self.stop(None, stream)
 
     def _join(self) -> None:
-        running = [sequence.full_length for sequence in self._batch.sequences]
+        running = [trajectory.full_length for trajectory in self._batch.trajectories]
         admissions = self._queue.take(running, self._running_wave, self.model.cache.fits)
         if not admissions:
             return
@@ -238,8 +229,8 @@ class Decoder:
         hidden = self._place(kept, first)
         hidden += self._prefill(fresh, first + len(hidden))
         for admission in [*kept, *fresh]:
-            for sequence in admission.members:
-                self._batch.join(sequence, len(admission.waiting.context_ids), self.model.vocabulary_size)
+            for trajectory in admission.members:
+                self._batch.join(trajectory, len(admission.waiting.context_ids), self.model.vocabulary_size)
         self._distributions = None
         self._advance(
             first, torch.stack(hidden)
@@ -247,19 +238,19 @@ class Decoder:
         if fresh:
             self.prefills.add(start, time.perf_counter())
 
-    def _go_on(self, moved: Items[Admission], first: int) -> None:
+    def _go_on(self, moved: Sequence[Admission], first: int) -> None:
         """Rows that another engine has begun: their next token comes with the next round."""
         keys = [admission.waiting.keys for admission in moved]
         self.model.cache.place(first, [each for each in keys if each is not None])
         for admission in moved:
-            [sequence] = admission.members
-            self._batch.join(sequence, len(admission.waiting.context_ids) - 1, self.model.vocabulary_size)
-            sequence.cache = None
+            [trajectory] = admission.members
+            self._batch.join(trajectory, len(admission.waiting.context_ids) - 1, self.model.vocabulary_size)
+            trajectory.cache = None
             self.figures.moved_tokens += len(admission.waiting.context_ids)
         if moved:
             self._distributions = None
 
-    def _place(self, admissions: Items[Admission], first: int) -> list[Tensor]:
+    def _place(self, admissions: Sequence[Admission], first: int) -> list[Tensor]:
         keys, hidden = [], []
         for admission in admissions:
             waiting = admission.waiting
@@ -270,7 +261,7 @@ class Decoder:
         self.model.cache.place(first, keys)
         return hidden
 
-    def _prefill(self, admissions: Items[Admission], first: int) -> list[Tensor]:
+    def _prefill(self, admissions: Sequence[Admission], first: int) -> list[Tensor]:
         if not admissions:
             return []
         contexts = [admission.waiting.context_ids for admission in admissions]
@@ -311,68 +302,52 @@ class Decoder:
         self._settle(first)
 
     def _row_distributions(self, first: int) -> RowDistributions:
-        sequences = self._batch.sequences[first:]
+        trajectories = self._batch.trajectories[first:]
         if first or self._distributions is None:
-            found = RowDistributions.of([s.distribution for s in sequences], self.model.device)
+            found = RowDistributions.of([s.distribution for s in trajectories], self.model.device)
             if first:
                 return found
             self._distributions = found
         return self._distributions
 
     def _settle(self, first: int) -> None:
-        batch = self._batch
-        rows = slice(first, batch.count)
-        newest = batch.last_tokens()[rows]
-        full = batch.sampled[rows] >= batch.limit[rows]
-        ended: dict[int, tuple[Finish, int | None]] = {
-            int(row) + first: (Finish.LENGTH, None) for row in np.flatnonzero(full)
-        }
-        for row in np.flatnonzero(batch.has_stop[rows]) + first:
-            if (kept := self._stop_cut(int(row))) is not None:
-                ended[int(row)] = (Finish.STOP, kept)
-        for row in np.flatnonzero(np.isin(newest, self._eos)) + first:
-            ended[int(row)] = (Finish.EOS, None)
-        self._send_chunks([row for row in batch.due(first).tolist() if row not in ended])
-        for ending, (finish, kept) in ended.items():
-            self._send(ending, kept, finish=finish)
+        """Sends the rows from `first` on that have ended, and the chunks that are due."""
+        ended = self._batch.ended(first, self._eos)
+        self._send_chunks([row for row in self._batch.due(first).tolist() if row not in ended])
+        for row, (finish, kept) in ended.items():
+            self._send(row, kept, finish=finish)
         self._remove(list(ended))
 
-    def _send_chunks(self, rows: Items[int]) -> None:
+    def _send_chunks(self, rows: Sequence[int]) -> None:
         for row in rows:
             end = int(self._batch.sampled[row] - self._batch.held_back[row])
             self._send(row, end)
             self._batch.sent[row] = end
-
-    def _stop_cut(self, row: int) -> int | None:
-        matcher = self._batch.sequences[row].matcher
-        if matcher is None or not matcher.hit(self._batch.tail(row, matcher.window)):
-            return None
-        return matcher.kept(self._batch.answer(row)[0])
 
     def _send(
         self, row: int, count: int | None, *, finish: Finish | None = None, stopped: bool = False
     ) -> None:
         policy = self.model.policy
         assert policy is not None
-        sequence = self._batch.sequences[row]
+        trajectory = self._batch.trajectories[row]
         tokens, log_probs = self._batch.answer(row, count)
         # A deterministic sample begins again at token 0.
-        moves = stopped and sequence.stream.moving.is_set() and not sequence.stream.deterministic
-        output = sequence.output(
+        moves = stopped and trajectory.stream.moving.is_set() and not trajectory.stream.deterministic
+        output = trajectory.output(
             tokens,
             log_probs,
             int(self._batch.sent[row]),
             policy,
             finish=finish,
             stopped=stopped,
-            cache=moving.leave(self.model.cache, policy, row, int(self._batch.length[row]))
+            cache=self.model.cache.context_of(row, int(self._batch.length[row]), policy.digest)
             if moves
             else None,
         )
         self.figures.samples += finish is not None
-        self._outbox[sequence.stream].append(output)
+        self._outbox[trajectory.stream].append(output)
 
-    def _remove(self, rows: Items[int]) -> None:
+    def _remove(self, rows: Sequence[int]) -> None:
         if not rows:
             return
         targets, sources = self._batch.remove(rows)

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from typing_extensions import override
+
 from headrace_rollout.engines.base import (
     Authority,
     Capabilities,
-    Distribution,
+    Engine,
     EngineConfig,
-    Figures,
-    Group,
     Policy,
-    Prefills,
     Refused,
-    SampleKey,
-    Stream,
     allowed,
 )
+from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
+from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.decoder import Decoder
-from headrace_rollout.engines.transformers.policy_model import PolicyModel
-from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
+from headrace_rollout.engines.transformers.options import TransformersOptions
+from headrace_rollout.engines.transformers.policy_model import PolicyModel, passes
 from headrace_rollout.engines.weight_memory import HOST
 
 CAPABILITIES = Capabilities(
@@ -39,8 +39,8 @@ CAPABILITIES = Capabilities(
 _log = logging.getLogger(__name__)
 
 
-class TransformersEngine(ThreadedHolder):
-    """Implements `engines.base.Engine`; built without weights."""
+class TransformersEngine(ThreadedHolder, Engine):
+    """Built without weights."""
 
     capabilities = CAPABILITIES
     installs_in_flight = CAPABILITIES.inflight_update
@@ -58,8 +58,9 @@ class TransformersEngine(ThreadedHolder):
         self._scheduled = False
 
     @property
+    @override
     def prefills(self) -> Sequence[Prefills]:
-        """See Engine: exact, as one thread does both."""
+        """Exact, as one thread does both."""
         return [self._decoder.prefills]
 
     @property
@@ -77,8 +78,9 @@ class TransformersEngine(ThreadedHolder):
         """What one token of them takes; 0 before the first samples."""
         return self._decoder.model.cache.token_bytes
 
+    @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """See Engine. While paused, groups come back at once as partial outputs."""
+        """While paused, groups come back at once as partial outputs."""
 
         def act() -> None:
             self._streams.add(stream)
@@ -87,8 +89,8 @@ class TransformersEngine(ThreadedHolder):
 
         await self._call(act)
 
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """See Engine."""
+    @override
+    async def abort(self, keys: Sequence[SlotKey] | None, *, stream: Stream | None = None) -> int:
 
         def act() -> int:
             if keys is None and stream is not None:
@@ -97,13 +99,14 @@ class TransformersEngine(ThreadedHolder):
 
         return 0 if self._closed else await self._call(act)
 
+    @override
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         distribution: Distribution,
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
-        """See Engine. Passes are bounded, so that decoding goes on between them."""
+        """Passes are bounded, so that decoding goes on between them."""
         check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
         policy = self.policy
         if policy is None:
@@ -159,4 +162,9 @@ class TransformersEngine(ThreadedHolder):
             raise Refused(
                 "POLICY_MISMATCH", f"version {policy.number} was replaced while it scored; ask again"
             )
-        return score(self._model, part, distribution)
+        return self._model.score(part, distribution)
+
+
+def build(options: TransformersOptions, config: EngineConfig) -> Engine:
+    """An engine for the config's model, without weights. Raises ModelNotReadable."""
+    return TransformersEngine(config, options.kv_cache_bytes)

@@ -1,30 +1,37 @@
 """The model of an engine: its passes over rows, and its weights' life (none, installed, released).
 
-Shapes: P prompts, T tokens, N rows, D hidden, V vocabulary. Knows no sampling and no queue.
+Shapes: P prompts, S scored sequences, T tokens, N rows, D hidden, V vocabulary. Draws no token; knows no queue.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
-from headrace_modelkit.logprobs import Head
+from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.holding import HeldModel
+from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import SlotCache
+from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
+# Padded tokens of one scoring pass.
+PASS_TOKENS = 4096
 
-class PolicyModel:
+
+class PolicyModel(HeldModel):
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
     def __init__(self, config: ModelSection, device: torch.device) -> None:
@@ -65,7 +72,7 @@ class PolicyModel:
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
 
     def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
-        """(P, D) hidden states at each context's last token; the cache stores the rest as it was told."""
+        """(P, D) hidden states at each context's last token; the cache stores what its plan says."""
         lengths = [len(context) for context in contexts]
         # Causal attention never looks right, so padding behind a context needs no mask.
         hidden_PTD = self.hidden(padded(contexts, self.device), past_key_values=self.cache)
@@ -92,6 +99,24 @@ class PolicyModel:
             input_ids=tokens_NT, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
         return found
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Scored], distribution: Distribution) -> list[list[float]]:
+        """Log-probs of one pass: for each sequence those of its ids from its start on."""
+        lengths = [len(ids) for ids, _ in sequences]
+        tokens_ST = padded([ids for ids, _ in sequences], self.device)
+        hidden_STD = self.hidden(tokens_ST)
+        counts = [length - start for length, (_, start) in zip(lengths, sequences, strict=True)]
+        hidden_ND = torch.cat([hidden_STD[i, s - 1 : lengths[i] - 1] for i, (_, s) in enumerate(sequences)])
+        tokens_N = torch.cat([tokens_ST[i, s : lengths[i]] for i, (_, s) in enumerate(sequences)])
+        found: list[float] = []
+        size = max(1, CHUNK_ELEMENTS // self.vocabulary_size)
+        for begin in range(0, len(tokens_N), size):
+            part_N = tokens_N[begin : begin + size]
+            rows = RowDistributions.of([distribution] * len(part_N), self.device)
+            scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
+            found += (scores_NV.gather(-1, part_N[:, None])[:, 0] - scores_NV.logsumexp(-1)).tolist()
+        return _split(found, counts)
 
     def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
         """Takes all weights, or none (ValueError); returns the seconds it took.
@@ -120,6 +145,18 @@ class PolicyModel:
         self.cache.free()
 
 
+def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:
+    """Indices of the sequences of each pass: similar lengths together, bounded in padded tokens."""
+    chosen: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index][0])):
+        if chosen and len(sequences[index][0]) * (len(chosen) + 1) > PASS_TOKENS:
+            yield chosen
+            chosen = []
+        chosen.append(index)
+    if chosen:
+        yield chosen
+
+
 def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """(N, T) token ids, filled up with 0 behind each context."""
     tokens_NT = np.zeros((len(contexts), max(map(len, contexts))), dtype=np.int64)
@@ -144,3 +181,8 @@ def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit:
             f"model.max_context: {config.path!r} attends to {window} tokens at a time; "
             f"set model.max_context: {window}"
         )
+
+
+def _split(values: list[float], counts: Sequence[int]) -> list[list[float]]:
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]

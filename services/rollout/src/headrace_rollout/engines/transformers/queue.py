@@ -7,11 +7,49 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headrace_rollout.engines.base import Stream
-from headrace_rollout.engines.sequence import Sequence
-from headrace_rollout.engines.transformers.waiting import Waiting
+from torch import Tensor
+
+from headrace_rollout.engines.samples import Finish, Group, Stream
+from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatcher
+from headrace_rollout.engines.transformers.cache import PromptKeys
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Samples that share one context; `keys` and `hidden_D` are there once it was prefilled."""
+
+    context_ids: list[int]
+    members: list[RunningTrajectory]
+    keys: PromptKeys | None = None
+    hidden_D: Tensor | None = None
+    wave: int = 0
+
+
+@dataclass(eq=False)
+class Arrivals:
+    """Turns groups into waiting contexts: one for a group's fresh members, one for each with a prefix."""
+
+    bounds: Bounds
+    finished: list[tuple[RunningTrajectory, Finish]] = field(default_factory=list)
+
+    def accept(self, stream: Stream, group: Group, matcher: StopMatcher | None, wave: int) -> list[Waiting]:
+        """Contexts to compute; members that are at their end already go to `finished`."""
+        fresh: list[RunningTrajectory] = []
+        waiting: list[Waiting] = []
+        for sample in group.samples:
+            trajectory = self.bounds.begin(stream, group, sample, matcher)
+            if finish := self.bounds.ended(trajectory):
+                self.finished.append((trajectory, finish))
+            elif trajectory.prefix.token_ids:
+                waiting.append(Waiting(trajectory.context_ids(), [trajectory], wave=wave))
+            else:
+                fresh.append(trajectory)
+        if fresh:
+            waiting.insert(0, Waiting(list(group.prompt_ids), fresh, wave=wave))
+        return waiting
+
 
 Fits = Callable[[list[int], int], bool]
 """Whether memory has room for rows that come to these lengths, beside a kept prompt's tokens."""
@@ -22,7 +60,7 @@ class Admission:
     """Members of one context that get rows now."""
 
     waiting: Waiting
-    members: list[Sequence]
+    members: list[RunningTrajectory]
 
 
 class JoinQueue:
@@ -90,7 +128,7 @@ class JoinQueue:
             count -= 1
         return count or int(not lengths)
 
-    def remove(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+    def remove(self, wanted: Callable[[RunningTrajectory], bool]) -> list[RunningTrajectory]:
         """Takes out the samples that `wanted` names."""
         gone = [member for waiting in self._waiting for member in waiting.members if wanted(member)]
         for waiting in self._waiting:

@@ -10,8 +10,8 @@ from headrace_modelkit.loading import context_limit, load_architecture
 from vllm import AsyncEngineArgs
 
 from headrace_rollout.engines.base import EngineConfig
-from headrace_rollout.engines.hosted import Start
-from headrace_rollout.engines.hosted.arguments import check_names, parallel_size
+from headrace_rollout.engines.hosted.backend import Start
+from headrace_rollout.engines.hosted.options import check_names, parallel_size
 from headrace_rollout.engines.vllm.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, VllmOptions
 
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"

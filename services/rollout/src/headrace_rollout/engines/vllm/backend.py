@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
-from headrace_rollout.engines.vllm.words import overheard, sentence, start_failed
+from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -38,8 +40,8 @@ def capabilities() -> Capabilities:
     )
 
 
-class VllmBackend:
-    """Implements `hosted.Backend`."""
+class VllmBackend(Backend):
+    """An engine whose front end is vLLM's AsyncLLM in this process."""
 
     name = "vllm"
 
@@ -53,37 +55,37 @@ class VllmBackend:
         self._scores = 0
 
     @property
+    @override
     def alive(self) -> bool:
-        """See Backend."""
         return self._llm is not None and not self._llm.errored
 
     @property
+    @override
     def pids(self) -> Sequence[int]:
-        """See Backend."""
         cores = _engine_cores()
         return descendants(sorted(cores - self._others if self._cores is None else cores & self._cores))
 
+    @override
     async def start(self, start: Start) -> None:
-        """See Backend."""
         self._others, self._cores = _engine_cores(), None
-        with overheard() as words:
+        with logged_errors() as logged:
             try:
-                self._llm = await asyncio.to_thread(self._make, start, words.variables)
+                self._llm = await asyncio.to_thread(self._make, start, logged.variables)
             except (ValueError, RuntimeError, OSError) as error:
-                raise BackendFailed(start_failed(error, words.reason())) from error
+                raise BackendFailed(start_failed(error, logged.reason())) from error
         self._cores = _engine_cores() - self._others
         await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
+    @override
     async def stop(self) -> None:
-        """See Backend."""
         llm, self._llm = self._llm, None
         pids, self._cores = self.pids, set()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
 
+    @override
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
-        """See Backend."""
         params = _sampling(request.distribution, request.max_new_tokens)
         params.stop_token_ids = list(request.eos_ids)
         params.seed = request.seed if request.distribution.temperature else None
@@ -96,14 +98,15 @@ class VllmBackend:
                         ids = list(made.token_ids)
                         yield Tokens(ids, _log_probs(ids, made.logprobs))
         except _REFUSALS as error:
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
 
+    @override
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See Backend."""
         await self._obey(self._engine.abort(list(request_ids)))
 
+    @override
     async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
-        """See Backend. The last id is scored as the one that comes next: a full context has no room behind it."""
+        """The last id is scored as the one that comes next: a full context has no room behind it."""
         params = _sampling(distribution, 1)
         params.prompt_logprobs, params.logprobs, params.logprob_token_ids = 0, 1, [token_ids[-1]]
         self._scores += 1
@@ -112,25 +115,25 @@ class VllmBackend:
             async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
                 last = output
         except _REFUSALS as error:
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
         given = last.prompt_logprobs or []
         found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]
         return [*found, last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 
+    @override
     async def freeze(self) -> None:
-        """See Backend."""
         await self._obey(self._engine.pause_generation(mode="keep", clear_cache=False))
 
+    @override
     async def thaw(self) -> None:
-        """See Backend."""
         await self._obey(self._engine.resume_generation())
 
+    @override
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
-        """See Backend."""
         await self._obey(self._engine.start_weight_update())
 
+    @override
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        """See Backend."""
         rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
         info = {"path": str(path), "entries": rows}
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
@@ -142,8 +145,8 @@ class VllmBackend:
             raise BackendFailed("the workers read different bytes from one file")
         return workers[0]
 
+    @override
     async def finish_install(self, number: int) -> None:
-        """See Backend."""
         await self._obey(self._engine.finish_weight_update())
         problem, _ = await self._session()
         if problem:
@@ -156,23 +159,24 @@ class VllmBackend:
         problems = (problem for problem, _ in workers if problem)
         return next(problems, ""), [dict(arrived) for _, arrived in workers]
 
+    @override
     async def reset_cache(self) -> None:
-        """See Backend. What runs is computed again under the new weights."""
+        """What runs is computed again under the new weights."""
         if not await self._obey(self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise BackendFailed("the prefix cache could not be reset: blocks of it are in use")
 
+    @override
     async def sleep(self) -> None:
-        """See Backend."""
         await self._obey(self._engine.sleep(level=2))
 
+    @override
     async def wake(self, scope: Scope) -> None:
-        """See Backend."""
         await self._obey(self._engine.wake_up(WAKE_TAGS[scope]))
         if scope is Scope.KV_CACHE:
             await self._obey(self._engine.wake_up(None))
 
+    @override
     async def use_threads(self, threads: int) -> None:
-        """See Backend."""
         count = max(1, threads // self._engine.vllm_config.parallel_config.tensor_parallel_size)
         await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
 
@@ -193,7 +197,7 @@ class VllmBackend:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # vLLM raises no narrower one for what its engine process refuses
-            raise BackendFailed(sentence(error)) from error
+            raise BackendFailed(one_line(error)) from error
 
 
 def _sampling(distribution: Distribution, count: int) -> SamplingParams:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
-from headrace_rollout.engines.hosted_options import HostedOptions
+from headrace_rollout.engines.hosted.options import HostedOptions
 
 OWN_ARGUMENTS = {
     "model": "model.path",

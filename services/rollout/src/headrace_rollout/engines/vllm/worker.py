@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
+from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -69,15 +70,17 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
 
+    @override
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine. A problem in a worker whose layers hold parts of two versions."""
+        """A problem in a worker whose layers hold parts of two versions."""
         self.arrived, self.problem = {}, ""
         if self._half:
             self.problem = "an update broke off while it was loaded; this worker must be started again"
         self._attempt(self._begin)
 
+    @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See WeightTransferEngine; the base class waits for an accelerator that a CPU build does not have."""
+        """The base class waits for an accelerator that a CPU build does not have."""
         self._attempt(lambda: self.receive_weights(self.parse_update_info(update_info)))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -98,8 +101,8 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
             )
 
+    @override
     def finish_weight_update(self) -> None:
-        """See WeightTransferEngine."""
         self._attempt(self._finish)
 
     def _begin(self) -> None:

@@ -9,8 +9,6 @@ from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.group.group import TrainerGroup
 
 
-def build(
-    options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup
-) -> Backend:
+def build(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
     """The backend of one rank, without weights yet."""
-    return FsdpBackend(config, algorithm, trainer_group, options)
+    return FsdpBackend(config, algorithm, ranks, options)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headrace_trainer.learning.packing.trees import Paths
+from headrace_trainer.learning.packing import Paths
 
 NAME = "headrace_paths"
 WIDENED_TOKENS = 512

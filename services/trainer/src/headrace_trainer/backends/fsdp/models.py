@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
-from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
 from headrace_modelkit.weights import load_weights, state_tensors
@@ -17,6 +16,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
@@ -25,42 +25,41 @@ from headrace_trainer.algorithms._base import (
     VALUES,
     Algorithm,
 )
-from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import (
     ADAPTER_KIND,
     CRITIC_KIND,
+    AdaptingBackend,
     ReferenceFacts,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.fit import ALPHA, check_fit
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
-from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
-from headrace_trainer.backends.losses import Forward
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
+from headrace_trainer.backends.shared.losses import Forward
+from headrace_trainer.backends.shared.model import LanguageModel
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch, pack
-from headrace_trainer.learning.samples import Columns, Rows, Sequence
+from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 
 
-class FsdpModels:
+class FsdpModels(LanguageModel, AdaptingBackend):
     """Policy, critic and reference of a run, with the optimizer's state; `Backend` has what each method promises."""
 
     def __init__(
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: FsdpOptions | None = None,
     ) -> None:
-        self._config = config
+        super().__init__(config, algorithm, ranks)
         self._options = options or FsdpOptions()
-        self._algorithm = algorithm
-        self._trainer_group = trainer_group
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
@@ -75,43 +74,44 @@ class FsdpModels:
         """Of the frozen weights that the leader has read: as base model, and as reference."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
-        torch.use_deterministic_algorithms(config.deterministic)
 
     @property
+    @override
     def replicas(self) -> int:
-        """See `Backend`: each rank computes with whole layers."""
-        return self._trainer_group.world_size
+        """Each rank computes with whole layers."""
+        return self._ranks.world_size
 
     @property
+    @override
     def replica(self) -> int:
-        """See `Backend`."""
-        return self._trainer_group.rank
+        return self._ranks.rank
 
     @property
+    @override
     def shares_prefixes(self) -> bool:
-        """See `Backend`: both models must follow a tree's mask."""
+        """Both models must follow a tree's mask."""
         return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
 
+    @override
     def memory_plan(self) -> MemoryPlan:
-        """See `Backend`."""
         return plan_memory(
             self._config,
             self._algorithm,
-            self._trainer_group.world_size,
+            self._ranks.world_size,
             reshard=self._options.reshard_micro_batches,
-            on_gpu=self._trainer_group.device.type != "cpu",
+            on_gpu=self._ranks.device.type != "cpu",
         )
 
+    @override
     def load_initial(self) -> None:
-        """See `Backend`."""
-        self._shard(self._read_model(), self._load_critic(weights=self._trainer_group.leads))
+        self._shard(self._read_model(), self._load_critic(weights=self._ranks.leads))
 
+    @override
     def check_state(self, reader: StateReader) -> None:
-        """See `Backend`."""
         check_fit(reader, self._config, self._load_critic(weights=False))
 
+    @override
     def load_state(self, reader: StateReader | None) -> None:
-        """See `Backend`."""
         model = self._read_model() if self._lora else self._saved_model(reader)
         if reader is not None and self._lora:
             for name, tensor in state_tensors(model):
@@ -122,9 +122,7 @@ class FsdpModels:
             for name, tensor in critic.tensors():
                 tensor.data.copy_(reader.critic_weight(f"{CRITIC}{name}"))
         self._shard(model, critic)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = self._saved_steps(reader)
         if steps:
             moments = {
                 kind: {
@@ -136,35 +134,25 @@ class FsdpModels:
             self._adamw.load(moments, steps)
 
     @property
+    @override
     def reference(self) -> ReferenceFacts | None:
-        """See `Backend`."""
         if self._reference is not None:
             return self._reference.facts
         return self._base_facts[1] if self._base_facts and self._initial_adapters is not None else None
 
     @property
+    @override
     def base_model(self) -> ReferenceFacts | None:
-        """See `AdaptingBackend`."""
         return self._base_facts[0] if self._base_facts else None
 
     @property
+    @override
     def reference_bytes(self) -> int:
-        """See `Backend`."""
         own = sum(tensor.nbytes for tensor in (self._initial_adapters or {}).values())
         return self._reference.size_bytes if self._reference is not None else own
 
-    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
-        """See `Backend`."""
-        batch = self._pack(rows or self._dummy)
-        found: list[Columns] = [{} for row in rows for _ in row]
-        for name, computed_K in self._columns(columns, batch).items():
-            values = iter(computed_K.tolist())
-            for own, sequence in zip(found, (s for row in rows for s in row), strict=True):
-                own[name] = [next(values) for _ in sequence.trained]
-        return found
-
+    @override
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """See `Backend`."""
         parameters, buffers = self._sharded.parameters, self._sharded.buffers
         layout = []
         for name in self._sharded.weight_names:
@@ -176,12 +164,12 @@ class FsdpModels:
             layout.append((name, str(dtype).removeprefix("torch."), tuple(value.shape)))
         return layout
 
+    @override
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         return self._sharded.weights()
 
+    @override
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         shards = self._sharded.shards()
         for kind in MOMENTS:
             for name, shard in shards.items():
@@ -194,31 +182,8 @@ class FsdpModels:
         if self._lora:
             yield f"{ADAPTER_KIND}/{ALPHA}", torch.tensor(self._lora.alpha, dtype=torch.float64)
 
-    @property
-    def optimizer_steps(self) -> int:
-        """See `Backend`."""
-        return self._adamw.steps
-
-    def suspend(self) -> int:
-        """See `Backend`. Everything goes to host memory; on the host, what can be made again is dropped."""
-        device = self._trainer_group.device
-        if device.type == "cpu":
-            self._sharded.release()
-            return give_back_if_short()
-        before = used_bytes(device)
-        self._park()
-        self.move(lambda tensor: tensor.to("cpu"))
-        torch.cuda.empty_cache()
-        return before - used_bytes(device)
-
-    def wake(self) -> None:
-        """See `Backend`."""
-        device = self._trainer_group.device
-        if device.type != "cpu":
-            self.move(lambda tensor: tensor.to(device))
-
+    @override
     def release(self) -> None:
-        """See `Backend`."""
         self._sharded.release()
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -228,7 +193,7 @@ class FsdpModels:
 
     def _read_model(self) -> PreTrainedModel:
         """The configured model as the leader reads it, its own weights frozen where adapters learn."""
-        section, leads = self._config.model, self._trainer_group.leads
+        section, leads = self._config.model, self._ranks.leads
         model = load_model(section, weights=leads)
         if self._lora:
             self._base_facts = base_facts(self._config, model) if leads else None
@@ -255,17 +220,17 @@ class FsdpModels:
         for module in [model, critic] if critic else [model]:
             _float_what_learns(module)
         for _, tensor in [*state_tensors(model), *(critic.tensors() if critic else ())]:
-            self._trainer_group.share(tensor.data)
+            self._ranks.share(tensor.data)
         if self._config.trainer.gradient_checkpointing:
             for body in bodies:
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._trainer_group.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
         self._model = ShardedModel(
             model,
-            self._trainer_group,
+            self._ranks,
             None if self._lora else self._dtype,
             reshard=self._options.reshard_micro_batches,
             critic=critic,
@@ -273,6 +238,7 @@ class FsdpModels:
         self._optimizer = self._new_optimizer()
         self._dirty = False
 
+    @override
     def _new_optimizer(self) -> ShardedAdamW:
         decays = {name for name, p in self._sharded.learned.items() if p.dim() > 1}
         config: OptimizerSection = self._config.optimizer
@@ -280,12 +246,13 @@ class FsdpModels:
         return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
 
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
-        anchor = torch.zeros((), device=self._trainer_group.device)
-        found: Forward = self._sharded.policy(batch, self._temperature(), anchor, values=values)
+        anchor = torch.zeros((), device=self._ranks.device)
+        found: Forward = self._sharded.policy(batch, self._config.sampling.temperature, anchor, values=values)
         return found
 
-    def _columns(self, names: Many[str], batch: MicroBatch) -> dict[str, Tensor]:
-        """Columns of the infer pass, (K,)."""
+    @override
+    def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
+        batch = self._pack(rows or self._dummy)
         known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
         if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
@@ -304,24 +271,35 @@ class FsdpModels:
         if self._reference is not None:
             return self._reference.log_probs(batch)
         initial = self._initial_adapters or {}
-        placed = {name: tensor.to(self._trainer_group.device) for name, tensor in initial.items()}
+        placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
         with torch.no_grad(), standing_in(self._sharded.model, placed):
             return self._forward(batch, values=False)[0]
 
+    @override
+    def _shards(self) -> dict[str, Tensor]:
+        return self._sharded.shards()
+
+    @override
+    def _spread(self) -> None:
+        self._sharded.release()  # whole parameters of an earlier forward are of other weights
+
+    @property
+    @override
+    def _has_weights(self) -> bool:
+        return self._model is not None
+
+    @override
     def _park(self) -> None:
         if self._reference is not None:
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
         by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
-        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._trainer_group.device)
+        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._ranks.device)
 
     @property
     def _lora(self) -> LoraSection | None:
         return self._config.trainer.lora
-
-    def _temperature(self) -> float:
-        return self._config.sampling.temperature
 
     @property
     def _sharded(self) -> ShardedModel:
@@ -330,6 +308,7 @@ class FsdpModels:
         return self._model
 
     @property
+    @override
     def _adamw(self) -> ShardedAdamW:
         if self._optimizer is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")

@@ -20,34 +20,32 @@ from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 
 class Reference:
     """`trainer.reference`, or the run's initial policy: `warmed` are its weights where a warm-up has changed them."""
 
     def __init__(
-        self, config: TrainerConfig, trainer_group: TrainerGroup, warmed: Mapping[str, Tensor] | None
+        self, config: TrainerConfig, ranks: TrainerGroup, warmed: Mapping[str, Tensor] | None
     ) -> None:
         section = config.trainer.reference or config.model
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         self._temperature = config.sampling.temperature
-        model = load_model(section, weights=trainer_group.leads).requires_grad_(False)
+        model = load_model(section, weights=ranks.leads).requires_grad_(False)
         self.facts = (
-            reference_facts(config, section.path, model)
-            if trainer_group.leads
-            else ReferenceFacts(section.path, "")
+            reference_facts(config, section.path, model) if ranks.leads else ReferenceFacts(section.path, "")
         )
         """Of the weights as they were read; the leader's alone has a digest."""
-        if warmed is not None and trainer_group.leads:
+        if warmed is not None and ranks.leads:
             load_weights(model, warmed)
         for _, tensor in state_tensors(model):
-            trainer_group.share(tensor.data)
+            ranks.share(tensor.data)
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model], trainer_group.device)
+        self.along_paths = attends_along_paths(own, [model], ranks.device)
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, trainer_group, DTYPES[section.dtype], reshard=True)
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True)
         self._away = False
         self.park()
 
@@ -58,7 +56,7 @@ class Reference:
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Log-probs of the trained tokens at the sampling temperature, (K,)."""
-        device = self._trainer_group.device
+        device = self._ranks.device
         if self._away:
             self._model.move(lambda tensor: tensor.to(device))
             self._away = False
@@ -68,7 +66,7 @@ class Reference:
 
     def park(self) -> None:
         """Takes the weights to host memory until they are used again; nothing to do where they are there."""
-        if self._trainer_group.device.type != "cpu" and not self._away:
+        if self._ranks.device.type != "cpu" and not self._away:
             self._model.move(lambda tensor: tensor.to("cpu"))
             self._away = True
 

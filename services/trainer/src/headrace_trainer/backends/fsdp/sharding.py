@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.policy import Policy
+from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
-
-CRITIC = "critic."
 
 
 class ShardedModel:
@@ -32,13 +31,13 @@ class ShardedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         compute_dtype: torch.dtype | None,
         *,
         reshard: bool,
         critic: Critic | None = None,
     ) -> None:
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         self._reshard = reshard
         self.model = model
         self.body_prefix = f"{model.base_model_prefix}."
@@ -47,15 +46,13 @@ class ShardedModel:
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
-        frozen = {
-            p for p in self.policy.parameters() if not p.requires_grad and trainer_group.world_size == 1
-        }
+        frozen = {p for p in self.policy.parameters() if not p.requires_grad and ranks.world_size == 1}
         for parameter in frozen:
-            parameter.data = parameter.data.to(trainer_group.device)
+            parameter.data = parameter.data.to(ranks.device)
         for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
             sharded = fully_shard(
                 module,
-                mesh=trainer_group.mesh,
+                mesh=ranks.mesh,
                 mp_policy=mixed,
                 reshard_after_forward=reshard,
                 ignored_params=frozen,
@@ -64,7 +61,7 @@ class ShardedModel:
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
         root: Any = self.policy
         self._root: FSDPModule = root
-        self._anchor = torch.zeros(1, device=trainer_group.device)
+        self._anchor = torch.zeros(1, device=ranks.device)
         self._accumulating(reshard)
         self.finish_backward()  # fixes the sharded parameters for good
         self._name_tensors()
@@ -184,17 +181,17 @@ class ShardedModel:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
-        return local if self._trainer_group.world_size == 1 else _with_local(parameter, local).full_tensor()
+        return local if self._ranks.world_size == 1 else _with_local(parameter, local).full_tensor()
 
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
         parameter = self.parameters[name]
-        device = self._trainer_group.device
+        device = self._ranks.device
         if whole is None:
             value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         else:
             value = whole.float().contiguous().to(device)
-        self._trainer_group.share(value)
+        self._ranks.share(value)
         sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().clone()
 

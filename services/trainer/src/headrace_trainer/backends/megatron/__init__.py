@@ -11,9 +11,9 @@ from headrace_trainer.group.group import TrainerGroup
 
 
 def build(
-    options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm, trainer_group: TrainerGroup
+    options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup
 ) -> Backend:
     """The backend of one rank, without weights yet. Raises Refusal INVALID for ranks that do not divide."""
     from headrace_trainer.backends.megatron.backend import MegatronBackend
 
-    return MegatronBackend(config, algorithm, trainer_group, options)
+    return MegatronBackend(config, algorithm, ranks, options)

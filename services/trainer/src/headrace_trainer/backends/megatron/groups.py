@@ -63,11 +63,11 @@ class Groups:
             dist.broadcast(tensor, source, group=self.pipeline)
 
 
-def join_groups(trainer_group: TrainerGroup, layout: Layout, seed: int) -> Groups:
+def join_groups(ranks: TrainerGroup, layout: Layout, seed: int) -> Groups:
     """The groups of this generation, made at its first call; all ranks call it."""
     global _made_for
     run_without_gpu()
-    if _made_for != (trainer_group, layout):
+    if _made_for != (ranks, layout):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -76,7 +76,7 @@ def join_groups(trainer_group: TrainerGroup, layout: Layout, seed: int) -> Group
             distributed_timeout_minutes=int(COLLECTIVE_LIMIT.total_seconds() // 60),
             create_gloo_process_groups=False,
         )
-        _made_for = trainer_group, layout
+        _made_for = ranks, layout
     before = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.set_rng_state(before)  # Without a GPU Megatron draws from the generator of everybody else.

@@ -26,7 +26,7 @@ from headrace_trainer.backends.megatron.groups import Groups
 from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
 from headrace_trainer.backends.megatron.shards import Shards
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 Read = Callable[[str], Tensor]
 """A whole canonical tensor by name."""
@@ -47,14 +47,14 @@ class ParallelModel:
     def __init__(
         self,
         architecture: Architecture,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         groups: Groups,
         settings: Settings,
         *,
         frozen: bool = False,
     ) -> None:
         self.architecture = architecture
-        self._trainer_group = trainer_group
+        self._ranks = ranks
         self.groups = groups
         self._sequence_parallel = settings.sequence_parallel
         self.config = transformer_config(
@@ -63,11 +63,11 @@ class ParallelModel:
             settings.dtype,
             sequence_parallel=settings.sequence_parallel,
             recompute=settings.recompute,
-            device=trainer_group.device,
+            device=ranks.device,
         )
-        self._stage = build_stage(architecture, groups, self.config, trainer_group.device)
+        self._stage = build_stage(architecture, groups, self.config, ranks.device)
         self._stage.train()  # Megatron recomputes in training mode only; there is no dropout.
-        self.shards = Shards(self._stage, groups.sum, trainer_group.device, frozen=frozen)
+        self.shards = Shards(self._stage, groups.sum, ranks.device, frozen=frozen)
         self._parts = parts_of(architecture, groups.layout, groups.tensor.rank(), groups.stage)
         copies = {part.local for part in self._parts.values() if part.copy}
         self.counted = [name for name in self.shards.shapes() if name not in copies]
@@ -80,14 +80,14 @@ class ParallelModel:
 
     def scatter(self, read: Read | None) -> Iterator[tuple[str, Tensor]]:
         """(local name, fp32 value) of each of this rank's parameters, of whole canonical tensors that rank 0 reads."""
-        device, shapes = self._trainer_group.device, self.shards.shapes()
+        device, shapes = self._ranks.device, self.shards.shapes()
         pending: dict[str, Tensor] = {}
         missing = Counter(part.local for part in self._parts.values())
         for name, shape in self.architecture.shapes.items():
             whole = torch.empty(shape, dtype=torch.float32, device=device)
             if read is not None:
                 whole.copy_(read(name).detach())
-            self._trainer_group.share(whole)
+            self._ranks.share(whole)
             if (part := self._parts.get(name)) is None:
                 continue
             own = pending.setdefault(part.local, torch.empty(shapes[part.local], device=device))
@@ -102,12 +102,12 @@ class ParallelModel:
         A rank's whole is 0 where others have the values, so the bits add up.
         """
         for name, shape in self.architecture.shapes.items():
-            whole = torch.zeros(shape, dtype=torch.float32, device=self._trainer_group.device)
+            whole = torch.zeros(shape, dtype=torch.float32, device=self._ranks.device)
             part = self._parts.get(name)
             if part is not None and not part.copy:
                 own = self.shards.whole(part.local, pieces[part.local])
                 part.of_whole(whole).copy_(part.of_local(own))
-            if self._trainer_group.world_size > 1:
+            if self._ranks.world_size > 1:
                 dist.all_reduce(whole.view(torch.int32))
             yield name, whole.cpu()
 

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
+from typing_extensions import override
 
-from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import ReferenceFacts, StateReader, WarmUp
-from headrace_trainer.backends.fsdp.fit import check_fit
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends._base import ReferenceFacts, StateReader
 from headrace_trainer.backends.megatron.architecture import read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
 from headrace_trainer.backends.megatron.layout import Layout
@@ -26,9 +23,12 @@ from headrace_trainer.backends.megatron.pipeline import Pipeline
 from headrace_trainer.backends.megatron.planned import plan_memory
 from headrace_trainer.backends.megatron.reference import Reference
 from headrace_trainer.backends.plugins import MegatronOptions
+from headrace_trainer.backends.shared.fit import check_fit
+from headrace_trainer.backends.shared.model import LanguageModel
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows
 from headrace_trainer.memory import MemoryPlan
 
@@ -43,7 +43,7 @@ class _Policy:
     adamw: ShardedAdamW
 
 
-class MegatronModels:
+class MegatronModels(LanguageModel):
     """Policy and reference of a run, with the optimizer's state; `Backend` has what each method promises."""
 
     shares_prefixes = False
@@ -53,96 +53,79 @@ class MegatronModels:
         self,
         config: TrainerConfig,
         algorithm: Algorithm,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         options: MegatronOptions,
     ) -> None:
-        self._config = config
-        self._algorithm = algorithm
-        self._trainer_group = trainer_group
+        super().__init__(config, algorithm, ranks)
         self._options = options
-        self._layout = Layout.of(options, trainer_group.world_size)
+        self._layout = Layout.of(options, ranks.world_size)
         self._settings = Settings(
             DTYPES[config.model.dtype], options.sequence_parallel, config.trainer.gradient_checkpointing
         )
         self._temperature = config.sampling.temperature
         self._reference: Reference | None = None
         self._loaded: _Policy | None = None
-        torch.use_deterministic_algorithms(config.deterministic)
 
     @property
+    @override
     def replicas(self) -> int:
-        """See `Backend`."""
         return self._layout.replicas
 
     @property
+    @override
     def replica(self) -> int:
-        """See `Backend`."""
-        return self._layout.replica(self._trainer_group.rank)
+        return self._layout.replica(self._ranks.rank)
 
+    @override
     def memory_plan(self) -> MemoryPlan:
-        """See `Backend`."""
         return plan_memory(
-            self._config, self._algorithm, self._layout, on_gpu=self._trainer_group.device.type != "cpu"
+            self._config, self._algorithm, self._layout, on_gpu=self._ranks.device.type != "cpu"
         )
 
+    @override
     def load_initial(self) -> None:
-        """See `Backend`."""
-        model = load_model(self._config.model) if self._trainer_group.leads else None
+        model = load_model(self._config.model) if self._ranks.leads else None
         self._build()
         self._model.load(dict(state_tensors(model)).__getitem__ if model is not None else None)
 
+    @override
     def check_state(self, reader: StateReader) -> None:
-        """See `Backend`."""
         check_fit(reader, self._config, None)
 
+    @override
     def load_state(self, reader: StateReader | None) -> None:
-        """See `Backend`."""
         self._build()
         self._model.load(reader.weight if reader else None)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = self._saved_steps(reader)
         if steps:
             self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
 
-    def load_reference(self) -> None:
-        """See `Backend`."""
-        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
-            return
-        warmed = None
-        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
-            if self._loaded is None:  # A checkpoint is about to be loaded: the warm-up is made again.
-                torch.manual_seed(self._config.seed)
-                self.load_initial()
-                self.warm_up()
-            warmed = dict(self.weights())
-        self._reference = Reference(self._config, self._trainer_group, self._join(), self._settings, warmed)
-
-    def warm_up(self) -> WarmUp:
-        """See `Backend`."""
-        raise NotImplementedError
+    @override
+    def _take_reference(self, *, warmed: bool) -> None:
+        weights = dict(self.weights()) if warmed else None
+        self._reference = Reference(self._config, self._ranks, self._join(), self._settings, weights)
 
     @property
+    @override
     def reference(self) -> ReferenceFacts | None:
-        """See `Backend`."""
         return self._reference.facts if self._reference is not None else None
 
     @property
+    @override
     def reference_bytes(self) -> int:
-        """See `Backend`."""
         return self._reference.size_bytes if self._reference is not None else 0
 
+    @override
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """See `Backend`."""
         published = self._config.model.dtype
         return [(name, published, shape) for name, shape in self._model.architecture.shapes.items()]
 
+    @override
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         return self._model.gather(self._model.shards.masters())
 
+    @override
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         masters = self._model.shards.masters()
         for kind in MOMENTS:
             own = {
@@ -150,31 +133,6 @@ class MegatronModels:
                 for name, piece in masters.items()
             }
             yield from ((f"{kind}/{name}", whole) for name, whole in self._model.gather(own))
-
-    @property
-    def optimizer_steps(self) -> int:
-        """See `Backend`."""
-        return self._adamw.steps
-
-    def suspend(self) -> int:
-        """See `Backend`. Everything goes to host memory; on the host there is nothing that can be made again."""
-        device = self._trainer_group.device
-        if device.type == "cpu":
-            return give_back_if_short()
-        before = used_bytes(device)
-        self._park()
-        self.move(lambda tensor: tensor.to("cpu"))
-        torch.cuda.empty_cache()
-        return before - used_bytes(device)
-
-    def wake(self) -> None:
-        """See `Backend`."""
-        device = self._trainer_group.device
-        if device.type != "cpu":
-            self.move(lambda tensor: tensor.to(device))
-
-    def release(self) -> None:
-        """See `Backend`. Nothing is gathered for a forward."""
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes values, masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
@@ -185,17 +143,18 @@ class MegatronModels:
         """A model and an optimizer whose values are not set yet."""
         groups = self._join()
         architecture = read_architecture(self._config.model)
-        model = ParallelModel(architecture, self._trainer_group, groups, self._settings)
+        model = ParallelModel(architecture, self._ranks, groups, self._settings)
         self._loaded = _Policy(groups, model, Pipeline(model), _new_optimizer(self._config, model))
 
     def _join(self) -> Groups:
-        return join_groups(self._trainer_group, self._layout, self._config.seed)
+        return join_groups(self._ranks, self._layout, self._config.seed)
 
     def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
         shards = self._model.shards
         found = self._model.scatter(partial(reader.moment, kind) if reader else None)
         return {name: shards.piece(name, value).clone() for name, value in found}
 
+    @override
     def _new_optimizer(self) -> ShardedAdamW:
         return _new_optimizer(self._config, self._model)
 
@@ -205,7 +164,7 @@ class MegatronModels:
         wanted = self._options.pipeline_micro_batches or (2 * stages if stages > 1 else 1)
         size = -(-len(rows) // wanted)
         return [
-            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._trainer_group.device)
+            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._ranks.device)
             for first in range(0, len(rows), size or 1)
         ]
 
@@ -216,12 +175,26 @@ class MegatronModels:
             if self._groups.last_stage:
                 log_probs_K, _ = model.log_probs(part.hidden, part.batch, self._temperature)
             else:
-                log_probs_K = torch.empty(len(part.batch.index_K), device=self._trainer_group.device)
+                log_probs_K = torch.empty(len(part.batch.index_K), device=self._ranks.device)
             found.append(log_probs_K)
         whole_K = torch.cat(found)
         self._groups.share_from_last_stage(whole_K)
         return whole_K
 
+    @override
+    def _shards(self) -> dict[str, Tensor]:
+        return self._model.shards.masters()
+
+    @override
+    def _spread(self) -> None:
+        self._model.shards.spread()
+
+    @property
+    @override
+    def _has_weights(self) -> bool:
+        return self._loaded is not None
+
+    @override
     def _park(self) -> None:
         if self._reference is not None:
             self._reference.park()
@@ -239,6 +212,7 @@ class MegatronModels:
         return self._open.pipeline
 
     @property
+    @override
     def _adamw(self) -> ShardedAdamW:
         return self._open.adamw
 

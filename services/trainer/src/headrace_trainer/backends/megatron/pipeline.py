@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from headrace_trainer.backends.megatron.model import ParallelModel
-from headrace_trainer.learning.packing.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 
 @dataclass(frozen=True)

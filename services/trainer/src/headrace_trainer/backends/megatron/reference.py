@@ -28,24 +28,24 @@ class Reference:
     def __init__(
         self,
         config: TrainerConfig,
-        trainer_group: TrainerGroup,
+        ranks: TrainerGroup,
         groups: Groups,
         settings: Settings,
         warmed: Mapping[str, Tensor] | None,
     ) -> None:
         section = config.trainer.reference or config.model
-        self._device = trainer_group.device
+        self._device = ranks.device
         self.facts = ReferenceFacts(section.path, "")
         """Of the weights as they were read; the leader's alone has a digest."""
         read = None
-        if trainer_group.leads:
+        if ranks.leads:
             whole = load_model(section)
             self.facts = reference_facts(config, section.path, whole)
             if warmed is not None:
                 load_weights(whole, warmed)
             read = dict(state_tensors(whole)).__getitem__
         own = replace(settings, dtype=DTYPES[section.dtype], recompute=False)
-        self._model = ParallelModel(read_architecture(section), trainer_group, groups, own, frozen=True)
+        self._model = ParallelModel(read_architecture(section), ranks, groups, own, frozen=True)
         self._model.load(read)
         self.pipeline = Pipeline(self._model)
         self._away = False

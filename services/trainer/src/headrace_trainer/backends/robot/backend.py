@@ -7,25 +7,21 @@ what they are over at the optimizer step, so neither the order of groups nor the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.robot.directory import initial_policy, policy_of
 from headrace_modelkit.robot.policy import ACTIONS, Observation, imitation_loss
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
-from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader, WarmUp
-from headrace_trainer.backends.fsdp.figures import TokenFigures
-from headrace_trainer.backends.fsdp.fit import check_state_shapes
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
+from headrace_trainer.backends._base import EpisodeBackend, MicroReport, ReferenceFacts, StateReader, WarmUp
 from headrace_trainer.backends.robot.cloning import drawn_moments, noise_seed, read_demonstrations
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
@@ -36,16 +32,21 @@ from headrace_trainer.backends.robot.episodes import (
     read_final,
     units,
 )
+from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.fit import check_state_shapes
+from headrace_trainer.backends.shared.model import LearnedModel
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.episodes.data import (
+from headrace_trainer.learning.samples import (
+    Columns,
     CreditData,
     EpisodeData,
     EpisodeKey,
     EpisodeScores,
     Packed,
+    Rows,
 )
-from headrace_trainer.learning.samples import Columns, Rows
 from headrace_trainer.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -58,20 +59,16 @@ PATCH_PIXELS = 14 * 14
 """Pixels of an image that count as a token in `micro_batch_tokens`."""
 
 
-class RobotBackend:
-    """See `Backend`; `read`, `credit`, `learn` and `end_episodes` are in place of `micro` and `infer`."""
+class RobotBackend(LearnedModel, EpisodeBackend):
+    """A whole policy on each rank; `EpisodeBackend` is in place of `micro` and `infer`."""
 
     shares_prefixes = False
     reference: ReferenceFacts | None = None
     reference_bytes = 0
 
-    def __init__(
-        self, config: TrainerConfig, algorithm: EpisodeAlgorithm, trainer_group: TrainerGroup
-    ) -> None:
-        self._config = config
-        self._algorithm = algorithm
-        self._trainer_group = trainer_group
-        self._figures = TokenFigures()
+    def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, ranks: TrainerGroup) -> None:
+        super().__init__(config, algorithm, ranks)
+        self._algorithm: EpisodeAlgorithm = algorithm
         self._read: dict[EpisodeKey, Chunks] = {}
         self._chunks: Chunks | None = None
         self._credits: Credits | None = None
@@ -79,18 +76,16 @@ class RobotBackend:
         self._parameters: dict[str, nn.Parameter] = {}
         """Those of the loaded policy by name: to walk its modules for them takes as long as a small policy's pass."""
         self._optimizer: ShardedAdamW | None = None
-        self._held: tuple[dict[str, Tensor], AdamWState] | None = None
-        torch.use_deterministic_algorithms(config.deterministic)
 
     @property
+    @override
     def replicas(self) -> int:
-        """See `Backend`."""
-        return self._trainer_group.world_size
+        return self._ranks.world_size
 
     @property
+    @override
     def replica(self) -> int:
-        """See `Backend`."""
-        return self._trainer_group.rank
+        return self._ranks.rank
 
     # The step's episodes
 
@@ -98,9 +93,7 @@ class RobotBackend:
         """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
         for data in episodes:
             self._read[data.key] = read_chunks(data)
-        return [
-            self._score(data) for data in episodes[self._trainer_group.rank :: self._trainer_group.world_size]
-        ]
+        return [self._score(data) for data in episodes[self._ranks.rank :: self._ranks.world_size]]
 
     def credit(self, data: CreditData) -> None:
         """Lays out the named episodes for learning, with what their chunks are worth."""
@@ -112,7 +105,7 @@ class RobotBackend:
         assert self._chunks is not None and self._credits is not None
         finite, size = True, self._micro_batch(self._chunks.observation)
         for index in torch.split(torch.tensor(chunks, dtype=torch.long), size):
-            taken = self._chunks.take(index, self._trainer_group.device)
+            taken = self._chunks.take(index, self._ranks.device)
             found = self._policy.evaluate(taken.observation, taken.sampled)
             batch = units(found, self._credits, index, self._algorithm.level)
             sums = self._algorithm.loss(batch)
@@ -121,7 +114,7 @@ class RobotBackend:
             self._figures.add(sums, batch)
             assert batch.entropy_K is not None
             self._figures.add_entropy(batch.entropy_K.detach())
-        return MicroReport(self._trainer_group.all_true(finite))
+        return MicroReport(self._ranks.all_true(finite))
 
     def end_episodes(self, *, learned: bool) -> None:
         """Forgets the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
@@ -129,7 +122,7 @@ class RobotBackend:
         if learned and normalizer is not None and self._chunks is not None:
             seen = self._chunks.observation.state_BS
             assert seen is not None
-            normalizer.update(seen.to(self._trainer_group.device))
+            normalizer.update(seen.to(self._ranks.device))
         self._read, self._chunks, self._credits = {}, None, None
 
     @torch.no_grad()
@@ -137,7 +130,7 @@ class RobotBackend:
         """Episode by episode: what else is read makes no difference to the last bit."""
         chunks, final = self._read[data.key], read_final(data)
         parts = torch.split(torch.arange(len(chunks.valid_NC)), self._micro_batch(chunks.observation))
-        taken = [chunks.take(index, self._trainer_group.device) for index in parts]
+        taken = [chunks.take(index, self._ranks.device) for index in parts]
         found = [self._policy.evaluate(each.observation, each.sampled) for each in taken]
         value = 0.0 if final is None else self._final_value(final, chunks)
         return EpisodeScores(
@@ -151,7 +144,7 @@ class RobotBackend:
         """The critic's value of an observation; the actions that are scored with it do not matter."""
         drawn = {name: value[:1] for name, value in chunks.sampled.items()}
         taken = Chunks(final, drawn, chunks.valid_NC[:1]).take(
-            torch.zeros(1, dtype=torch.long), self._trainer_group.device
+            torch.zeros(1, dtype=torch.long), self._ranks.device
         )
         return float(self._policy.evaluate(taken.observation, taken.sampled).values_B[0])
 
@@ -164,36 +157,34 @@ class RobotBackend:
 
     # The optimizer step
 
+    @override
     def zero(self) -> None:
-        """See `Backend`."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._drop_gradients()
         self._figures = TokenFigures()
 
+    @override
     def gradient_is_finite(self) -> bool:
-        """See `Backend`."""
-        return math.isfinite(_norm(self._gradients()))
+        return math.isfinite(self._global_norm(self._gradients()))
 
-    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
-        """See `Backend`. The critic's own weights are clipped apart: their large errors must not slow the policy."""
+    @override
+    def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
         gradients = self._gradients()
-        beside = {name: gradient for name, gradient in gradients.items() if name.startswith(CRITIC)}
-        own = {name: gradient for name, gradient in gradients.items() if name not in beside}
-        norm, critic_norm = _norm(own) / denominator, _norm(beside) / denominator
-        if finite := math.isfinite(norm + critic_norm):
-            clip, critic_clip = self._clip(norm), self._clip(critic_norm)
-            for gradient in beside.values():
-                gradient.mul_(critic_clip / clip)
-            self._adamw.step(gradients, denominator / clip, learning_rate, critic_rate)
-        sums, maxima = (
-            self._trainer_group.sum(self._figures.sums()),
-            self._trainer_group.maximum(self._figures.maxima()),
-        )
-        self.zero()
-        return CommitReport(finite, norm, sums, maxima, critic_norm)
+        return gradients, frozenset(name for name in gradients if name.startswith(CRITIC))
 
-    def _clip(self, norm: float) -> float:
-        return min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
+    @override
+    def _global_norm(self, gradients: dict[str, Tensor]) -> float:
+        """Every rank has the whole gradient."""
+        norms = torch._foreach_norm(list(gradients.values()))
+        return float(torch.stack(norms).double().square().sum().sqrt()) if norms else 0.0
+
+    @override
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @override
+    def _kept(self) -> dict[str, Tensor]:
+        return dict(state_tensors(self._policy))
 
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
@@ -203,7 +194,7 @@ class RobotBackend:
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those of all ranks, added up; this rank's own stay as they are, and are given where there is no other."""
-        alone = self._trainer_group.world_size == 1
+        alone = self._ranks.world_size == 1
         found = {
             name: torch.zeros_like(parameter.data)
             if parameter.grad is None
@@ -215,56 +206,36 @@ class RobotBackend:
                 dist.all_reduce(gradient)
         return found
 
-    def hold(self) -> None:
-        """See `Backend`."""
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_tensors(self._policy)}
-        self._held = weights, self._adamw.copy()
-
-    def end_hold(self, *, back: bool) -> None:
-        """See `Backend`."""
-        held, self._held = self._held, None
-        if back:
-            self.zero()
-            if held is not None:
-                load_weights(self._policy, held[0])
-                self._adamw.put_back(held[1])
-
     # State
 
+    @override
     def memory_plan(self) -> MemoryPlan:
-        """See `Backend`."""
         with torch.device("meta"):
             config = policy_of(self._config.model)
             assert config is not None
             weights = sum(parameter.numel() for parameter in config.build(0).parameters())
         state = {"masters": weights * FP32, "moments": 2 * weights * FP32, "gradients": 2 * weights * FP32}
         hold = {"hold": 3 * weights * FP32 if self._algorithm.passes.several else 0}
-        return (
-            MemoryPlan(state | hold, {})
-            if self._trainer_group.device.type == "cpu"
-            else MemoryPlan(hold, state)
-        )
+        return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
 
+    @override
     def load_initial(self) -> None:
-        """See `Backend`."""
         self._take(initial_policy(self._config.model, self._config.seed))
 
+    @override
     def check_state(self, reader: StateReader) -> None:
-        """See `Backend`."""
         own = {name: tuple(value.shape) for name, value in state_tensors(self._fresh())}
         section = self._config.model
         key, name = ("model.path", repr(section.path)) if section.path else ("model.policy", "the policy")
         check_state_shapes(reader, own, name, key)
 
+    @override
     def load_state(self, reader: StateReader | None) -> None:
-        """See `Backend`."""
         policy = self._fresh()
         if reader is not None:
             load_weights(policy, {name: reader.weight(name) for name, _ in state_tensors(policy)})
         self._take(policy)
-        steps = int(
-            self._trainer_group.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"]
-        )
+        steps = self._saved_steps(reader)
         if not steps:
             return
         moments: dict[str, dict[str, Tensor]] = {}
@@ -272,15 +243,17 @@ class RobotBackend:
             moments[kind] = {}
             for name, shard in self._shards().items():
                 moment = torch.empty_like(shard) if reader is None else reader.moment(kind, name).to(shard)
-                self._trainer_group.share(moment)
+                self._ranks.share(moment)
                 moments[kind][name] = moment
         self._adamw.load(moments, steps)
 
+    @override
     def load_reference(self) -> None:
-        """See `Backend`: episodes are compared with no reference."""
+        """Episodes are compared with no reference."""
 
+    @override
     def warm_up(self) -> WarmUp:
-        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first, and then stays.
+        """The policy's normaliser is fitted to the demonstrations' states first, and then stays.
 
         A clone knows its states only as they were normalised when it learned: other statistics would make other
         actions of the same states.
@@ -288,7 +261,7 @@ class RobotBackend:
         warmup = self._config.trainer.warmup
         shown = read_demonstrations(self._config, self._policy)
         if self._policy.normalizer is not None and shown.observation.state_BS is not None:
-            self._policy.normalizer.update(shown.observation.state_BS.to(self._trainer_group.device))
+            self._policy.normalizer.update(shown.observation.state_BS.to(self._ranks.device))
             self._policy.normalizer.freeze()
         losses = [self._imitate(shown, step) for step in range(warmup.steps)]
         self._take(self._policy)
@@ -297,14 +270,14 @@ class RobotBackend:
 
     def _imitate(self, shown: Chunks, step: int) -> float:
         """One supervised step: the mean loss of the actions that are imitated. Raises Refusal INVALID."""
-        warmup, trainer_group = self._config.trainer.warmup, self._trainer_group
+        warmup, ranks = self._config.trainer.warmup, self._ranks
         chosen = drawn_moments(self._config.seed, step, warmup.batch, len(shown.valid_NC))
         own, summed = (
-            torch.tensor(chosen[trainer_group.rank :: trainer_group.world_size], dtype=torch.long),
+            torch.tensor(chosen[ranks.rank :: ranks.world_size], dtype=torch.long),
             0.0,
         )
         for index in torch.split(own, self._micro_batch(shown.observation)):
-            taken = shown.take(index, trainer_group.device)
+            taken = shown.take(index, ranks.device)
             seeds = [noise_seed(self._config.seed, step, row) for row in index.tolist()]
             losses_BH = self._policy.imitate(taken.observation, taken.sampled[ACTIONS], seeds)
             loss = imitation_loss(losses_BH, taken.valid_NC) * taken.valid_NC.sum()
@@ -314,52 +287,32 @@ class RobotBackend:
         if not self.commit(count, warmup.lr).finite:
             reason = f"the gradient of supervised step {step} is not finite; lower it"
             raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")
-        return trainer_group.sum({"loss": summed})["loss"] / count
+        return ranks.sum({"loss": summed})["loss"] / count
 
+    @override
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """See `Backend`."""
         layout = weight_layout(self._policy, torch.float32)
         return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in layout]
 
+    @override
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         return ((name, tensor.detach().cpu()) for name, tensor in state_tensors(self._policy))
 
+    @override
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend`."""
         return (
             (f"{kind}/{name}", self._adamw.moment(kind, name).cpu())
             for kind in MOMENTS
             for name in self._shards()
         )
 
-    @property
-    def optimizer_steps(self) -> int:
-        """See `Backend`."""
-        return self._adamw.steps
-
     # The device
 
-    def suspend(self) -> int:
-        """See `Backend`."""
-        if self._trainer_group.device.type == "cpu":
-            return give_back_if_short()
-        before = used_bytes(self._trainer_group.device)
-        self._move(torch.device("cpu"))
-        torch.cuda.empty_cache()
-        return before - used_bytes(self._trainer_group.device)
-
-    def wake(self) -> None:
-        """See `Backend`."""
-        if self._trainer_group.device.type != "cpu":
-            self._move(self._trainer_group.device)
-
-    def release(self) -> None:
-        """See `Backend`: nothing is gathered."""
-
-    def _move(self, device: torch.device) -> None:
-        self._policy.to(device)
-        self._adamw.move(lambda tensor: tensor.to(device), self._shards())
+    @override
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        untyped: Any = self._policy
+        untyped._apply(move)
+        self._adamw.move(move, self._shards())
 
     # Answers of a language model
 
@@ -379,14 +332,15 @@ class RobotBackend:
         return config.build(self._config.seed).eval()
 
     def _take(self, policy: AnyPolicy) -> None:
-        self._loaded = policy.to(self._trainer_group.device)
+        self._loaded = policy.to(self._ranks.device)
         self._parameters = dict(policy.named_parameters())
         for _, tensor in state_tensors(policy):
-            self._trainer_group.share(tensor.data)
+            self._ranks.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
         critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
         self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
 
+    @override
     def _shards(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
@@ -397,12 +351,8 @@ class RobotBackend:
         return self._loaded
 
     @property
+    @override
     def _adamw(self) -> ShardedAdamW:
         if self._optimizer is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._optimizer
-
-
-def _norm(gradients: dict[str, Tensor]) -> float:
-    norms = torch._foreach_norm(list(gradients.values()))
-    return float(torch.stack(norms).double().square().sum().sqrt()) if norms else 0.0

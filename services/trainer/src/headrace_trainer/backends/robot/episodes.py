@@ -16,7 +16,7 @@ from headrace_servicekit.rpc.episodes import IMAGE, STATE
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, TokenBatch
-from headrace_trainer.learning.episodes.data import CreditData, EpisodeData, Packed
+from headrace_trainer.learning.samples import CreditData, EpisodeData, Packed
 
 
 @dataclass(frozen=True)

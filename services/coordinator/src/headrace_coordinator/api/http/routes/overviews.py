@@ -27,7 +27,7 @@ from headrace_coordinator.api.http.requests import (
     known_states,
     view_response,
 )
-from headrace_coordinator.projections import read_timeline
+from headrace_coordinator.projections.timeline import read_timeline
 
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]

@@ -34,7 +34,7 @@ class Borrowing:
         self._context = attempt.context
         self._workers = attempt.context.workers
         self._clock = attempt.context.event_log.monotonic
-        self.wanted = bool(self._context.spec.rollout.helpers) and not self._context.placement.in_turns
+        self.wanted = bool(self._context.spec.rollout.helpers) and not self._workers.in_turns
         # Nothing has moved in this step: the policy has nothing to let rest for a while.
         self._moved_at = -math.inf
         self.moved = False
@@ -47,10 +47,10 @@ class Borrowing:
     async def run(self) -> None:
         """Works until the trainer group has its devices."""
         if self.wanted:
-            await self._workers.staff_decoders()
+            await self._context.staffing.staff_decoders()
             if seats := self._seats():
                 await self._decode(seats)
-        if self._context.placement.lent:
+        if self._context.lending.trainers_lack_devices:
             await self._return()
 
     async def _decode(self, seats: Seats) -> None:
@@ -58,7 +58,7 @@ class Borrowing:
         attempt.joining = borrowers
         self.moved, began = True, self._clock()
         try:
-            await self._context.placement.borrow(seats, attempt.published)
+            await self._context.lending.lend_to_decoders(seats, attempt.published)
             self._moved_at = self._clock()
             self._context.tail.borrowed(self._moved_at - began)
             devices = [device for _, found in seats for device in found]
@@ -86,7 +86,7 @@ class Borrowing:
     def _seats(self) -> Seats:
         """Which rollouts decode on which devices from the step's begin on."""
         able = [worker for worker in self._workers.decoders if self._workers.may_help(worker)]
-        seats = self._context.placement.seats_for(able)
+        seats = self._context.lending.decoder_seats(able)
         if self._over or not self._attempt.ledger.index.waiting or not self._context.tail.begun:
             return []
         terms = self._attempt.terms(shared=False)

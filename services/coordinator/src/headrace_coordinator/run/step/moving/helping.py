@@ -66,8 +66,9 @@ class Helping:
         self._workers = attempt.context.workers
         self._ledger = attempt.ledger
         self._clock = attempt.context.event_log.monotonic
-        joins = self._context.placement.joins
-        self.wanted = wanted and bool(self._context.spec.trainer.helpers) and not joins
+        self.wanted = (
+            wanted and bool(self._context.spec.trainer.helpers) and not self._context.placement.hybrid
+        )
         self._beside = attempt.streams
         """Whether the trainer group learns meanwhile."""
         self._groups.shared = self.wanted and self._beside
@@ -90,7 +91,7 @@ class Helping:
         if not self.wanted:
             return
         try:
-            await self._workers.staff_helpers()
+            await self._context.staffing.staff_helpers()
             while not self._over:
                 self._consider()
                 with suppress(TimeoutError):
@@ -109,7 +110,7 @@ class Helping:
         """Asks the policy, and begins the moves that it wants and that a dormant helper can take."""
         terms = self._attempt.terms(shared=not self._beside)
         rollouts = [worker for worker in self._workers.rollouts if self._workers.usable(worker)]
-        busy = self._ledger.index.waiting or self._context.placement.lent
+        busy = self._ledger.index.waiting or self._context.lending.trainers_lack_devices
         if terms is None or busy or not rollouts:
             return  # Every device is needed for samples that nobody has begun.
         state = self._state(terms, rollouts)
@@ -157,12 +158,12 @@ class Helping:
 
     async def _help(self, worker: RolloutClient, helper: TrainerClient) -> None:
         """From a rollout's devices to a contribution; whatever goes wrong costs the helper's work and no more."""
-        attempt, tail, placement = self._attempt, self._context.tail, self._context.placement
+        attempt, tail, lending = self._attempt, self._context.tail, self._context.lending
         began, own = self._clock(), Help(helper)
         name, ledger, lineage = helper.instance.instance, self._ledger, self._context.state.lineage
         try:
-            await placement.lend(worker, helper)
-            await self._workers.join_helper(helper)
+            await lending.lend_to_helper(worker, helper)
+            await self._context.staffing.join_helper(helper)
             await helper.help(attempt.published)
             await helper.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
             tail.joined(self._clock() - began)
@@ -178,7 +179,7 @@ class Helping:
             self._context.note(f"helper {name} gives nothing to step {ledger.step + 1}: {fault}")
             self._groups.give_back(own.prompts)
         finally:
-            await placement.take_back(helper)
+            await lending.release_helper(helper)
 
     async def _feed(self, own: Help, requests: Requests, answered: asyncio.Event) -> None:
         while True:

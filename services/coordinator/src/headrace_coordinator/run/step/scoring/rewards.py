@@ -30,7 +30,7 @@ class Rewards:
         self._context = context
         self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if spec.reward.stages else None
         deliver = self._settle if self._flow is None else self._take_stages
-        self._scoring = Scoring(context.workers, attempt.timer, deliver, spec.main_stage)
+        self._scoring = Scoring(context.staffing, attempt.timer, deliver, spec.main_stage)
         self._main = spec.main_stage
         self._ends_truncated = spec.reward.truncated_reward is not None
         # With several stages, of trajectories without their final reward:

@@ -11,9 +11,9 @@ from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
+from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.scoring.streams import Question, ScoreStream, now
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.workers.group import WorkerGroup
 
 SCORER_RETRIES = 2
 BATCH = 512
@@ -47,16 +47,17 @@ class Scoring:
 
     def __init__(
         self,
-        workers: WorkerGroup,
+        staffing: Staffing,
         timer: StepTimer,
         deliver: Callable[[list[reward.ScoreResult]], None],
         main_stage: str = "score",
     ) -> None:
-        self._workers = workers
+        self._staffing = staffing
+        self._workers = staffing.workers
         self._timer = timer
         self._deliver = deliver
         self._waiting: list[reward.ScoreItem] = []
-        self._streams = workers.score_streams
+        self._streams = staffing.score_streams
         self._broken: Counter[Question] = Counter()
         self._closed = False
         self._main_stage = main_stage
@@ -105,7 +106,7 @@ class Scoring:
     async def _open_streams(self) -> None:
         open_to = {stream.worker.incarnation for stream in self._streams.live}
         if not open_to:
-            await self._workers.staff_rewards()
+            await self._staffing.staff_rewards()
         for worker in self._workers.rewards:
             if worker.incarnation not in open_to:
                 self._streams.open(worker, self._limit_s)
@@ -179,10 +180,10 @@ def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:
     return (message.sample.prompt_ordinal, message.sample.sample_index, message.stage)
 
 
-async def score_all(workers: WorkerGroup, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:
+async def score_all(staffing: Staffing, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:
     """A result for each item, in any order."""
     results: list[reward.ScoreResult] = []
-    scoring = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
+    scoring = Scoring(staffing, StepTimer(staffing.workers.fleet.event_log.monotonic), results.extend)
     for item in items:
         scoring.put(item)
     scoring.close()

@@ -1,0 +1,136 @@
+"""What the pages name is there: modules, files, commands' tests, metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness.processes import ROOT
+
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("services/*/README.md"),
+    *ROOT.glob("libs/*/README.md"),
+]
+MODULE = re.compile(r"\bheadrace_[a-z]+(?:\.[a-z_][a-zA-Z_]*)+")
+SOURCES = [*ROOT.glob("*/*/src"), *ROOT.glob("cli/src"), ROOT / "tools/simulation"]
+IN_BACKTICKS = re.compile(r"`([^`\s]+)`")
+FOLDERS = (
+    "benchmarks",
+    "ci",
+    "cli",
+    "deploy",
+    "docs",
+    "examples",
+    "integration_tests",
+    "libs",
+    "services",
+    "tools",
+)
+METRIC = re.compile(r"\bheadrace_[a-z_]+\b")
+SUFFIXES = ("_total", "_created", "_bucket", "_count", "_sum")
+GENERATED = {"http-api.md", "grpc-api.md", "run-spec.md"}
+
+
+def lines():
+    """Each line of each page that people write, with its place."""
+    for page in PAGES:
+        if page.name not in GENERATED and page.name != "CHANGELOG.md":
+            for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+                yield f"{page.relative_to(ROOT)}:{number}", line
+
+
+def defined(module: str) -> bool:
+    """Whether a dotted name is a module, or a name that its module has."""
+    path, rest = Path(), module.split(".")
+    while rest:
+        found = [source / path / rest[0] for source in SOURCES]
+        if any(each.is_dir() or each.with_suffix(".py").is_file() for each in found):
+            path /= rest.pop(0)
+            continue
+        break
+    if not path.parts:
+        return False
+    texts = [
+        file.read_text(encoding="utf-8")
+        for source in SOURCES
+        for file in ((source / path).with_suffix(".py"), source / path / "__init__.py")
+        if file.is_file()
+    ]
+    return not rest or any(re.search(rf"\b{rest[0]}\b", text) for text in texts)
+
+
+def test_modules_that_pages_name_are_there():
+    wrong = [
+        f"{place}: {name}"
+        for place, line in lines()
+        for name in MODULE.findall(line)
+        if not name.endswith((".py", ".egg")) and not defined(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_that_pages_name_are_there():
+    wrong = []
+    for place, line in lines():
+        for name in IN_BACKTICKS.findall(line):
+            name = name.partition(":")[0].partition("#")[0].rstrip("/")
+            if (
+                name.split("/")[0] in FOLDERS
+                and "source-en" not in name
+                and "/" in name
+                and not re.search(r"[A-Z]{3,}|…|\{|<", name)
+            ):
+                wrong += [f"{place}: {name}"] if not [*ROOT.glob(name)] else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_that_pages_name_by_their_path_are_there():
+    """`learning/step.py` of a service's page, `coordinator/run/` of any page."""
+    packages = {path.name: path for source in SOURCES for path in source.glob("headrace*") if path.is_dir()}
+    wrong = []
+    for place, line in lines():
+        own = re.match(r"(?:services|libs)/(\w+)/README", place)
+        for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*/[a-z_]+(?:/|\.py))`", line):
+            service, _, rest = name.partition("/")
+            roots = [packages[f"headrace_{own[1]}"] / name] if own else []
+            roots += [packages[f"headrace_{service}"] / rest] if f"headrace_{service}" in packages else []
+            roots += [ROOT / name]
+            if (own or f"headrace_{service}" in packages) and not any(each.exists() for each in roots):
+                wrong.append(f"{place}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture/bugs.md"])
+def test_tests_that_commands_run_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    wrong = []
+    for command in re.findall(r"`(pytest [^`]+)`", text):
+        files, _, words = command.removeprefix("pytest ").partition(" -k ")
+        for file in files.split():
+            if not (ROOT / file).is_file():
+                wrong.append(f"{file} is not there: {command}")
+            elif words and len(files.split()) == 1:
+                wanted = re.findall(
+                    r"\w+", words.replace(" or ", " ").replace(" and ", " ").replace("not ", "")
+                )
+                if not any(word.lower() in (ROOT / file).read_text().lower() for word in wanted):
+                    wrong.append(f"nothing is chosen: {command}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_of_metrics_has_each_name():
+    modules = [
+        file.read_text(encoding="utf-8")
+        for source in SOURCES
+        for file in source.rglob("*.py")
+        if "prometheus_client" in file.read_text(encoding="utf-8")
+    ]
+    named = {name for text in modules for name in re.findall(r'"(headrace_[a-z_]+)"', text)}
+    page = {
+        name.removesuffix(next((end for end in SUFFIXES if name.endswith(end)), ""))
+        for name in METRIC.findall((ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
+    }
+    assert named and named == page

@@ -1,0 +1,178 @@
+"""Which devices each worker of a run is to have: those of its side, divided between the workers of that side.
+
+Knows no step, and takes and releases no lease.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Sized
+from math import ceil
+
+from headrace_schema.sections.running import APART, PlacementSection
+
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.places import (
+    device_order,
+    devices_seen,
+    hosts_of,
+    machines,
+    named_devices,
+)
+from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.run.workers.group import WorkerGroup
+
+
+class PlacementError(Exception):
+    """The spec's placement does not fit the fleet; the message names key and fix."""
+
+
+def assign_devices(workers: WorkerGroup, simulates: set[str], *, joined: bool) -> None:
+    """Sets the `devices` of rollouts, trainers and repliers; raises `PlacementError`.
+
+    `simulates`: devices of the run's simulators. `joined`: the trainers have the rollouts' and the simulators' too.
+    """
+    spec, grant, section = workers.spec, workers.grant, workers.section
+    rollouts = [worker for worker in workers.rollouts if worker.incarnation in grant.rollouts]
+    trainers = [worker for worker in workers.trainers if worker.incarnation in grant.trainers]
+    devices_of = default_devices(section, grant.devices, rollouts, trainers, joined=joined)
+    for kind, side_workers, wanted in (
+        ("rollout", rollouts, spec.rollout.instances),
+        ("trainer", trainers, workers.ranks),
+    ):
+        groups = by_machine(side_workers, (*rollouts, *trainers))
+        for machine, group in groups.items():
+            side = devices_of[kind, machine]
+            if kind == "rollout":
+                side = [device for device in side if device not in simulates]
+            elif joined:
+                more = simulates & devices_seen(worker.instance for worker in group) - {*side}
+                side = [*side, *sorted(more, key=device_order)]
+            seat(group, side, _seats(group, side, wanted, groups), f"placement.{kind}")
+    if section.reply:
+        _assign_repliers(workers, section.reply)
+
+
+def _assign_repliers(workers: WorkerGroup, names: Sequence[str]) -> None:
+    repliers = [worker for worker in workers.repliers if worker.incarnation in workers.grant.repliers]
+    wanted = workers.spec.reply.instances if workers.spec.reply else 0
+    hosts, groups = hosts_of(workers.fleet.event_log.state.instances.values()), by_machine(repliers)
+    for group in groups.values():
+        seen = devices_seen(worker.instance for worker in group) & {*workers.grant.devices}
+        side = named_devices(names, sorted(seen, key=device_order), hosts)
+        seat(group, side, _seats(group, side, wanted, groups), "placement.reply")
+
+
+def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, groups: Sized) -> int:
+    """Parts of a side's devices on a machine; a lost worker's is kept if possible, so that the others need not move."""
+    return max(len(group), min(ceil(wanted / len(groups)), len(side)))
+
+
+def default_devices(
+    section: PlacementSection,
+    granted: Sequence[str],
+    rollouts: Sequence[WorkerClient],
+    trainers: Sequence[WorkerClient],
+    *,
+    joined: bool = False,
+) -> dict[tuple[str, str], list[str]]:
+    """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each.
+
+    `joined`: the trainers have the rollouts' too.
+    """
+    chosen: dict[tuple[str, str], list[str]] = {}
+    for machine, workers in by_machine((*rollouts, *trainers)).items():
+        hosts = hosts_of(worker.instance for worker in workers)
+        generates = devices_seen(w.instance for w in workers if w.instance.kind == "rollout")
+        learns = devices_seen(w.instance for w in workers if w.instance.kind == "trainer")
+        # What only one kind can use lies on its side.
+        everything = [device for device in granted if device in generates | learns]
+        everything.sort(key=lambda device: (device in learns) - (device in generates))
+        trainer_side, rollout_side = list(everything), list(everything)
+        if section.mode == "collocated" and section.resident and any(map(is_gpu, everything)):
+            raise PlacementError(
+                "placement.memory: resident keeps both sides in the memory of the same devices, and on GPUs an engine "
+                "takes what it finds there; use offloaded"
+            )
+        if section.mode in APART and generates and learns:
+            if len(everything) < 2:
+                raise PlacementError(
+                    f"placement.mode: {section.mode} needs two devices on {machine}, which has {everything}; "
+                    "use collocated"
+                )
+            if section.mode == "hybrid" and any(map(is_gpu, everything)):
+                raise PlacementError(
+                    "placement.mode: hybrid gives one rank several devices, and on GPUs a rank computes on one; "
+                    "use disaggregated, or collocated with trainer.helpers"
+                )
+            generate = sum(w.instance.kind == "rollout" for w in workers)
+            learn = len(workers) - generate
+            half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
+            rollout_side, trainer_side = everything[:-half], everything[-half:]
+        for kind, names, side, usable in (
+            ("rollout", section.rollout, rollout_side, generates),
+            ("trainer", section.trainer, trainer_side, learns),
+        ):
+            found = _named(names, everything, machine, kind, hosts) if names else side
+            chosen[kind, machine] = [device for device in found if device in usable]
+        if joined:
+            own = chosen["trainer", machine]
+            own += [d for d in chosen["rollout", machine] if d in learns and d not in own]
+    return chosen
+
+
+def _named(
+    names: Sequence[str], everything: Sequence[str], machine: str, kind: str, hosts: Mapping[str, set[str]]
+) -> list[str]:
+    missing = [name for name in names if "/" not in name and not named_devices([name], everything)]
+    if missing:
+        raise PlacementError(
+            f"placement.{kind}: {', '.join(missing)} does not exist; {machine} has {', '.join(everything)}"
+        )
+    found = [device for name in names for device in named_devices([name], everything, hosts)]
+    return list(dict.fromkeys(found))
+
+
+def by_machine(
+    workers: Sequence[WorkerClient], everybody: Sequence[WorkerClient] | None = None
+) -> dict[str, list[WorkerClient]]:
+    """Workers by machine; `everybody` decides which hosts are one machine, whose name is the same for each kind."""
+    machine_of = machines(worker.instance for worker in everybody or workers)
+    groups: dict[str, list[WorkerClient]] = defaultdict(list)
+    for worker in workers:
+        groups[machine_of[worker.incarnation]].append(worker)
+    return groups
+
+
+def seat(workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str) -> None:
+    """Divides `devices` into seats; workers that hold a lease keep theirs where the others find room beside it."""
+    if len(devices) < seats:
+        raise PlacementError(
+            f"{key}: {seats} instances share {len(devices)} devices ({', '.join(devices)}); "
+            "use fewer instances or name more devices"
+        )
+    kept = [worker for worker in workers if worker.lease_epoch]
+    taken = [device for worker in kept for device in worker.devices]
+    free = [device for device in devices if device not in taken]
+    if set(taken) - set(devices) or len(free) < len(workers) - len(kept):
+        kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
+    others = [worker for worker in workers if worker not in kept]
+    chunks = _chunks(free, max(seats - len(kept), len(others), 1))
+    for worker in others:
+        own = next((chunk for chunk in chunks if set(chunk) <= set(worker.instance.devices)), None)
+        if own is None:
+            raise PlacementError(
+                f"{key}: {worker.instance.instance} sees {', '.join(worker.instance.devices)} and none of the "
+                f"devices that are left for it ({'; '.join(', '.join(chunk) for chunk in chunks)}); "
+                "name devices that it sees"
+            )
+        chunks.remove(own)
+        # An engine and a rank compute on one GPU: what it would not touch, it does not hold.
+        worker.devices = own[:1] if is_gpu(own[0]) else own
+
+
+def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """At most `count` parts of nearly equal size, none empty."""
+    share, extra = divmod(len(devices), min(count, len(devices)) or 1)
+    stops = [(index + 1) * share + min(index + 1, extra) for index in range(min(count, len(devices)))]
+    return [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -1,0 +1,128 @@
+"""The leases of a run's workers: which devices each is to have, and how they take and release them.
+
+Who is to have devices when is decided in `placement` and `lending`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from headrace_coordinator.domain.devices.leases import HELD, REPLY, SIMULATE, LeaseRequest
+from headrace_coordinator.domain.intervals import Interval
+from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.devices.assignment import assign_devices
+from headrace_coordinator.run.simulators.leases import SimulatorLeases
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
+
+
+class WorkerLeases:
+    """What the workers of one run hold."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+        self.simulators = SimulatorLeases(workers)
+        self.lock = asyncio.Lock()
+        """Held while devices change hands."""
+        self.joined = False
+        """The trainers have the rollouts' devices too, until those generate again: a hybrid placement."""
+        self.moved_s = 0.0
+        """Seconds in which memory was released or taken, in all."""
+        self.waited: Callable[[Interval, Sequence[str]], None] = lambda interval, devices: None
+        """Is told of each time in the line for devices that other runs share."""
+        self._manager = workers.fleet.lease_manager
+
+    def assign(self) -> None:
+        """Decides every worker's devices; raises `PlacementError`."""
+        assign_devices(self.workers, self.simulators.devices(), joined=self.joined)
+
+    async def take(self, workers: Sequence[WorkerClient], stage: str) -> None:
+        """Assigns devices anew, and leases theirs to `workers`; misplaced leases of the run are released first."""
+        self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
+        with_devices = [worker for worker in workers if worker.devices]
+        misplaced = self._misplaced_leases(workers, stage)
+        await self._manager.release(self.workers.run, misplaced)
+        for worker in self.workers.everyone:
+            if worker.lease_epoch in misplaced:
+                worker.lease_epoch, worker.installed = 0, 0
+        await self._acquire_shared(with_devices, stage)
+
+    async def acquire(
+        self,
+        workers: Sequence[WorkerClient],
+        stage: str,
+        patience: float | None = None,
+        waited: Callable[[float], None] = lambda began: None,
+    ) -> None:
+        """Leases their assigned devices to `workers`: all or none. Parameters as of `LeaseManager.acquire`."""
+        run, timeout = self.workers.run, self.workers.fleet_timeout
+        requests = [LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host) for w in workers]
+        epochs = await self._manager.acquire(requests, timeout, patience, waited)
+        for worker, epoch in zip(workers, epochs, strict=True):
+            worker.lease_epoch, worker.kept = epoch, False
+
+    async def _acquire_shared(self, workers: Sequence[WorkerClient], stage: str) -> None:
+        """Leases for workers; a run that shares may wait for another one, which it must not keep from its own."""
+        fleet = self.workers.fleet
+        if not self.workers.section.share:
+            return await self.acquire(workers, stage)
+        live = fleet.event_log.state.table.leases
+        if any((lease := live.get(w.lease_epoch)) is None or lease.state != HELD for w in workers):
+            await self.release_unloaded([worker for worker in workers if worker.lease_epoch])
+
+        def waited(began: float) -> None:
+            devices = [device for worker in workers for device in worker.devices]
+            self.waited((began, fleet.event_log.monotonic()), devices)
+
+        await self.acquire(workers, stage, self.workers.spec.limits.step_timeout_s, waited)
+
+    async def release(self, workers: Sequence[WorkerClient], *, keep: bool = False) -> None:
+        """Ends the leases of `workers`, with notice; `keep`: what they have loaded may stay."""
+        epochs = [worker.lease_epoch for worker in workers]
+        await self._manager.release(self.workers.run, epochs, keep=keep)
+        for worker in workers:
+            worker.lease_epoch, worker.kept = 0, keep
+
+    async def release_unloaded(self, workers: Sequence[WorkerClient]) -> None:
+        """Ends the leases of workers that were not suspended: they wake again before they compute."""
+        await self.release(workers)
+        for worker in workers:
+            worker.lost_lease()
+
+    def _misplaced_leases(self, workers: Sequence[WorkerClient], stage: str) -> list[int]:
+        """Epochs of the run's leases whose holder was lost, or was assigned other devices since."""
+        group = self.workers
+        passing = group.helpers if stage == "generate" else group.decoders
+        in_turns = group.in_turns and stage != REPLY
+        staying = workers if in_turns else [worker for worker in group.everyone if worker not in passing]
+        assigned = {worker.incarnation: worker.devices for worker in (*staying, *group.repliers)}
+        return [
+            lease.epoch
+            for lease in group.fleet.event_log.state.table.leases.values()
+            if lease.run == group.run
+            and lease.stage != SIMULATE
+            and assigned.get(lease.incarnation) != tuple(lease.devices)
+        ]
+
+    async def load(self, rollouts: Sequence[RolloutClient], published: Published) -> None:
+        """Rollouts that hold their devices can generate with a version."""
+        behind = [r for r in rollouts if not r.awake or r.installed != published.version.number]
+        with self.moving():
+            await gather_all(*(rollout.wake_weights() for rollout in behind))
+        await gather_all(*(rollout.install(published) for rollout in behind))
+        with self.moving():
+            await gather_all(*(rollout.wake_cache() for rollout in behind))
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Counts the seconds of the body as `moved_s`."""
+        clock = self.workers.fleet.event_log.monotonic
+        began = clock()
+        try:
+            yield
+        finally:
+            self.moved_s += clock() - began

@@ -1,0 +1,201 @@
+"""What differs between a run of texts and a run of episodes: prompts, streams, and the peers of a rollout.
+
+The one place of `run` that asks which of both a run is. Only a run of texts has repliers, only one of episodes has
+simulators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from typing_extensions import override
+
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.run.devices.repliers import Repliers
+from headrace_coordinator.run.simulators.pools import Pools
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.rollout_client import Opening, Produced, RolloutClient
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the trajectories of a stream are sampled."""
+
+    policy_number: int
+    seed: int
+    distribution: common.SamplingDistribution
+    max_new_tokens: int
+    stop: Sequence[str]
+    deterministic: bool = False
+    chunk_tokens: int = 0
+    greedy: bool = False
+    """Of an episode; a greedy text has temperature 0."""
+    evaluation: bool = False
+    until_success: bool = False
+    """Whether an episode ends with its first success."""
+
+
+class Modality(Protocol):
+    """A run of texts, or of episodes."""
+
+    resumable: bool
+    """Whether an unfinished trajectory goes on elsewhere from its prefix."""
+
+    warmup_examples: list[dict[str, object]]
+    """Prompts and right answers that the trainer imitates before the first step."""
+
+    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+        """The prompt of an item, or where its episode begins.
+
+        `prefill` stands in for data.prompt.prefill; `record` asks for a video of the episode.
+        """
+
+    def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
+        """The first message of a rollout's stream; its header is left to the client."""
+
+    async def open_environments(self) -> None:
+        """Before rollouts open the run: those that are granted have environments. Raises `Unstaffed`."""
+
+    async def open_repliers(self, fewest: int) -> None:
+        """At least `fewest` instances that reply have the run open, where they have devices of their own."""
+
+    def rollouts_opened(self) -> None:
+        """Rollouts have opened the run, and said how many trajectories they can make at once."""
+
+    async def prepare(self, worker: RolloutClient, published: Published) -> None:
+        """Before a stream: the rollout's simulators or repliers are there, on their devices. Raises `Unstaffed`."""
+
+    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
+        """Whether a rollout says that a simulator or replier answers it no more; `recover` is to be called then."""
+
+    async def recover(self, worker: RolloutClient) -> bool:
+        """After a stream: whether it lost a simulator or replier; waits a little for its exit to be noticed."""
+
+
+class Texts(Modality):
+    """Answers to prompts, each from one policy or from two that speak in turn."""
+
+    def __init__(self, workers: WorkerGroup, dataset: Dataset, repliers: Repliers) -> None:
+        self.resumable = workers.spec.reply is None
+        self._dataset = dataset
+        self._repliers = repliers
+        self.warmup_examples = self._examples() if workers.spec.trainer.warmup.steps else []
+
+    def _examples(self) -> list[dict[str, object]]:
+        items = [self._dataset.train_item(ordinal) for ordinal in range(self._dataset.train_size)]
+        return [
+            {"chat": content.chat, "text": content.text, "prefill": content.prefill, "answer": item.answer}
+            for item, content in ((item, self._dataset.prompt(item)) for item in items)
+        ]
+
+    @override
+    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+        content = self._dataset.prompt(item, prefill=prefill)
+        if content.chat is None:
+            return rollout.Prompt(text=content.text or "")
+        messages = [rollout.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
+        return rollout.Prompt(chat=rollout.ChatPrompt(messages=messages, prefill=content.prefill))
+
+    @override
+    def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
+        return rollout.GenerateOpen(
+            policy_number=sampling.policy_number,
+            distribution=sampling.distribution,
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+            seed=sampling.seed,
+            chunk_tokens=sampling.chunk_tokens,
+            deterministic=sampling.deterministic,
+            evaluation=sampling.evaluation,
+            repliers=self._repliers.openings(),
+        )
+
+    @override
+    async def open_environments(self) -> None:
+        return
+
+    @override
+    async def open_repliers(self, fewest: int) -> None:
+        await self._repliers.open(fewest)
+
+    @override
+    def rollouts_opened(self) -> None:
+        return
+
+    @override
+    async def prepare(self, worker: RolloutClient, published: Published) -> None:
+        await self._repliers.staff(published)
+
+    @override
+    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
+        assert isinstance(response, rollout.GenerateResponse)
+        worker.lost_repliers += response.lost_repliers
+        return bool(response.lost_repliers)
+
+    @override
+    async def recover(self, worker: RolloutClient) -> bool:
+        return await self._repliers.recover(worker)
+
+
+class Episodes(Modality):
+    """Episodes of a robot policy, in environments that simulators step."""
+
+    resumable = False
+
+    def __init__(self, pools: Pools, dataset: Dataset) -> None:
+        self.warmup_examples = []
+        self._pools = pools
+        self._dataset = dataset
+
+    @override
+    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+        start = rollout.EpisodeStart(**item.metadata, record=record)
+        if said := self._pools.instruction(start.task):
+            start.instruction = self._dataset.prompt(replace(item, question=said)).text or ""
+        return rollout.Prompt(episode=start)
+
+    @override
+    def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
+        return rollout.RunEpisodesOpen(
+            policy_number=sampling.policy_number,
+            seed=sampling.seed,
+            greedy=sampling.greedy,
+            evaluation=sampling.evaluation,
+            until_success=sampling.until_success,
+            pools=self._pools.of(worker.incarnation),
+        )
+
+    @override
+    async def open_environments(self) -> None:
+        await self._pools.staff()
+
+    @override
+    async def open_repliers(self, fewest: int) -> None:
+        return
+
+    @override
+    def rollouts_opened(self) -> None:
+        self._pools.count_environments()
+
+    @override
+    async def prepare(self, worker: RolloutClient, published: Published) -> None:
+        await self._pools.prepare(worker)
+
+    @override
+    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
+        assert isinstance(response, rollout.RunEpisodesResponse)
+        worker.lost_pools += response.lost_pools
+        return bool(response.lost_pools)
+
+    @override
+    async def recover(self, worker: RolloutClient) -> bool:
+        lost, worker.lost_pools = worker.lost_pools, []
+        if lost:
+            await self._pools.lost(worker.incarnation, lost)
+        return bool(lost)

@@ -1,0 +1,166 @@
+"""Opens the run at the instances that it was granted, and at their replacements. Knows no lease and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.domain.devices.demand import demand_of
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.modality import Modality
+from headrace_coordinator.run.step.scoring.streams import ScoreStreams
+from headrace_coordinator.run.workers.clients import RewardClient
+from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.opening import (
+    client_of,
+    drop_lost,
+    open_rollouts,
+    open_run,
+    wait_for_instances,
+)
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
+
+Helper = TypeVar("Helper", bound=WorkerClient)
+
+
+class Staffing:
+    """Keeps the run open at its instances. `score_streams`: the streams to its reward instances."""
+
+    def __init__(self, workers: WorkerGroup, modality: Modality) -> None:
+        self.workers = workers
+        self.score_streams = ScoreStreams()
+        self._fleet = workers.fleet
+        self._modality = modality
+
+    async def staff(self) -> None:
+        """Every worker is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
+        # Instances of different kinds open the run side by side: each loads libraries or starts processes for seconds.
+        await gather_all(self._modality.open_environments(), self.staff_rewards())
+        demand = demand_of(self.workers.state)
+        await gather_all(
+            self.staff_trainers(),
+            self._modality.open_repliers(demand.fewest_repliers),
+            self.staff_rollouts(demand.fewest_rollouts),
+        )
+
+    async def staff_rollouts(self, fewest: int = 1) -> None:
+        """At least `fewest` granted rollouts have the run open, and all others that are alive."""
+        workers = self.workers
+        drop_lost(workers)
+        await wait_for_instances(
+            workers,
+            lambda: len(workers.alive(workers.grant.rollouts)) >= fewest,
+            f"{fewest} ready rollout instance(s)",
+        )
+        await self._modality.open_environments()
+        await open_rollouts(workers, workers.rollouts, workers.grant.rollouts, self._rollout_config)
+        self._modality.rollouts_opened()
+
+    async def staff_rewards(self) -> None:
+        """Every ready reward instance has the run open; at least one. They serve many runs at once."""
+        workers = self.workers
+        drop_lost(workers)
+        await wait_for_instances(workers, lambda: bool(self._ready_rewards()), "1 ready reward instance")
+        known = {scorer.incarnation for scorer in workers.rewards}
+        for instance in self._ready_rewards():
+            if instance.incarnation not in known:
+                scorer = client_of(workers, RewardClient, instance)
+                with self._fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
+                    await open_run(workers, scorer, lambda scorer: scorer.open_run(workers.spec.reward))
+                workers.rewards.append(scorer)
+
+    def _ready_rewards(self) -> list[InstanceState]:
+        return [instance for instance in self._fleet.ready("reward") if not instance.draining]
+
+    async def staff_trainers(self) -> None:
+        """All granted trainers have the run open; raises `Unstaffed`."""
+        workers, ranks = self.workers, self.workers.ranks
+        await wait_for_instances(
+            workers,
+            lambda: len(workers.alive(workers.grant.trainers)) == ranks,
+            f"{ranks} ready trainer instance(s)",
+        )
+        opened = [trainer.incarnation for trainer in workers.trainers if trainer.opened]
+        if opened == workers.grant.trainers:
+            return  # No trainer was lost. With a replacement, all open the run and form a new group.
+        workers.trainers = [
+            client_of(workers, TrainerClient, instance, rank=rank)
+            for rank, instance in enumerate(workers.alive(workers.grant.trainers))
+        ]
+        config = self._trainer_config()
+        for trainer in workers.trainers:
+            await open_run(workers, trainer, lambda trainer: self._open_trainer(trainer, config))
+        workers.adopt_leases()
+
+    async def staff_helpers(self) -> None:
+        """The granted trainers that help and can be opened: a run does without the others."""
+        config = self._trainer_config()
+        self.workers.helpers = await self._open_what_can_be(
+            "trainer", self.workers.helpers, TrainerClient, lambda helper: self._open_trainer(helper, config)
+        )
+
+    async def staff_decoders(self) -> None:
+        """The granted rollouts without devices that can be opened: a run does without the others."""
+        config = self._rollout_config()
+        self.workers.decoders = await self._open_what_can_be(
+            "rollout", self.workers.decoders, RolloutClient, lambda decoder: decoder.open_run(config)
+        )
+
+    async def _open_what_can_be(
+        self, kind: str, known: list[Helper], client: type[Helper], call: Callable[[Helper], Awaitable[None]]
+    ) -> list[Helper]:
+        """Those of `known` that may still help, and the newly granted ones of a kind, opened by `call`."""
+        workers = self.workers
+        found = [helper for helper in known if helper.opened and workers.may_help(helper)]
+        opened = {helper.incarnation for helper in found}
+        for instance in workers.alive(workers.grant.helpers):
+            if instance.kind != kind or instance.incarnation in opened:
+                continue
+            helper = client_of(workers, client, instance)
+            try:
+                await open_run(workers, helper, call)
+            except (InstanceDown, CallRefused):
+                continue  # Its process is replaced, or tried again with the next step.
+            found.append(helper)
+        return found
+
+    async def join_helper(self, helper: TrainerClient) -> None:
+        """Makes a helper a trainer group of itself alone, on the devices that it holds then."""
+        if not helper.joined:
+            name = f"helper-{helper.incarnation}"  # Nobody is met there.
+            workers = self.workers
+            await helper.join(workers.state.trainer_group_generation, 1, name, workers.fleet_timeout)
+            helper.joined = True
+
+    async def _open_trainer(self, trainer: TrainerClient, config: str) -> None:
+        await trainer.open_run(config, self.workers.state.directory)
+
+    @property
+    def _fitted(self) -> RunSpec:
+        """The spec with what its environment said of the policy."""
+        spec, fitted = self.workers.spec, self.workers.state.fitted
+        if fitted is None or spec.environment is None:
+            return spec
+        model = spec.model.model_copy(update={"policy": fitted.policy})
+        reads = {"state": fitted.state, "cameras": fitted.cameras}
+        return spec.model_copy(
+            update={"model": model, "environment": spec.environment.model_copy(update=reads)}
+        )
+
+    def _rollout_config(self) -> str:
+        elsewhere = bool(self.workers.spec.placement.reply)
+        return RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere).model_dump_json()
+
+    def _trainer_config(self) -> str:
+        more: dict[str, Any] = {
+            "warmup_examples": self._modality.warmup_examples,
+            "instruction": self.workers.spec.data.prompt.template,
+        }
+        return TrainerConfig.of(self._fitted, **more).model_dump_json()

@@ -1,0 +1,192 @@
+"""The public events of all runs: in files, and in memory those that are durable in the store and not yet in files.
+
+The store keeps an event until a snapshot covers it, and a snapshot waits for `sync`: so an event is always in the
+store or in a synced segment. After a crash the files are cut back to what was synced, and the rest is written again
+from the store, by number: without gap or repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.store.run_files import Item, RunFiles
+from headrace_coordinator.store.segments import Line, write_synced
+from headrace_coordinator.waits import Notifier
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Thread = Callable[..., Awaitable[Any]]
+NAME = "history"
+TAIL_LIMIT = 4096
+"""Events in memory above which nothing more is appended to the store: the disk must take some first."""
+LINGER_S = 0.1
+RETRY_S = 1.0
+PAGE, PAGE_BYTES = 256, 1 << 20
+
+
+class History:
+    """Public events of runs, below `runs`/<run>/history. `thread` runs a function that reads or writes the disk."""
+
+    def __init__(self, runs: Path | None = None, thread: Thread = asyncio.to_thread) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="history-") if runs is None else None
+        self._runs = Path(self._temporary.name) if self._temporary else Path(runs or "")
+        self._thread = thread
+        self._files: dict[str, RunFiles] = {}
+        self._tails: dict[str, list[tuple[int, ev.Event, bytes]]] = defaultdict(list)
+        self._floors: dict[str, int] = {}
+        self._posted: dict[str, int] = {}
+        self._dirty: set[str] = set()
+        self._due = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self.news = Notifier()
+        self.trouble = ""
+
+    @property
+    def backlog(self) -> int:
+        """Events that wait for the disk."""
+        return sum(len(tail) for tail in self._tails.values())
+
+    # --- from the event log
+
+    async def recover(self, runs: dict[str, list[Line]], synced: int, stored: int) -> None:
+        """Makes the files match the store at a start: its log ends at `stored`, its snapshot covers up to `synced`."""
+        for run, lines in runs.items():
+            await self._thread(self._of(run).recover, synced, stored, lines)
+            self._floors[run] = stored
+            self._dirty.add(run)
+
+    def posted(self, run: str, number: int) -> None:
+        """Notes that an event of the run was posted; `extend` brings it once it is durable."""
+        self._posted[run] = number
+
+    def extend(self, events: Iterable[tuple[str, int, ev.Event, bytes]]) -> None:
+        """Adds durable events: (run, number, event, encoded event)."""
+        for run, number, event, data in events:
+            self._tails[run].append((number, event, data))
+        self._due.set()
+        self.news.beat()
+
+    async def run(self) -> None:
+        """Writes tails to files for ever; repeats what the disk refuses, and says why in `trouble`."""
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(LINGER_S)
+            self._due.clear()
+            if not await self._try(self.write):
+                self._due.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def write(self) -> None:
+        """Returns when everything so far is in the files, synced or not. OSError when the disk refuses."""
+        # The thread goes on when its caller is cancelled: what it has written must be removed from the tail even then.
+        await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
+        async with self._writing:
+            for run in [run for run, tail in self._tails.items() if tail]:
+                items = list(self._tails[run])
+                await self._thread(self._of(run).append, items)
+                self._dirty.add(run)
+                self._floors[run] = items[-1][0]
+                del self._tails[run][: len(items)]
+
+    async def sync(self) -> None:
+        """Returns when everything so far survives a loss of power. OSError when the disk refuses."""
+        await self.write()
+        for run in list(self._dirty):
+            self._dirty.discard(run)
+            try:
+                await self._thread(RunFiles(self.directory(run)).sync)
+            except OSError:
+                self._dirty.add(run)
+                raise
+
+    async def synced(self) -> None:
+        """`sync`, repeated until the disk allows it."""
+        while not await self._try(self.sync):  # noqa: ASYNC110  a disk gives no sign when it takes more
+            await asyncio.sleep(RETRY_S)
+
+    async def _try(self, work: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            await work()
+        except OSError as error:
+            if not self.trouble:
+                log.warning("the histories of runs wait for the disk: %s", error)
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        return True
+
+    async def write_beside(self, run: str, name: str, data: bytes) -> None:
+        """Replaces a file in the run's history directory, synced. OSError when the disk refuses."""
+        await self._thread(write_synced, self.directory(run) / name, data)
+
+    def forget(self, run: str) -> None:
+        """Removes the run from memory: nothing more will be written of it."""
+        self._tails.pop(run, None)
+        self._floors.pop(run, None)
+        self._posted.pop(run, None)
+        self._files.pop(run, None)
+
+    # --- reading
+
+    def directory(self, run: str) -> Path:
+        """Where a run's history lies."""
+        return self._runs / run / NAME
+
+    def locate(self, runs: Iterable[RunState]) -> None:
+        """Sets the paths of runs below the data directory, which may have been moved since they were submitted."""
+        if self._temporary is not None:
+            return
+        for run in runs:
+            run.directory = str(self._runs / run.id)
+            if (asked := run.evaluation) is not None and asked.checkpoint_directory:
+                name = Path(asked.checkpoint_directory).name
+                asked.checkpoint_directory = str(self._runs / asked.checkpoint_run / "checkpoints" / name)
+
+    async def page(self, run: str, after: int) -> list[Item]:
+        """Durable events with numbers above `after`, in order: some of them, or none when there are none."""
+        while (floor := self._floors.get(run)) is None or after < floor:
+            files = RunFiles(self.directory(run))
+            found: list[Item] = await self._thread(files.after, after, PAGE, PAGE_BYTES)
+            if found:
+                return found
+            if floor == self._floors.get(run):
+                break  # else the tail was written meanwhile
+        return [(number, event) for number, event, _ in self._tails.get(run, ()) if number > after]
+
+    def complete(self, run: str, sent: int) -> bool:
+        """Whether no event with a number above `sent` was posted."""
+        return self._posted.get(run, 0) <= sent
+
+    async def read(self, run: str, look: Callable[[RunFiles], T]) -> T:
+        """The result of `look` on the run's files, after the tail was written to them (unless the disk refuses)."""
+        if self._tails.get(run):
+            await self._try(self.write)
+        found: T = await self._thread(look, RunFiles(self.directory(run)))
+        return found
+
+    async def kept(self, run: str, frontier_step: int) -> ev.Kept:
+        """The totals of a run's live steps below `frontier_step`: what a rewind to that step keeps."""
+
+        def look(files: RunFiles) -> ev.Kept:
+            tally, record = files.kept(frontier_step)
+            last = files.event(record) if record else None
+            view = last.view if isinstance(last, ev.StepCommitted) else None
+            return ev.Kept(counts=tally.counts, last_step=view)
+
+        return await self.read(run, look)
+
+    def _of(self, run: str) -> RunFiles:
+        """The run's files, which know where to write next."""
+        if run not in self._files:
+            self._files[run] = RunFiles(self.directory(run))
+        return self._files[run]

@@ -1,0 +1,56 @@
+"""Makes the engines in processes of their own; vLLM and SGLang are imported here, when a run asks for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_servicekit.problems import KeyProblem
+from headrace_servicekit.registry import PluginError
+
+from headrace_rollout.engines.base import Engine, EngineConfig
+from headrace_rollout.engines.hosted.engine import HostedEngine
+from headrace_rollout.engines.hosted.options import deadlines_of
+from headrace_rollout.engines.sglang.options import SglangOptions
+from headrace_rollout.engines.vllm.options import VllmOptions
+
+
+def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
+    """An engine for the config's model, without weights and without a process.
+
+    Raises PluginError when vLLM is not installed or does not know an argument, and ModelNotReadable.
+    """
+    with _extra("vllm", "vLLM"):
+        from headrace_rollout.engines.vllm.arguments import check_extra
+        from headrace_rollout.engines.vllm.backend import VllmBackend
+    check_extra(options.engine_args)
+    _check_no_gguf(config, "rollout.engine: vllm reads no GGUF; give a directory of its own")
+    return HostedEngine(VllmBackend(config, options), config, deadlines_of(options))
+
+
+def build_sglang(options: SglangOptions, config: EngineConfig) -> Engine:
+    """As `build_vllm`, for SGLang."""
+    with _extra("sglang", "SGLang"):
+        from headrace_rollout.engines.sglang.arguments import check_extra
+        from headrace_rollout.engines.sglang.backend import SglangBackend
+    check_extra(options.engine_args)
+    installs = "rollout.engine: sglang installs weights into a directory's own architecture"
+    _check_no_gguf(config, f"{installs}; give a directory with config.json")
+    return HostedEngine(SglangBackend(config, options), config, deadlines_of(options))
+
+
+@contextmanager
+def _extra(extra: str, engine: str) -> Iterator[None]:
+    """Names the extra to install where the engine's package cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        reason = f"{engine} cannot be imported by this instance: {error}"
+        fix = f"install headrace-rollout[{extra}] where the instance runs, or choose transformers"
+        raise PluginError([KeyProblem("rollout.engine", reason, fix)]) from error
+
+
+def _check_no_gguf(config: EngineConfig, why: str) -> None:
+    if config.model.gguf_file is not None:
+        raise ModelNotReadable(f"model.gguf_file: {why}")

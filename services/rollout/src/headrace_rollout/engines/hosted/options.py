@@ -1,0 +1,79 @@
+"""What the settings of all hosted engines share: options, names of further arguments, devices, time limits.
+
+Knows no engine: instances without it validate them all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from headrace_servicekit.problems import KeyProblem, nearest
+from headrace_servicekit.registry import Options, PluginError
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from headrace_rollout.engines.hosted.backend import Deadlines, Start
+
+
+class HostedOptions(Options):
+    """What a run may say about an engine in processes of its own."""
+
+    tensor_parallel_size: PositiveInt | None = Field(
+        default=None, description="devices that one model spans; default: all of the lease's GPUs"
+    )
+    enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
+    install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
+    silence_timeout_s: PositiveFloat = Field(
+        default=120.0, description="seconds without a token, after which the engine counts as hung"
+    )
+
+
+KEY = "rollout.engine_options"
+
+
+def deadlines_of(options: HostedOptions) -> Deadlines:
+    """The options as the adapter takes them."""
+    return Deadlines(
+        start_s=options.start_timeout_s,
+        install_s=options.install_timeout_s,
+        silence_s=options.silence_timeout_s,
+    )
+
+
+def check_names(
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    *,
+    own: Mapping[str, str],
+    fixed: Set[str],
+    engine: str,
+    listed_in: str,
+) -> None:
+    """Checks `engine_args`; raises PluginError with a problem for each name that cannot stand there.
+
+    `own`: names that another setting decides, and which; `fixed`: those that Headrace sets; `known`: the engine's.
+    """
+    names = sorted(known)
+    problems = []
+    for name in given:
+        key = f"{KEY}.engine_args.{name}"
+        if name in own:
+            problems.append(KeyProblem(key, "another setting decides it", f"set {own[name]}"))
+        elif name in fixed:
+            problems.append(KeyProblem(key, "Headrace sets it itself", "leave it out"))
+        elif name not in names:
+            close = nearest(name, names)
+            fix = f"did you mean {close!r}?" if close else f"see {engine}'s {listed_in} for its names"
+            problems.append(KeyProblem(key, f"{engine} has no such argument", fix))
+    if problems:
+        raise PluginError(problems)
+
+
+def parallel_size(wanted: int | None, start: Start) -> int:
+    """Devices of one model: by default all GPUs of the lease. Raises ValueError when the lease has fewer."""
+    gpus = [device for device in start.devices if device.type == "cuda"]
+    size = wanted or max(1, len(gpus))
+    if gpus and size > len(gpus):
+        raise ValueError(f"{KEY}.tensor_parallel_size: {size} devices are wanted and {len(gpus)} are leased")
+    return size

@@ -1,0 +1,136 @@
+"""What an engine is asked for and what comes of it: samples of groups, and the updates of their trajectories.
+
+Knows no tensors, no gRPC and no run: only prompts as ids, distributions and versions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What tokens are sampled from; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def greedy(self) -> Distribution:
+        """The same at temperature 0."""
+        return replace(self, temperature=0.0)
+
+
+class Finish(Enum):
+    """Why a sample ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SlotKey:
+    """The slot that a sample fills."""
+
+    prompt_ordinal: int
+    sample_index: int
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
+
+    Of a finished exchange, version 0 stands for tokens that were given, such as replies.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    spans: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class CachedContext:
+    """Keys and values of a context's first `tokens`; `form` names the layout of `data` and the weights."""
+
+    form: str
+    tokens: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample to make."""
+
+    sample_index: int
+    attempt: int
+    prefix: Prefix | None = None
+    greedy: bool = False
+    """The likeliest token each time, whatever the stream's temperature."""
+    cache: CachedContext | None = None
+    """The cache of prompt and prefix that another engine made, of any form."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of one prompt."""
+
+    prompt_ordinal: int
+    prompt_ids: Sequence[int]
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class TrajectoryUpdate:
+    """What happened to a sample: new tokens, its end, or its stop from outside.
+
+    `token_ids` and `log_probs` begin at `offset` and hold what was not sent before; all are of version
+    `policy_number` (with stop strings, a few that they held back may be of the one before). An end (`finish`) or a
+    stop (`stopped`) carries the whole answer in `whole`, with the version of each token as spans.
+    """
+
+    key: SlotKey
+    attempt: int
+    offset: int
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    policy_number: int
+    prompt_ids: Sequence[int]
+    finish: Finish | None = None
+    stopped: bool = False
+    whole: Prefix | None = None
+    greedy: bool = False
+    text_from: int = 0
+    """Where in `whole` the text begins that scorers judge."""
+    cache: CachedContext | None = None
+    """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Where outputs go and what holds for all samples of one Generate call.
+
+    `sink` and `holds` are called from the engine's thread; they must not block. `holds` says whether the
+    stream's lease is held: without it no token is made, and its samples come back as partial outputs.
+    """
+
+    policy_number: int
+    distribution: Distribution
+    max_new_tokens: int
+    seed: int
+    sink: Callable[[list[TrajectoryUpdate]], None]
+    failed: Callable[[str], None]
+    stop: tuple[str, ...] = ()
+    chunk_tokens: int = 0
+    deterministic: bool = False
+    holds: Callable[[], bool] = lambda: True
+    moving: threading.Event = field(default_factory=threading.Event)
+    """Set when its samples go on elsewhere: updates of those that stop may carry their caches."""

@@ -1,0 +1,262 @@
+"""Opens a run, and installs the versions of its policy: those of a trainer, and those read from files.
+
+Here it is decided whether a run's policy is of text or of a robot. Imports torch only as a run is opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import RolloutConfig, reply_model
+from headrace_schema.sections.replying import ReplySection
+from headrace_servicekit.instance import host_memory
+from headrace_servicekit.lease.devices import gpu_uuids
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.registry import PluginError
+from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transfer import receive_weights
+
+from headrace_rollout.engines import ENGINES
+from headrace_rollout.engines.base import Authority, Engine, EngineConfig, Policy, Weights
+from headrace_rollout.engines.contract import require_engine
+from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.exchanges.engine import ExchangeEngine
+from headrace_rollout.exchanges.exchange import Rules
+from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun
+from headrace_rollout.wire import duration_of, refusals, weights_of
+
+if TYPE_CHECKING:
+    import torch
+    from headrace_modelkit.robot.directory import AnyConfig
+    from headrace_modelkit.tokenizer import TextCodec
+
+
+def open_run(
+    name: str, config: RolloutConfig, leased: Sequence[str], shm_dir: Path, token: str | None
+) -> OpenedRun:
+    """Builds everything but the weights, on leased devices if there are any already.
+
+    It takes seconds the first time, as it imports torch. Simulators on this host put observations below `shm_dir`, and
+    are shown `token`.
+
+    Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
+    """
+    from headrace_modelkit.robot.directory import policy_of
+
+    try:
+        policy = policy_of(config.model)
+        if policy is None:
+            return _text_run(name, config, leased)
+        return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
+    except PluginError as error:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
+    except ModelNotReadable as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
+
+
+def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRun:
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    if config.environment is not None:
+        raise ModelNotReadable(
+            f"model.path: {config.model.path!r} holds no robot policy, and environment needs one; give a directory "
+            "with policy.json, or model.policy"
+        )
+    chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
+    codec = load_tokenizer(config.model)
+    settings = EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+
+    def build(wanted: EngineConfig) -> Engine:
+        engine = chosen.build(wanted)
+        require_engine(chosen.name, engine)
+        return engine
+
+    if config.reply is not None:
+        return TextRun(name, config, _exchange_engine(config, config.reply, settings, build), codec)
+    return TextRun(name, config, build(settings), codec)
+
+
+def _robot_run(
+    name: str,
+    config: RolloutConfig,
+    policy: AnyConfig,
+    devices: tuple[torch.device, ...],
+    blobs: BlobReader,
+    token: str | None,
+) -> RobotRun:
+    from headrace_modelkit.robot.language import instruction_encoder
+
+    from headrace_rollout.robot.engine import RobotEngine
+
+    if config.environment is None:
+        raise ModelNotReadable("environment: a robot policy acts in environments; name them")
+    encode = instruction_encoder(policy, config.model.path)
+    return RobotRun(name, config, RobotEngine(policy, config.environment, devices, blobs, token), encode)
+
+
+def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:
+    """torch's names of leased devices, none for none. Raises ServiceError INVALID for a GPU that is not seen."""
+    from headrace_modelkit.devices import DeviceNotSeen, torch_devices
+
+    if not leased:
+        return ()
+    try:
+        return torch_devices(gpu_uuids(leased))
+    except DeviceNotSeen as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
+
+
+def memory_on(leased: Sequence[str]) -> Memory:
+    """What is free on leased devices, and what this process uses there."""
+    from headrace_modelkit.devices import free_bytes, used_bytes
+
+    gpus = [device for device in devices_of(leased) if device.type == "cuda"]
+    if not gpus:
+        return host_memory()
+    return Memory(sum(map(free_bytes, gpus)), sum(map(used_bytes, gpus)))
+
+
+def _exchange_engine(
+    config: RolloutConfig,
+    reply: ReplySection,
+    settings: EngineConfig,
+    build: Callable[[EngineConfig], Engine],
+) -> ExchangeEngine:
+    """The engines of both policies as one. Where other instances reply, the second model is not loaded here.
+
+    Of that one the tokenizer alone is read then. Raises ModelNotReadable where it or its tokenizer does not fit.
+    """
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    frozen = reply_model(config.model, reply)
+    replier: Engine | None = None
+    if frozen is not None:
+        with _naming_reply():
+            _same_tokens(settings.codec, reply, load_tokenizer(frozen))
+            if not config.replies_elsewhere:
+                replier = build(replace(settings, model=frozen))
+    speaker = build(settings)
+    limits = [engine.max_context_tokens for engine in (speaker, replier) if engine is not None]
+    rules = Rules(
+        turns=reply.turns,
+        before=_glue(settings.codec, reply.before),
+        after=_glue(settings.codec, reply.after),
+        distribution=Distribution(temperature=reply.temperature),
+        max_new_tokens=reply.max_new_tokens,
+        stop=tuple(reply.stop),
+        context_limit=min(limits),
+        last_alone=reply.scored == "last",
+    )
+
+    def read() -> tuple[str, Weights]:
+        from headrace_rollout.runs.policy_files import read_policy
+
+        assert frozen is not None
+        manifest, body = read_policy(config.model_copy(update={"model": frozen}), "", "")
+        return manifest.digest, weights_of(manifest, body)
+
+    return ExchangeEngine(speaker, replier, rules, read)
+
+
+@contextmanager
+def _naming_reply() -> Iterator[None]:
+    """Names `reply.path` in errors about the second model, which say `model.path`."""
+    try:
+        yield
+    except ModelNotReadable as error:
+        raise ModelNotReadable(str(error).replace("model.path", "reply.path")) from error
+
+
+def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:
+    """Ids of a text inside an exchange: without what the tokenizer puts before the beginning of one."""
+    ids: Sequence[int] = codec.tokenizer.encode(text, add_special_tokens=False) if text else ()
+    return tuple(ids)
+
+
+def _same_tokens(codec: TextCodec, reply: ReplySection, other: TextCodec) -> None:
+    if codec.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+        raise ModelNotReadable(
+            f"reply.path: {reply.path!r} has another tokenizer than the policy, and both read the same ids; give a "
+            "model of the same family"
+        )
+
+
+class PolicyInstaller:
+    """Installs under `changing`, one version at a time. `store` receives what trainers have published.
+
+    Raises ServiceError: the engine's refusal, WEIGHTS_MISMATCH, or why the weights could not be received or read.
+    """
+
+    def __init__(self, store: WeightStore, token: str | None, changing: asyncio.Lock) -> None:
+        self._store, self._token, self._changing = store, token, changing
+
+    async def receive(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, authority: Authority
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Takes a trainer's version, verifies and swaps it; what is installed already moves no byte."""
+        version, started = request.version, time.perf_counter()
+        policy = Policy(version.number, version.digest)
+        async with self._changing:
+            with refusals():
+                if await run.engine.check_install(policy, in_flight=request.in_flight):
+                    return rollout_pb2.InstallPolicyResponse(version=version)
+                received = await receive_weights(
+                    self._store, run.name, version, request.manifest, request.sources, token=self._token
+                )
+                transfer_s = time.perf_counter() - started
+                weights = weights_of(request.manifest, received.body, received.path)
+                pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
+            self._store.keep(run.name, {version.number})
+        return rollout_pb2.InstallPolicyResponse(
+            version=version,
+            transport=received.transport,
+            bytes_moved=received.bytes_moved,
+            transfer_time=duration_of(transfer_s),
+            pause_time=duration_of(pause_s),
+            fallbacks=received.fallbacks,
+        )
+
+    async def read_files(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, authority: Authority
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Reads, casts and swaps weights that no trainer has published."""
+        from headrace_rollout.runs.policy_files import read_policy
+
+        version, checkpoint, started = request.version, request.files.checkpoint, time.perf_counter()
+        async with self._changing:
+            installed = run.engine.policy
+            if installed is not None and installed.number == version.number:
+                version.digest = installed.digest
+                return rollout_pb2.InstallPolicyResponse(version=version)
+            manifest, body = await asyncio.to_thread(read_policy, run.config, checkpoint, version.digest)
+            read_s = time.perf_counter() - started
+            version.digest = manifest.digest
+            policy = Policy(version.number, version.digest)
+            with refusals():
+                pause_s = await _put(
+                    run, policy, weights_of(manifest, body), authority, in_flight=request.in_flight
+                )
+        return rollout_pb2.InstallPolicyResponse(
+            version=version, transfer_time=duration_of(read_s), pause_time=duration_of(pause_s)
+        )
+
+
+async def _put(
+    run: OpenedRun, policy: Policy, weights: Weights, authority: Authority, *, in_flight: bool
+) -> float:
+    try:
+        return await run.engine.install(policy, weights, authority, in_flight=in_flight)
+    except ValueError as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error

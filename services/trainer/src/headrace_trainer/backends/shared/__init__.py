@@ -1,0 +1,1 @@
+"""What several training backends share: the learned model, figures, optimizer, fit of a checkpoint, warm-up, losses."""

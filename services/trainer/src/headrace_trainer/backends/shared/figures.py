@@ -1,0 +1,84 @@
+"""Figures over trained tokens, kept as sums and maxima so that they add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import LossSums, TokenBatch
+from headrace_trainer.learning.figures import LARGEST_LOG_RATIO
+
+
+class TokenFigures:
+    """Sums over tokens: `loss` (as the algorithm weighs it), `entropy`, `mismatch`, the algorithm's own."""
+
+    def __init__(self) -> None:
+        names = (
+            "tokens",
+            "engine_tokens",
+            "loss",
+            "entropy",
+            "mismatch",
+            "mismatch_kl",
+            "ratio",
+            "ratio_square",
+        )
+        self._sums: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._own: dict[str, float] = {}
+        self._maxima: dict[str, float] = {"mismatch": 0.0, "ratio": 0.0}
+
+    def add(self, sums: LossSums, batch: TokenBatch) -> None:
+        """Adds a micro-batch. The mismatch is that of the old log-probs; tokens without an engine one are left out."""
+        self._sums["tokens"] += float(batch.log_probs_K.numel())
+        self._sums["loss"] += float(sums.loss.detach())
+        self._compare((batch.old_log_probs_K - batch.engine_log_probs_K).detach())
+        for name, value in sums.token_sums.items():
+            self._own[name] = self._own.get(name, 0.0) + float(value.detach())
+
+    def _compare(self, log_ratio_K: Tensor) -> None:
+        known_K = log_ratio_K[torch.isfinite(log_ratio_K)].double()
+        if not known_K.numel():
+            return
+        ratio_K, off_K = known_K.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), known_K.abs()
+        # Of tokens that the engine drew, ratio - 1 - log ratio estimates KL(engine || trainer); never below 0.
+        sums = torch.stack([off_K, ratio_K - 1 - known_K, ratio_K, ratio_K.square()]).sum(-1).tolist()
+        for name, value in zip(("mismatch", "mismatch_kl", "ratio", "ratio_square"), sums, strict=True):
+            self._sums[name] += value
+        self._sums["engine_tokens"] += known_K.numel()
+        for name, value in zip(
+            ("mismatch", "ratio"), torch.stack([off_K, ratio_K]).amax(-1).tolist(), strict=True
+        ):
+            self._maxima[name] = max(self._maxima[name], value)
+
+    def add_entropy(self, entropy_K: Tensor) -> None:
+        """Adds the entropies of a micro-batch's tokens."""
+        self._sums["entropy"] += float(entropy_K.sum())
+
+    def merge(self, other: TokenFigures) -> None:
+        """Adds another's."""
+        for name, value in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        for name, value in other._own.items():
+            self._own[name] = self._own.get(name, 0.0) + value
+        for name, value in other._maxima.items():
+            self._maxima[name] = max(self._maxima[name], value)
+
+    @classmethod
+    def of(cls, sums: Mapping[str, float], maxima: Mapping[str, float]) -> TokenFigures:
+        """What `sums` and `maxima` gave."""
+        found = cls()
+        for name, value in sums.items():
+            own = name.removeprefix("own.")
+            (found._own if own != name else found._sums)[own] = value
+        found._maxima |= maxima
+        return found
+
+    def sums(self) -> dict[str, float]:
+        """Sums by name; the algorithm's own are prefixed "own."."""
+        return self._sums | {f"own.{name}": value for name, value in self._own.items()}
+
+    def maxima(self) -> dict[str, float]:
+        """Maxima by name."""
+        return dict(self._maxima)

@@ -1,0 +1,108 @@
+"""Whether a checkpoint is of this run's model and optimizer: by names and shapes, before anything is loaded."""
+
+from __future__ import annotations
+
+from headrace_modelkit.critic import Critic
+from headrace_modelkit.loading import load_model
+from headrace_modelkit.lora import add_adapters, is_adapter
+from headrace_modelkit.weights import state_tensors
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import LoraSection
+
+from headrace_trainer.backends._base import StateReader
+from headrace_trainer.backends.shared.optimizer import MOMENTS
+from headrace_trainer.errors import Refusal
+
+CRITIC = "critic."
+"""What names of a critic's weights begin with, beside the policy's."""
+ALPHA = "alpha"
+"""Stands among the parts of adapters for the number that scales them."""
+
+
+def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora or algorithm.options.critic.
+
+    Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
+    """
+    model, lora = load_model(config.model, weights=False), config.trainer.lora
+    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}
+    check_state_shapes(reader, own, repr(config.model.path))
+    if lora is None and reader.adapter_shapes():
+        raise _mismatch(
+            "trainer.lora",
+            "the checkpoint has adapters, and this run trains all weights; give trainer.lora as it was, or export the "
+            "checkpoint's model and name that as model.path",
+        )
+    if lora is not None:
+        add_adapters(model, lora, config.seed)
+        own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model) if is_adapter(name)}
+        _check_adapters(reader, own, lora)
+    if critic is not None:
+        _check_critic(reader.critic_shapes(), critic)
+
+
+def check_state_shapes(
+    reader: StateReader, own: dict[str, tuple[int, ...]], model: str, key: str = "model.path"
+) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH unless weights of these shapes and AdamW's moments are there."""
+    if problem := _difference(reader.weight_shapes(), own):
+        raise _mismatch(
+            key,
+            f"{model} is not the model of the checkpoint: {problem}; name the model that it was made with",
+        )
+    if (kinds := reader.moment_kinds()) != set(MOMENTS):
+        found = ", ".join(sorted(kinds)) or "none"
+        raise _mismatch(
+            "optimizer",
+            f"the checkpoint has the optimizer state {found}, this run's AdamW has {', '.join(MOMENTS)}; "
+            "name a checkpoint that AdamW made",
+        )
+
+
+def _check_adapters(reader: StateReader, own: dict[str, tuple[int, ...]], lora: LoraSection) -> None:
+    saved = {name: shape for name, shape in reader.adapter_shapes().items() if name != ALPHA}
+    if not saved:
+        raise _mismatch(
+            "trainer.lora",
+            "the checkpoint has no adapters: all its weights were trained; leave trainer.lora out, or export its model "
+            "and name that as model.path",
+        )
+    if problem := _difference(saved, own):
+        key = "trainer.lora.targets" if saved.keys() ^ own.keys() else "trainer.lora.rank"
+        raise _mismatch(key, f"the checkpoint has other adapters: {problem}; set {key} as it was")
+    if (alpha := float(reader.adapter(ALPHA))) != lora.alpha:
+        raise _mismatch(
+            "trainer.lora.alpha",
+            f"the checkpoint's adapters count {alpha:g} / rank times, not {lora.alpha:g} / rank; "
+            f"set trainer.lora.alpha: {alpha:g}",
+        )
+
+
+def _check_critic(saved: dict[str, tuple[int, ...]], critic: Critic) -> None:
+    key = "algorithm.options.critic"
+    if not saved:
+        raise _mismatch(
+            key,
+            "the checkpoint has no critic: the algorithm that made it had none; export its model and name that as "
+            "model.path, or name a checkpoint that was made with a critic",
+        )
+    own = {f"{CRITIC}{name}": tuple(tensor.shape) for name, tensor in critic.tensors()}
+    if problem := _difference(saved, own):
+        raise _mismatch(
+            key, f"the checkpoint has another critic: {problem}; set the critic's options as they were"
+        )
+
+
+def _difference(saved: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> str:
+    for name in sorted(saved.keys() & own.keys()):
+        if saved[name] != own[name]:
+            return f"{name} has the shape {list(saved[name])} there and {list(own[name])} here"
+    if missing := own.keys() - saved.keys():
+        return f"it has no {min(missing)} ({len(missing)} missing)"
+    if extra := saved.keys() - own.keys():
+        return f"it has {min(extra)}, which the model has not ({len(extra)} of them)"
+    return ""
+
+
+def _mismatch(key: str, message: str) -> Refusal:
+    return Refusal("CHECKPOINT_MISMATCH", f"{key}: {message}", key=key)

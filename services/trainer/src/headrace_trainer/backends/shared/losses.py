@@ -1,0 +1,37 @@
+"""From a forward to what losses take: of an algorithm, and of a supervised warm-up. Knows no model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, TokenBatch
+from headrace_trainer.learning.packing import MicroBatch
+
+Forward = tuple[Tensor, Tensor, Tensor | None]
+"""Log-probs, entropies and values of the trained tokens."""
+
+
+def supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
+    """The negative log-likelihood of the trained tokens, weighted and not divided."""
+    return -(found_K[0] * batch.weights_K).sum()
+
+
+def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
+    """The trained tokens of a micro-batch as an algorithm's loss takes them."""
+    log_probs_K, entropy_K, values_K = found_K
+    own_K = log_probs_K.detach()
+    old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
+    return TokenBatch(
+        log_probs_K=log_probs_K,
+        old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
+        engine_log_probs_K=batch.engine_log_probs_K,
+        advantages_K=batch.advantages_K,
+        weights_K=batch.weights_K,
+        sequences_K=batch.sequences_K,
+        columns_K=batch.columns_K,
+        entropy_K=entropy_K,
+        values_K=values_K,
+    )

@@ -1,0 +1,252 @@
+"""A model that learns, whatever divides it over the ranks: optimizer step, hold, moves; of language models, passes too.
+
+A backend of its own kind adds its forward and backward, and where its shards are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+from headrace_modelkit.devices import used_bytes
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor
+from typing_extensions import override
+
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.allocator import give_back_if_short
+from headrace_trainer.backends._base import Backend, CommitReport, MicroReport, StateReader, WarmUp
+from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
+from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW
+from headrace_trainer.backends.shared.warmup import SupervisedBatches
+from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.learning.packing import MicroBatch
+from headrace_trainer.learning.samples import Columns, Rows
+
+LossOf = Callable[[Forward, MicroBatch], Tensor]
+
+
+class LearnedModel(Backend):
+    """Gradients are added up unnormalised in fp32 and divided by the step's denominator at the commit, so the order and
+    the packing in which groups come do not matter.
+    """
+
+    def __init__(self, config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._ranks = ranks
+        self._figures = TokenFigures()
+        self._held: tuple[dict[str, Tensor], AdamWState] | None = None
+        torch.use_deterministic_algorithms(config.deterministic)
+
+    # What a backend adds
+
+    @property
+    @abstractmethod
+    def _adamw(self) -> ShardedAdamW:
+        """The optimizer. Raises Refusal NOT_OPEN before weights are loaded."""
+
+    @abstractmethod
+    def _shards(self) -> dict[str, Tensor]:
+        """This rank's fp32 master shards; what is written to them is computed with after `_spread`."""
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What `hold` keeps of the weights."""
+        return self._shards()
+
+    def _spread(self) -> None:
+        """Makes the shards' values those of the next forward, on every rank."""
+
+    @abstractmethod
+    def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """The reduced gradient's shards, and which of them are of the critic's own weights."""
+
+    @abstractmethod
+    def _global_norm(self, gradients: dict[str, Tensor]) -> float:
+        """The norm of these shards over all ranks."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Drops reduced gradients."""
+
+    @abstractmethod
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
+
+    def _park(self) -> None:
+        """Takes to host memory what only some rounds compute with."""
+
+    # What all do
+
+    @property
+    @override
+    def optimizer_steps(self) -> int:
+        return self._adamw.steps
+
+    @override
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
+        norm, critic_norm = self._apply(self._adamw, denominator, learning_rate, critic_rate)
+        sums = self._ranks.sum(self._figures.sums())
+        maxima = self._ranks.maximum(self._figures.maxima())
+        self._figures = TokenFigures()
+        return CommitReport(math.isfinite(norm + critic_norm), norm, sums, maxima, critic_norm)
+
+    def _apply(
+        self, optimizer: ShardedAdamW, denominator: float, rate: float, critic_rate: float = 0.0
+    ) -> tuple[float, float]:
+        """Reduce, clip and step; the global norms before clipping. One that is not finite changes nothing.
+
+        The critic's own weights are clipped apart, so that a bad critic does not slow the policy.
+        """
+        gradients, critic = self._reduced()
+        beside = {name: gradient for name, gradient in gradients.items() if name in critic}
+        own = {name: gradient for name, gradient in gradients.items() if name not in critic}
+        norm = self._global_norm(own) / denominator
+        critic_norm = self._global_norm(beside) / denominator if beside else 0.0
+        if math.isfinite(norm + critic_norm):
+            clip, critic_clip = self._clip(norm), self._clip(critic_norm)
+            for gradient in beside.values():
+                gradient.mul_(critic_clip / clip)
+            optimizer.step(gradients, denominator / clip, rate, critic_rate)
+            self._spread()
+        self._drop_gradients()
+        return norm, critic_norm
+
+    def _clip(self, norm: float) -> float:
+        return min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
+
+    @override
+    def hold(self) -> None:
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._kept().items()}
+        self._held = weights, self._adamw.copy()
+
+    @override
+    @torch.no_grad()
+    def end_hold(self, *, back: bool) -> None:
+        held, self._held = self._held, None
+        if not back:
+            return
+        self.zero()
+        if held is not None:
+            weights, state = held
+            for name, tensor in self._kept().items():
+                tensor.copy_(weights[name])
+            self._adamw.put_back(state)
+            self._spread()
+
+    def _saved_steps(self, reader: StateReader | None) -> int:
+        """Optimizer steps of a checkpoint that rank 0 reads, on every rank."""
+        own = {"steps": float(reader.optimizer_steps if reader else 0)}
+        return int(self._ranks.sum(own)["steps"])
+
+    @override
+    def suspend(self) -> int:
+        """Everything goes to host memory; on the host, what can be made again is dropped."""
+        device = self._ranks.device
+        if device.type == "cpu":
+            self.release()
+            return give_back_if_short()
+        before = used_bytes(device)
+        self._park()
+        self.move(lambda tensor: tensor.to("cpu"))
+        torch.cuda.empty_cache()
+        return before - used_bytes(device)
+
+    @override
+    def wake(self) -> None:
+        device = self._ranks.device
+        if device.type != "cpu":
+            self.move(lambda tensor: tensor.to(device))
+
+    @override
+    def release(self) -> None:
+        """Nothing is gathered for a forward."""
+
+
+class LanguageModel(LearnedModel):
+    """A language model that learns from tokens, with its frozen reference where the algorithm needs one."""
+
+    speaks = True
+    """Whether this rank's figures count: one of the ranks that compute a replica between them does."""
+
+    @abstractmethod
+    def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
+        """Accumulates the loss gradient, unless a loss or a log-prob is not finite on any rank."""
+
+    @abstractmethod
+    def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
+        """Columns of the rows' trained tokens, (K,). Raises Refusal INVALID for one that the run has not."""
+
+    @abstractmethod
+    def _new_optimizer(self) -> ShardedAdamW:
+        """An optimizer without state."""
+
+    @property
+    @abstractmethod
+    def _has_weights(self) -> bool:
+        """Whether weights are loaded."""
+
+    @abstractmethod
+    def _take_reference(self, *, warmed: bool) -> None:
+        """Makes the reference; `warmed`: from the policy's weights, which a warm-up has changed."""
+
+    def _warmed_up(self) -> None:
+        """After a warm-up."""
+
+    @override
+    def load_reference(self) -> None:
+        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
+            return
+        trainer = self._config.trainer
+        warmed = trainer.reference is None and trainer.warmup.steps > 0
+        if warmed and not self._has_weights:  # A checkpoint is about to be loaded: the warm-up is made again.
+            torch.manual_seed(self._config.seed)
+            self.load_initial()
+            self.warm_up()
+        self._take_reference(warmed=warmed)
+
+    @override
+    def warm_up(self) -> WarmUp:
+        warmup = self._config.trainer.warmup
+        batches = SupervisedBatches(self._config, self.replica, self.replicas)
+        optimizer = self._new_optimizer()
+        for step in range(warmup.steps):
+            work, tokens = batches.step(step, shared=self.shares_prefixes)
+            rounds = int(self._ranks.maximum({"rounds": float(len(work))})["rounds"])
+            for index in range(rounds):
+                self._backward(work[index] if index < len(work) else [], supervised)
+            own = float(tokens) if self.speaks else 0.0
+            self._apply(optimizer, self._ranks.sum({"tokens": own})["tokens"], warmup.lr)
+        self.zero()
+        self._warmed_up()
+        return WarmUp(warmup.steps)
+
+    @override
+    def micro(self, rows: Rows) -> MicroReport:
+        found = TokenFigures()
+
+        def loss_of(forward: Forward, batch: MicroBatch) -> Tensor:
+            tokens = token_batch(forward, batch)
+            sums = self._algorithm.loss(tokens)
+            found.add(sums, tokens)
+            found.add_entropy(forward[1].detach())
+            return sums.loss
+
+        finite = self._backward(rows, loss_of, values=self._algorithm.critic is not None)
+        if finite and rows and self.speaks:
+            self._figures.merge(found)
+        return MicroReport(finite)
+
+    @override
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
+        sequences = [sequence for row in rows for sequence in row]
+        found: list[Columns] = [{} for _ in sequences]
+        for name, computed_K in self._columns(columns, rows).items():
+            values = iter(computed_K.tolist())
+            for own, sequence in zip(found, sequences, strict=True):
+                own[name] = [next(values) for _ in sequence.trained]
+        return found

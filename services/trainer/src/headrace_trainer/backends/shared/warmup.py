@@ -1,0 +1,55 @@
+"""Supervised batches from reference answers, in a seeded order that is the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
+from headrace_schema.openings import TrainerConfig, WarmupExample
+
+from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.samples import Rows, Sequence
+
+
+class SupervisedBatches:
+    """The share of one rank in each warm-up step. Only answer tokens, their end included, are trained."""
+
+    def __init__(self, config: TrainerConfig, rank: int, world_size: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        if config.trainer.warmup.steps:
+            codec = load_tokenizer(config.model)
+            self._sequences = [_sequence(codec, example) for example in config.warmup_examples]
+
+    def step(self, step: int, *, shared: bool) -> tuple[list[Rows], int]:
+        """Micro-batches and trained tokens of this rank's share of step `step`."""
+        own = self._batch(step)[self._rank :: self._world_size]
+        budget = self._config.trainer.micro_batch_tokens
+        rows = [
+            (length, [own[index] for index in members])
+            for length, members in plan_rows(own, budget, shared=shared)
+        ]
+        batches = plan_batches([length for length, _ in rows], budget)
+        work = [[rows[row][1] for row in batch] for batch in batches]
+        return work, sum(len(sequence.trained) for sequence in own)
+
+    def _batch(self, step: int) -> list[Sequence]:
+        size = min(self._config.trainer.warmup.batch, len(self._sequences))
+        first = step * size
+        return [self._sequences[self._pick(first + offset)] for offset in range(size)]
+
+    def _pick(self, position: int) -> int:
+        """Index of the example at a position of the endless order: one permutation after another."""
+        epoch, index = divmod(position, len(self._sequences))
+        order = list(range(len(self._sequences)))
+        random.Random(f"{self._config.seed}/warmup/{epoch}").shuffle(order)
+        return order[index]
+
+
+def _sequence(codec: TextCodec, example: WarmupExample) -> Sequence:
+    prompt = codec.encode_prompt(example.chat, example.text, example.prefill)
+    answer = codec.encode_answer(example.answer)
+    trained = list(range(len(prompt), len(prompt) + len(answer)))
+    return Sequence([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0)

@@ -1,0 +1,160 @@
+"""What the leader of a trainer group announces: one struct for each kind of round, with that round's own fields."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import msgspec
+
+from headrace_trainer.learning.samples import CreditData, EpisodeData, Rows
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Round")).lower()
+
+
+class Round(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind):
+    """What all ranks do next. A `governed` one needs every rank's lease; the others end or hand out what it made."""
+
+    governed: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> str:
+        """For people and measurements."""
+        return _kind(type(self).__name__)
+
+
+class RestoreRound(Round, frozen=True):
+    """Loads a checkpoint, or the initial model when `checkpoint` is empty, as version `number`."""
+
+    checkpoint: str
+    number: int
+
+
+class HelpRound(Round, frozen=True):
+    """Loads a published version's weights alone."""
+
+
+class MicroRound(Round, frozen=True):
+    """Accumulates the gradient of `work`, an entry for each replica: an empty one is a zero-weight dummy's.
+
+    `algorithm_state` is `Algorithm.state` on the leader.
+    """
+
+    work: list[Rows]
+    algorithm_state: dict[str, float]
+
+
+class CheckRound(Round, frozen=True):
+    """Asks whether the accumulated gradient is finite."""
+
+
+class InferRound(Round, frozen=True):
+    """Computes `columns` of `work`, which has an entry for each replica."""
+
+    work: list[Rows]
+    columns: list[str]
+
+
+class ReadRound(Round, frozen=True):
+    """Gives every rank a step's episodes, of which each scores a share."""
+
+    episodes: list[EpisodeData]
+
+
+class CreditRound(Round, frozen=True):
+    """Says what the chunks of the episodes that were read are worth."""
+
+    credit: CreditData
+
+
+class ChunksRound(Round, frozen=True):
+    """Accumulates the gradient of numbered chunks of the episodes; an entry for each replica."""
+
+    chunks: list[list[int]]
+
+
+class EndEpisodesRound(Round, frozen=True):
+    """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""
+
+    governed = False
+    learned: bool
+
+
+class HoldRound(Round, frozen=True):
+    """Keeps weights and optimizer state as they are."""
+
+
+class EndHoldRound(Round, frozen=True):
+    """Drops what is held; `back` returns to it first."""
+
+    governed = False
+    back: bool
+
+
+class AddRound(Round, frozen=True):
+    """Adds a helper's gradient, which the leader has, to what is accumulated."""
+
+
+class CommitRound(Round, frozen=True):
+    """One optimizer step with what is accumulated."""
+
+    denominator: float
+    learning_rate: float
+    critic_rate: float
+
+
+class PublishRound(Round, frozen=True):
+    """Gathers every weight on the leader."""
+
+    governed = False
+
+
+class SnapshotRound(Round, frozen=True):
+    """Copies weights and optimizer state into the leader's host memory."""
+
+    governed = False
+
+
+class AbortRound(Round, frozen=True):
+    """Empties the accumulators."""
+
+    governed = False
+
+
+class LeaveRound(Round, frozen=True):
+    """Ends the followers' loops."""
+
+    governed = False
+
+
+AnyRound = (
+    RestoreRound
+    | HelpRound
+    | MicroRound
+    | CheckRound
+    | InferRound
+    | ReadRound
+    | CreditRound
+    | ChunksRound
+    | EndEpisodesRound
+    | HoldRound
+    | EndHoldRound
+    | AddRound
+    | CommitRound
+    | PublishRound
+    | SnapshotRound
+    | AbortRound
+    | LeaveRound
+)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """An announced round: the how-manieth it is of which generation, and the step attempt that is open."""
+
+    generation: int
+    number: int
+    step: int
+    attempt: int
+    round: AnyRound

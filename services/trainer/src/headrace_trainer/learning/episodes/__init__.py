@@ -1,1 +1,0 @@
-"""Learning from episodes of a robot policy."""

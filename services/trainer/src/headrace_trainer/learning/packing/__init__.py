@@ -1,1 +1,0 @@
-"""Which sequences go into which micro-batch and round."""

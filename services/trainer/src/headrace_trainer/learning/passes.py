@@ -1,0 +1,230 @@
+"""A commit's optimizer steps: what is asked of the trainer group, at which rates, and several passes over a batch.
+
+Knows no tensors; the step's rules are `step`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
+
+from headrace_trainer.algorithms._base import Algorithm, CriticPlan, Passes
+from headrace_trainer.backends._base import CommitReport
+from headrace_trainer.errors import Quiesced
+from headrace_trainer.learning.intake import not_finite
+from headrace_trainer.learning.samples import (
+    Columns,
+    CreditData,
+    EpisodeData,
+    EpisodeScores,
+    GroupRecord,
+    Rows,
+    Sequence,
+)
+from headrace_trainer.learning.step import StepState
+
+Batch = TypeVar("Batch")
+Part = TypeVar("Part")
+
+
+class StepRounds(Protocol):
+    """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then nobody began it."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which gets an entry of work."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences of a row share what they have in common."""
+
+    def micro(self, work: list[Rows]) -> bool:
+        """Accumulates; whether it was finite everywhere. When not, nothing was accumulated."""
+
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        """Gives every rank these episodes; their scores under the weights of the moment, in any order."""
+
+    def credit(self, data: CreditData) -> None:
+        """Says what the chunks of the episodes that were read are worth."""
+
+    def chunks(self, work: list[list[int]]) -> bool:
+        """As `micro`, of numbered chunks of `credit`'s episodes."""
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """Forgets the episodes; when `learned`, the normaliser learns first of what was seen in them."""
+
+    def holds(self) -> bool:
+        """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
+
+    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
+        """The named columns of each sequence of each group, under the weights of the moment."""
+
+    def apply(self, denominator: float, rate: float) -> CommitReport:
+        """One optimizer step with what is accumulated, which is then empty."""
+
+    def hold(self) -> None:
+        """Keeps weights and optimizer state as they are, to go back to."""
+
+    def end_hold(self, *, back: bool) -> None:
+        """Forgets what was held; `back` returns to it first and empties the accumulators."""
+
+    def drop(self) -> None:
+        """Empties the accumulators."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step of a commit: what it reports, what its sums were divided by, and its epoch from 0."""
+
+    report: CommitReport
+    denominator: float
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a step's learning ended. When `finite` is false the base is still held and nothing is accumulated.
+
+    `suspects` are then the groups that are not finite by themselves: digest → what is wrong.
+    """
+
+    steps: list[OptimizerStep]
+    finite: bool
+    suspects: Mapping[str, str] = field(default_factory=dict)
+
+
+def moved_far(passes: Passes, report: CommitReport) -> bool:
+    """Whether the policy has moved further from the old one than `target_kl` lets it."""
+    target, sums = passes.target_kl, report.token_sums
+    return target is not None and sums.get("own.approx_kl", 0.0) > target * max(1.0, sums["tokens"])
+
+
+def denominator(algorithm: Algorithm, records: Iterable[GroupRecord]) -> float:
+    """What the sums over these groups are divided by."""
+    found = list(records)
+    return algorithm.denominator(sum(r.tokens for r in found), sum(r.trained_sequences for r in found))
+
+
+class PassesLearner(ABC, Generic[Batch, Part]):
+    """Learns from a step's whole batch when the step is committed: an optimizer step follows each minibatch.
+
+    What is not finite, in whichever pass, leaves the base as it was.
+    """
+
+    def __init__(self, config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> None:
+        self._config = config
+        self._rounds = rounds
+        self._passes = algorithm.passes
+
+    def finish(self, state: StepState, rate: float) -> Finished:
+        """All passes, or none of them. Raises Quiesced, the base restored, when a lease has lapsed in between."""
+        batch = self._lay_out(state)
+        several = self._passes.several
+        if several:
+            self._rounds.hold()
+        try:
+            finished = self._all_passes(batch, state, rate)
+        except Quiesced:
+            self._back(several)
+            raise
+        if not finished.finite:
+            self._back(several)
+            return finished
+        self._learned()
+        if several:
+            self._rounds.end_hold(back=False)
+        return finished
+
+    def _all_passes(self, batch: Batch, state: StepState, rate: float) -> Finished:
+        assert state.begun is not None
+        done: list[OptimizerStep] = []
+        for epoch, minibatch in self._minibatches(batch, state.begun.step):
+            if epoch and done and moved_far(self._passes, done[-1].report):
+                break
+            divisor = self._divisor(batch, minibatch)
+            report = self._rounds.apply(divisor, rate) if self._accumulate(minibatch) else None
+            if report is None or not report.finite:
+                return Finished(done, False, self._suspects(batch, state, minibatch))
+            done.append(OptimizerStep(report, divisor, epoch))
+        return Finished(done, True)
+
+    def _suspects(self, batch: Batch, state: StepState, minibatch: list[Part]) -> dict[str, str]:
+        """Which groups of the minibatch are not finite by themselves, under the weights of the moment."""
+        found = {}
+        for record, own in self._by_group(batch, state, minibatch):
+            self._rounds.drop()
+            if not self._accumulate(own):
+                found[record.digest] = not_finite(record).detail
+            elif not self._rounds.holds():
+                found[record.digest] = not_finite(record, "gradient").detail
+        self._rounds.drop()
+        return found
+
+    def _back(self, held: bool) -> None:
+        if held:
+            self._rounds.end_hold(back=True)
+        else:
+            self._rounds.drop()
+
+    @abstractmethod
+    def _lay_out(self, state: StepState) -> Batch:
+        """What the passes go through."""
+
+    @abstractmethod
+    def _minibatches(self, batch: Batch, step: int) -> Iterator[tuple[int, list[Part]]]:
+        """(epoch, minibatch), in an order that seed, step and epoch decide; as equal in size as can be."""
+
+    @abstractmethod
+    def _divisor(self, batch: Batch, minibatch: list[Part]) -> float:
+        """What the minibatch's sum is divided by."""
+
+    @abstractmethod
+    def _accumulate(self, minibatch: list[Part]) -> bool:
+        """Accumulates its gradient; whether it was finite everywhere."""
+
+    @abstractmethod
+    def _by_group(
+        self, batch: Batch, state: StepState, minibatch: list[Part]
+    ) -> Iterable[tuple[GroupRecord, list[Part]]]:
+        """The minibatch's parts of each group."""
+
+    @abstractmethod
+    def _learned(self) -> None:
+        """All passes are done: what was kept is dropped."""
+
+
+def step_rates(
+    config: OptimizerSection, critic: CriticPlan | None, step: int, run_steps: int
+) -> tuple[float, float]:
+    """Rates of the policy and of the critic's own weights in step `step`, by one schedule. 0 for what stands still."""
+    rate = learning_rate(config, step, run_steps)
+    if critic is None:
+        return rate, 0.0
+    own = config.model_copy(update={"lr": critic.learning_rate or config.lr})
+    return 0.0 if step < critic.warmup_steps else rate, learning_rate(own, step, run_steps)
+
+
+def learning_rate(config: OptimizerSection, step: int, run_steps: int) -> float:
+    """Rate of step `step` (from 0), as transformers' schedules: linear warm-up from 0, then the named decay.
+
+    So the first step of a warm-up moves nothing, there as here. Decays to `final_fraction` of the peak at
+    `total_steps` (default: the run's steps) and stays there.
+    """
+    schedule = config.schedule
+    if step < schedule.warmup_steps:
+        return config.lr * step / schedule.warmup_steps
+    total = schedule.total_steps or run_steps
+    done = (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps)
+    left = {
+        "constant": lambda: 1.0,
+        "linear": lambda: 1.0 - min(1.0, done),
+        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))),
+    }[schedule.name]()
+    return config.lr * (schedule.final_fraction + (1.0 - schedule.final_fraction) * left)

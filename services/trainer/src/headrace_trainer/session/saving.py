@@ -1,0 +1,130 @@
+"""The checkpoints of one run on its leader: their directory, the lineage that it writes, and the write in flight.
+
+Knows no rounds: `Session` says what is saved and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_schema.openings import TrainerConfig
+
+from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.saver import Saver, Write
+from headrace_trainer.checkpoints.tree import Origin, Saved
+from headrace_trainer.errors import Refusal
+from headrace_trainer.group.rank import Copies, Rank
+from headrace_trainer.learning.step import Version
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What Restore answers."""
+
+    version: Version
+    warmup_steps: int
+    figures: dict[str, float]
+
+
+class RunCheckpoints:
+    """`begin` follows each restore: what is saved after it makes a lineage of its own."""
+
+    def __init__(self, run_directory: Path, config: TrainerConfig) -> None:
+        self.directory = CheckpointDirectory(run_directory)
+        self.origin = Origin()
+        self.store_id = ""
+        self.manifest = b""
+        """Of the recorded step, as the coordinator gave it."""
+        self._config = config.checkpoint
+        self._saver: Saver | None = None
+
+    def begin(self, origin: Origin, store_id: str, version: Version) -> None:
+        """A run goes on from `origin` as `version`. A lineage that cannot be claimed is claimed by the first save."""
+        self.origin, self.store_id, self._saver = origin, store_id, None
+        self.directory.sweep()
+        if self._config.enabled:
+            try:
+                self._saver = self._claim_lineage(version)
+            except OSError:
+                return
+
+    def ready_saver(self, version: Version) -> Saver:
+        """Who writes the run's next checkpoint. Raises Refusal BUSY, or CHECKPOINT_FAILED without a lineage."""
+        if self._saver is None:
+            try:
+                self._saver = self._claim_lineage(version)
+            except OSError as error:
+                message = f"{self.directory.root}: {error}; free the disk"
+                raise Refusal("CHECKPOINT_FAILED", message, "exhausted") from error
+        self._saver.check_idle()
+        return self._saver
+
+    def _claim_lineage(self, version: Version) -> Saver:
+        lineage = self.directory.new_lineage(self.origin, version.number, self.store_id)
+        return Saver(self.directory, lineage, self._config.keep)
+
+    def snapshot(
+        self, rank: Rank, copies: Copies, version: Version, lineage: Mapping[int, int], ledger: bytes
+    ) -> Snapshot:
+        """What is written of a version, whose tensors `copies` are."""
+        return Snapshot(
+            version=version,
+            weights=copies.weights,
+            optimizer=copies.optimizer,
+            optimizer_steps=copies.optimizer_steps,
+            lineage=lineage,
+            store_id=self.store_id,
+            ledger=ledger,
+            step_manifest=self.manifest,
+            origin=self.origin,
+            reference=rank.backend.reference,
+            base_model=rank.base_model,
+            algorithm_state=rank.algorithm.state(),
+        )
+
+    def written(self, number: int) -> Write | None:
+        """The write of a version, when it is the last one begun and has not failed."""
+        return self._saver.written(number) if self._saver else None
+
+    def flight(self) -> Write | None:
+        """What is being written."""
+        return self._saver.flight() if self._saver else None
+
+    def finish(self) -> None:
+        """Waits for what is being written."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    @property
+    def last_failure(self) -> str:
+        """Name of the last checkpoint whose write failed, with the reason."""
+        return self._saver.last_failure if self._saver else ""
+
+
+def check_same_models(saved: Saved, reference: ReferenceFacts | None, base: ReferenceFacts | None) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint was made with another reference or another base model."""
+    if _differs(saved.reference, reference):
+        assert saved.reference is not None and reference is not None
+        raise Refusal(
+            "CHECKPOINT_MISMATCH",
+            f"trainer.reference: {saved.name} was made with the reference {saved.reference.name} (digest "
+            f"{saved.reference.digest}), and this run has {reference.name} (digest {reference.digest}); give the same "
+            "reference, or begin a run without from_checkpoint",
+            key="trainer.reference",
+        )
+    if _differs(saved.base_model, base):
+        assert saved.base_model is not None and base is not None
+        raise Refusal(
+            "CHECKPOINT_MISMATCH",
+            f"model.path: the adapters of {saved.name} were trained beside the weights of {saved.base_model.name} "
+            f"(digest {saved.base_model.digest}), and {base.name} has others (digest {base.digest}); give model.path "
+            "and model.dtype as they were",
+            key="model.path",
+        )
+
+
+def _differs(saved: ReferenceFacts | None, found: ReferenceFacts | None) -> bool:
+    return saved is not None and found is not None and saved.digest != found.digest

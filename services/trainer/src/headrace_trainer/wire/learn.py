@@ -1,0 +1,199 @@
+"""Learn: streams of settled groups, and the bounded queue before the one thread that learns.
+
+Requests of a stream are read ahead of their acknowledgements, which go out in their order; what has queued up, of all
+streams, is learned together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_servicekit.lease.open_runs import OpenRuns
+from headrace_servicekit.rpc.errors import ServiceError
+
+from headrace_trainer.errors import Refusal
+from headrace_trainer.learning.samples import GroupRecord, LearnItem
+from headrace_trainer.wire.calls import refusals
+
+Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]]
+LINGER_S = 0.005
+"""A batch with room begins when its first item has waited so long, while somebody may still send another: groups
+settle in bursts, and of a small model half a micro-batch costs nearly as much as a whole one."""
+BATCHES, LEAST_QUEUED = 8, 1 << 16
+"""A queue is full with so many batches, of no fewer tokens in all."""
+SHORT_S = 0.05
+"""Batches that take longer are worth no such wait: their time is their tokens'."""
+Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
+
+
+class LearnQueue:
+    """Items of all streams, in order. `put` waits while BATCHES are queued: that slows the sender.
+
+    A batch takes whole items up to `batch_tokens()`, so that a long queue is still acknowledged piece by piece.
+    """
+
+    def __init__(self, learn: Learn, batch_tokens: Callable[[], int]) -> None:
+        self._learn = learn
+        self._batch_tokens = batch_tokens
+        self._waiting: deque[Waiting] = deque()
+        self._queued = 0
+        self._room = asyncio.Condition()
+        self._worker: asyncio.Task[None] | None = None
+        self._first_at = self._last_s = 0.0
+        self._senders = 0
+        self._arrived = asyncio.Event()
+
+    @contextmanager
+    def sender(self) -> Iterator[None]:
+        """While the body runs, more items may come."""
+        self._senders += 1
+        try:
+            yield
+        finally:
+            self._senders -= 1
+            self._arrived.set()
+
+    async def put(self, item: LearnItem) -> asyncio.Future[list[GroupRecord]]:
+        """Queues an item; the future tells what became of its groups, or raises Refusal."""
+        size = max(1, sum(group.token_count() for group in item.groups))
+        async with self._room:
+            await self._room.wait_for(lambda: not self._queued or self._queued + size <= self._limit())
+            self._queued += size
+        future: asyncio.Future[list[GroupRecord]] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._first_at = asyncio.get_running_loop().time()
+        self._waiting.append((item, size, future))
+        self._arrived.set()
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work(), name="learn")
+        return future
+
+    def _limit(self) -> int:
+        return max(BATCHES * self._batch_tokens(), LEAST_QUEUED)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            await self._linger()
+            batch = self._take()
+            began = asyncio.get_running_loop().time()
+            try:
+                results = await self._learn([item for item, _, _ in batch])
+            except Exception as error:  # noqa: BLE001 - whoever waits for this batch must hear of it
+                results = [error] * len(batch)  # type: ignore[list-item]
+            self._last_s = asyncio.get_running_loop().time() - began
+            for (_, _, future), result in zip(batch, results, strict=True):
+                if future.done():
+                    continue  # its stream is gone; the groups are in all the same
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+            async with self._room:
+                self._queued -= sum(size for _, size, _ in batch)
+                self._room.notify_all()
+
+    async def _linger(self) -> None:
+        if self._last_s > SHORT_S:
+            return
+        try:
+            async with asyncio.timeout_at(self._first_at + LINGER_S):
+                while self._senders and sum(size for _, size, _ in self._waiting) < self._batch_tokens():
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        except TimeoutError:
+            return
+
+    def _take(self) -> list[Waiting]:
+        batch, most = [self._waiting.popleft()], self._batch_tokens()
+        total = batch[0][1]
+        while self._waiting and total + self._waiting[0][1] <= most:
+            batch.append(self._waiting.popleft())
+            total += batch[-1][1]
+        return batch
+
+
+AHEAD = 8
+"""Requests that are read and not acknowledged."""
+Admit = Callable[[common_pb2.CommandHeader, trainer_pb2.LearnRequest], LearnItem]
+"""Checks the stream's authority and reads a request; raises ServiceError."""
+
+
+class LearnStream:
+    """The life of a stream. `revoked` says that it has ended because its lease was revoked."""
+
+    def __init__(self, queue: LearnQueue, admit: Admit, open_runs: OpenRuns) -> None:
+        self._queue = queue
+        self._admit = admit
+        self._open_runs = open_runs
+        self.lease_epoch = 0
+        self.revoked = False
+        self._closed = False
+        self._reader: asyncio.Task[None] | None = None
+        self._ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None] = asyncio.Queue(
+            AHEAD
+        )
+
+    async def outcomes(
+        self, requests: AsyncIterator[trainer_pb2.LearnRequest]
+    ) -> AsyncGenerator[tuple[float, list[GroupRecord]], None]:
+        """(seconds since it was read, its groups' records) of each request, until one that the revoke came before."""
+        reader = self._reader = asyncio.create_task(self._read(requests), name="learn stream")
+        try:
+            while (entry := await self._ahead.get()) is not None:
+                read_at, future = entry
+                await asyncio.wait([future])
+                if self.revoked and future.exception() is not None:
+                    return
+                with refusals():
+                    records = future.result()
+                yield time.monotonic() - read_at, records
+            if self.revoked:
+                return
+            if self._closed:
+                raise ServiceError(
+                    grpc.StatusCode.ABORTED,
+                    "RUN_CLOSED",
+                    "the run was closed; what was learned of it is told",
+                )
+            await reader
+        finally:
+            reader.cancel()
+
+    def revoke(self) -> None:
+        """The lease ends: nothing more is read, and what was read is told, as far as it was learned."""
+        self.revoked = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[trainer_pb2.LearnRequest]) -> None:
+        header: common_pb2.CommandHeader | None = None
+        try:
+            with self._queue.sender(), ExitStack() as stack:
+                async for request in requests:
+                    if header is None and request.HasField("header"):
+                        stack.enter_context(self._open_runs.until_closed(request.header.run, self._close))
+                    header = request.header if request.HasField("header") else header
+                    if header is None:
+                        raise ServiceError(
+                            grpc.StatusCode.INVALID_ARGUMENT,
+                            "INVALID",
+                            "the first message of a Learn stream needs a header",
+                        )
+                    self.lease_epoch = header.lease_epoch
+                    future = await self._queue.put(self._admit(header, request))
+                    self._open_runs.applied(header)
+                    await self._ahead.put((time.monotonic(), future))
+        finally:
+            await self._ahead.put(None)
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._reader is not None:
+            self._reader.cancel()
