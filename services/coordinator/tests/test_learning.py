@@ -28,7 +28,7 @@ def attempt():
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
         spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask"), deterministic=False),
         workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
-        placement=SimpleNamespace(joins=False),
+        placement=SimpleNamespace(hybrid=False),
     )
     return AttemptState(context, None, None, Trajectories(1 << 40), streams=True)
 
@@ -87,7 +87,7 @@ def test_what_helpers_give_back_waits_again_where_it_is_still_settled(attempt):
 
 
 def test_a_closed_queue_holds_the_rest_where_the_trainer_group_is_about_to_have_more_devices(attempt):
-    attempt.context.placement = SimpleNamespace(joins=True, resident=True)
+    attempt.context.placement = SimpleNamespace(hybrid=True, resident=True)
     groups = AttemptState(attempt.context, None, None, Trajectories(1), streams=True).groups
     groups.put([4])
     groups.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_coordinator.domain.devices.sharing import gives_way
+from headrace_coordinator.domain.devices.sharing import releases_to
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
@@ -126,7 +126,7 @@ class Sharing:
         self._wanted = spec.placement.share
         # Episodes and conversations would begin anew elsewhere, and a deterministic run decodes in a fixed order: these
         # give way only where nothing is in hand.
-        self._in_parts = not spec.deterministic and spec.environment is None and spec.reply is None
+        self._in_parts = not spec.deterministic and context.modality.resumable
 
     def close(self) -> None:
         """Generation is over."""
@@ -143,7 +143,7 @@ class Sharing:
             except WaitTimeout:
                 continue
             if not self._over:
-                await self._context.placement.give_way()
+                await self._context.lending.release_to_other_run()
 
     def _due(self) -> bool:
         held = [worker for worker in self._context.workers.rollouts if worker.lease_epoch]
@@ -157,7 +157,7 @@ class Sharing:
         idle = not self._index.waiting and not self._index.assigned
         made = self._in_parts and self._done() > self._finished
         held_s = self._clock() - self._began
-        return gives_way(waiter, self._context.state.priority, held_s, made=made, idle=idle)
+        return releases_to(waiter, self._context.state.priority, held_s, made=made, idle=idle)
 
     def _note_turn(self, epochs: tuple[int, ...]) -> None:
         if epochs != self._turn:
