@@ -1,4 +1,4 @@
-"""Settled groups on their way to the trainer: whole, in order, in messages of a bounded size."""
+"""Settled groups on their way to the trainer: queued, lent to helpers, whole, in messages of a bounded size."""
 
 from types import SimpleNamespace
 
@@ -22,13 +22,13 @@ def attempt():
         prompt: [Slot(prompt, sample, reward=prompt + sample / 2) for sample in range(GROUP)]
         for prompt in range(9)
     }
-    ledger = SimpleNamespace(group=groups.__getitem__)
+    ledger = SimpleNamespace(group=groups.__getitem__, index=SimpleNamespace(settled=set(groups)))
     lineage = SimpleNamespace(versions={4: Version(4, 3, 1, "digest")})
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
         spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask"), deterministic=False),
         workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
-        placement=SimpleNamespace(joins=False),
+        placement=SimpleNamespace(hybrid=False),
     )
     return AttemptState(context, None, None, Trajectories(1 << 40), streams=True)
 
@@ -70,6 +70,30 @@ def test_beside_helpers_the_trainer_group_has_little_in_hand(attempt):
     while piece := groups.take():
         pieces.append(piece)
     assert pieces == [[0, 1], [2, 3]] and groups.waiting == list(range(4, 9))
+
+
+def test_what_helpers_give_back_waits_again_where_it_is_still_settled(attempt):
+    groups = attempt.groups
+    groups.put([3, 1, 2])
+    groups.lend([1, 2])
+    assert groups.take() == [3] and groups.sent == {3} and not groups.exhausted
+    attempt.ledger.index.settled -= {2}
+    groups.give_back([1, 2, 7])
+    assert groups.waiting == [1] and not groups.lent
+    attempt.ledger.index.settled = {1, 3}
+    groups.close()
+    assert groups.collect() == [1, 3] and not groups.sent
+    assert groups.take() == [1, 3] and groups.exhausted
+
+
+def test_a_closed_queue_holds_the_rest_where_the_trainer_group_is_about_to_have_more_devices(attempt):
+    attempt.context.placement = SimpleNamespace(hybrid=True, resident=True)
+    groups = AttemptState(attempt.context, None, None, Trajectories(1), streams=True).groups
+    groups.put([4])
+    groups.close()
+    assert groups.take() == [] and not groups.exhausted
+    groups.go_on()
+    assert groups.take() == [4] and groups.exhausted
 
 
 async def test_a_settled_trajectory_carries_message_reward_and_oldest_version(attempt):
