@@ -306,7 +306,7 @@ async def test_what_is_written_while_its_reader_is_cancelled_is_there_once(tmp_p
 async def test_a_data_directory_may_be_moved_while_its_coordinator_is_down(server, tmp_path):
     one = await Opened.on(server, tmp_path / "before")
     asked = {
-        "spec": {"samples": 1},
+        "spec": {"samples": 1, "suite": {"name": "made"}},
         "model": "m",
         "items": 1,
         "checkpoint_run": "r",

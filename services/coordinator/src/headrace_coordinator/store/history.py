@@ -147,10 +147,11 @@ class History:
         if self._temporary is not None:
             return
         for run in runs:
-            run.directory = str(self._runs / run.id)
+            before, run.directory = Path(run.directory).parent, str(self._runs / run.id)
             if (asked := run.evaluation) is not None and asked.checkpoint_directory:
-                name = Path(asked.checkpoint_directory).name
-                asked.checkpoint_directory = str(self._runs / asked.checkpoint_run / "checkpoints" / name)
+                checkpoint = Path(asked.checkpoint_directory)
+                if checkpoint.is_relative_to(before):
+                    asked.checkpoint_directory = str(self._runs / checkpoint.relative_to(before))
 
     async def page(self, run: str, after: int) -> list[Item]:
         """Durable events with numbers above `after`, in order: some of them, or none when there are none."""
