@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 from headrace.client.specs import load_spec
-from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import problems_of
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.data import Dataset
 from headrace_schema.rules.learning import GROUP_RELATIVE
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
@@ -28,6 +31,10 @@ FLEET = FleetView(
     instances={"trainer": 1, "rollout": 1, "reward": 1},
     devices=["host/cpu:0"],
 )
+
+
+def check(spec, fleet):
+    return problems_of(Submission(spec, fleet, Dataset.open(spec.data, spec.seed)))
 
 
 def spec_of(name, tiny_model, **overrides):

@@ -6,7 +6,7 @@ import asyncio
 import re
 
 import pytest
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_schema.changing import RunChange
@@ -61,7 +61,7 @@ class Scene(World):
             coordinator, _ = await self.serving()
             key = f"want-{ranks}-{len(self.refusals)}"
             try:
-                return await coordinator.change(
+                return await coordinator.run_changes.change(
                     run or next(iter(self.users.specs)), RunChange(trainer={"ranks": ranks}), key
                 )
             except Refused as refused:
