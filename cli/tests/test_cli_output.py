@@ -7,9 +7,11 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from headrace.client import Certificate, Event, Instance, Leases, Trajectory
+from headrace_cli.commands.options import complete_run
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
 from headrace_cli.show.reporters import event_line
@@ -34,17 +36,13 @@ def test_completion_is_offered(headrace):
     assert "--install-completion" in headrace("--help").stdout
 
 
-def completed(headrace, words):
-    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    return headrace(**asked).stdout.split()
-
-
-def test_run_ids_are_completed(headrace, coordinator):
+def test_run_ids_are_completed(coordinator):
     runs = [{"id": f"{name}-1a2b3c", "state": "RUNNING"} for name in ("sums", "sorts", "other")]
     coordinator.routes["GET /v1/runs"] = (200, {"runs": runs})
-    assert completed(headrace, "headrace run get s") == ["sums-1a2b3c", "sorts-1a2b3c"]
+    asked = SimpleNamespace(params={"url": coordinator.url})
+    assert complete_run(asked, "s") == [("sums-1a2b3c", "RUNNING"), ("sorts-1a2b3c", "RUNNING")]
     coordinator.routes["GET /v1/runs"] = (500, {"message": "not now"})
-    assert completed(headrace, "headrace run get s") == []
+    assert complete_run(asked, "s") == []
 
 
 @pytest.mark.parametrize(
