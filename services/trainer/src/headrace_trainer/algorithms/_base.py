@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Advantages, Terms
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
+from headrace_trainer.algorithms.functional.aggregation import Terms
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: the trainer's own log-probs under the weights at which the step began."""
@@ -191,7 +192,7 @@ class Algorithm(Protocol):
 
     @property
     def refill(self) -> Refill:
-        """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
+        """Which groups a step replaces; `Refill()` for none. Rewards are compared as the scorers gave them."""
 
     @property
     def greedy_first(self) -> bool:
