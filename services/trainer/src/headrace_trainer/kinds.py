@@ -52,7 +52,7 @@ class RunKind(Protocol):
     """One run of a kind; what each method raises is a Refusal."""
 
     def check(self) -> Algorithm:
-        """The run's algorithm. Raises INVALID or MODEL_NOT_READABLE, naming the key, for a run that cannot be."""
+        """The run's algorithm. Raises INVALID or MODEL_NOT_READABLE, naming the key."""
 
     def algorithm(self) -> Algorithm:
         """The algorithm, of a run that was checked."""

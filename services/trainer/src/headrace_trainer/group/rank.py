@@ -217,7 +217,7 @@ class Rank:
 
     def _help(self) -> None:
         assert self.reader is not None
-        before, self._backend = self._backend, None  # Half-loaded weights are nobody's.
+        before, self._backend = self._backend, None  # Half-loaded weights are not used.
         backend = before or self._new_backend()
         try:
             if not isinstance(backend, HelpingBackend):
@@ -236,14 +236,14 @@ class Rank:
         """The columns of each replica's rows, by replica."""
         own = self.backend.replica
         found = self.backend.infer(round.work[own], round.columns)
-        bodies = self.ranks.gather(msgspec.msgpack.encode((own, found)))
-        by_replica = dict(msgspec.msgpack.decode(body, type=tuple[int, list[Columns]]) for body in bodies)
+        parts = self.ranks.gather(msgspec.msgpack.encode((own, found)))
+        by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
         found = self._episodes.read(episodes)
-        bodies = self.ranks.gather(msgspec.msgpack.encode(found))
-        return [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
+        parts = self.ranks.gather(msgspec.msgpack.encode(found))
+        return [own for part in parts for own in msgspec.msgpack.decode(part, type=list[EpisodeScores])]
 
     @property
     def _episodes(self) -> EpisodeBackend:

@@ -17,7 +17,7 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, Algorithm, Outcomes
-from headrace_trainer.algorithms.functional import Advantages
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence

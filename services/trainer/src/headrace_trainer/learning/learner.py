@@ -65,7 +65,7 @@ class Learner:
         return Finished([OptimizerStep(report, divisor)], report.finite)
 
     def reset(self) -> None:
-        """Forgets the attempt; what is accumulated is the trainer group's."""
+        """Nothing is kept here: what is accumulated lies on the ranks."""
 
     def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
@@ -153,7 +153,7 @@ def planned(
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:
-    """Without the group, and without hope for the attempt: what the others had accumulated went with it."""
+    """Refuses the group, and the attempt's commit: the other groups' gradient was dropped with this one's."""
     taint = f"prompt {record.prompt_ordinal} has a gradient that is not finite"
     return steps.learned(state, not_finite(record, "gradient"), taint=taint)
 

@@ -117,7 +117,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         return MicroReport(self._ranks.all_true(finite))
 
     def end_episodes(self, *, learned: bool) -> None:
-        """Forgets the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
+        """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
         normalizer = self._policy.normalizer
         if learned and normalizer is not None and self._chunks is not None:
             seen = self._chunks.observation.state_BS
