@@ -144,7 +144,8 @@ class Intake:
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
-        places_T = torch.arange(int(trained_B.max()))
+        # Where no answer carries loss there is one place all the same: not every function takes tensors without any.
+        places_T = torch.arange(max(1, int(trained_B.max())))
         return Outcomes(
             rewards_B=_double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
