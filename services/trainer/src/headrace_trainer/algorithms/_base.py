@@ -90,10 +90,10 @@ class Outcomes:
     """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
 
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
-    a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
-    `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
-    `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's value behind the
-    last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
+    a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not, of its
+    longest turn where it has several; `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`,
+    0 outside the mask. `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's
+    value behind the last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor

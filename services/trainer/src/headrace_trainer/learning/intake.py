@@ -150,7 +150,7 @@ class Intake:
             rewards_B=_double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
-            lengths_B=torch.tensor([len(member.trained) for _, member in members]),
+            lengths_B=torch.tensor([_longest_turn(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
             draw=random.Random(
                 f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
@@ -241,6 +241,15 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
     """The record of a group whose loss or gradient is not finite."""
     detail = f"the {what} is not finite under the current weights"
     return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
+
+
+def _longest_turn(positions: list[int]) -> int:
+    """Tokens of the longest piece that was sampled at once: `sampling.max_new_tokens` is each turn's limit."""
+    longest = length = 0
+    for index, position in enumerate(positions):
+        length = length + 1 if index and position == positions[index - 1] + 1 else 1
+        longest = max(longest, length)
+    return longest
 
 
 def _padded(values: list[float], longest: int) -> list[float]:
