@@ -34,8 +34,8 @@ class SupervisedBatches:
         for number, sequence in enumerate(self._sequences, 1):
             if positions is not None and len(sequence.tokens) > positions:
                 raise invalid(
-                    f"trainer.warmup: example {number} of {len(self._sequences)} has {len(sequence.tokens)} tokens with "
-                    f"its answer, and the model has {positions} positions; shorten the example or leave it out",
+                    f"trainer.warmup: example {number} of {len(self._sequences)} has {len(sequence.tokens)} tokens "
+                    f"with its answer, and the model has {positions} positions; shorten it or leave it out",
                     key="trainer.warmup",
                 )
 
