@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from headrace_schema.openings import TrainerConfig
@@ -22,8 +23,8 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
 
-Infer = Callable[[Many[list[Sequence]], Many[str]], list[list[Columns]]]
-"""The named columns of each sequence of each group: `StepRounds.infer`."""
+if TYPE_CHECKING:
+    from headrace_trainer.learning.passes import StepRounds
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Intake:
         self._config = config
         self._algorithm = algorithm
 
-    def inferred(self, groups: Many[Group], infer: Infer) -> Iterator[Inferred]:
+    def inferred(self, groups: Many[Group], rounds: StepRounds) -> Iterator[Inferred]:
         """These groups, in order, with the algorithm's columns under the weights at which their step began.
 
         Called once for each group, when it arrives: so a streamed step stays streamed. There is no round where the
@@ -73,7 +74,7 @@ class Intake:
                 yield Inferred(group, ({},) * nothing, (0.0,) * nothing)
             return
         bare = [self.bare(group) for group in groups]
-        for group, found in zip(groups, infer(bare, self._algorithm.columns), strict=True):
+        for group, found in zip(groups, rounds.infer(bare, self._algorithm.columns), strict=True):
             yield self._inferred(group, iter(found))
 
     def _inferred(self, group: Group, found: Iterator[Columns]) -> Inferred:

@@ -50,7 +50,7 @@ class Learner:
     def _prepare(self, state: steps.StepState, groups: Many[Group]) -> tuple[steps.StepState, list[Prepared]]:
         """What is to be accumulated, and the state after those groups whose columns are not finite."""
         batch: list[Prepared] = []
-        for inferred in self._intake.inferred(groups, self._rounds.infer):
+        for inferred in self._intake.inferred(groups, self._rounds):
             if problem := inferred.problem():
                 record = not_finite(self._intake.record(state, inferred.group), problem)
                 state = steps.learned(state, record)
@@ -98,7 +98,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
         for batch in [[group] for group in fresh] if self._config.deterministic else [fresh]:
-            for inferred in self._intake.inferred(batch, self._rounds.infer):
+            for inferred in self._intake.inferred(batch, self._rounds):
                 record = self._intake.record(state, inferred.group)
                 if problem := inferred.problem():
                     record = not_finite(record, problem)

@@ -44,9 +44,7 @@ class Session:
         self.rounds = rounds
         self.checkpoints = RunCheckpoints(run_directory, rounds.rank.config)
         self._state = steps.StepState()
-        self._run = run
-        self._directory = run_directory
-        self._store = store
+        self._run, self._directory, self._store = run, run_directory, store
         self._publisher: Publisher | None = None
         self._learner: AnyLearner | None = None
         self._carried: Carried | None = None
