@@ -24,7 +24,8 @@ from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 from typing_extensions import override
 
 from headrace_trainer.algorithms import build_algorithm
