@@ -180,7 +180,7 @@ def test_a_step_streamed_in_micro_batches_is_the_function_s_loss_of_the_batch(na
     function, aggregation, more = loss
     weights_BT = cap and functional.truncated_importance_weights(old_BT, engine_BT, mask_BT, high=cap)
     whole_BT = log_probs_BT.detach().clone().requires_grad_()
-    expected = getattr(functional, function)(
+    expected = getattr(losses, function)(
         whole_BT,
         old_BT,
         advantages_BT,
