@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import algorithm_losses as losses
 import pytest
 import torch
 from headrace_trainer import algorithms as alg
@@ -137,9 +138,11 @@ def test_groups_compare_trajectories_and_learn_nothing_after_a_success(chunk, no
     log_probs_BT = torch.randn(
         mask_BT.shape, generator=torch.Generator().manual_seed(noise), dtype=torch.float64
     )
-    wanted = alg.ppo_loss(log_probs_BT, None, advantages_BT, mask_BT, aggregation="seq-mean-token-mean").loss
+    wanted = losses.ppo_loss(
+        log_probs_BT, None, advantages_BT, mask_BT, aggregation="seq-mean-token-mean"
+    ).loss
     spoilt_BT = log_probs_BT.masked_fill(~mask_BT, torch.nan)
-    found = alg.ppo_loss(spoilt_BT, None, advantages_BT, mask_BT, aggregation="seq-mean-token-mean").loss
+    found = losses.ppo_loss(spoilt_BT, None, advantages_BT, mask_BT, aggregation="seq-mean-token-mean").loss
     torch.testing.assert_close(found, wanted)
 
 

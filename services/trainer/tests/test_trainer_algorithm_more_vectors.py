@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import algorithm_losses as losses
 import pytest
 import torch
 from headrace_trainer import algorithms as alg
@@ -40,19 +41,21 @@ def policy(loss_of):
 
 
 def ppo(advantages=SEQ_ADV, **options):
-    return policy(lambda new: alg.ppo_loss(new, OLD, advantages, MASK, **{"clip_high": 0.28, **options}))
+    return policy(lambda new: losses.ppo_loss(new, OLD, advantages, MASK, **{"clip_high": 0.28, **options}))
 
 
 def gspo(**options):
-    return policy(lambda new: alg.gspo_loss(new, OLD, SEQ_ADV, MASK, clip_low=0.2, clip_high=0.28, **options))
+    return policy(
+        lambda new: losses.gspo_loss(new, OLD, SEQ_ADV, MASK, clip_low=0.2, clip_high=0.28, **options)
+    )
 
 
 def with_kl(aggregation, **options):
     return policy(
         lambda new: (
-            alg.ppo_loss(new, OLD, SEQ_ADV, MASK, clip_high=0.28, aggregation=aggregation).loss
+            losses.ppo_loss(new, OLD, SEQ_ADV, MASK, clip_high=0.28, aggregation=aggregation).loss
             + 0.04
-            * alg.kl_loss(
+            * losses.kl_loss(
                 new,
                 IN["ref_logp"],
                 MASK,
@@ -70,7 +73,9 @@ def corrected(weights, aggregation):
 
 def decoupled(proximal_of=lambda new: IN["proximal_logp"], **options):
     return policy(
-        lambda new: alg.decoupled_ppo_loss(new, proximal_of(new), OLD, ADV, MASK, clip_high=0.28, **options)
+        lambda new: losses.decoupled_ppo_loss(
+            new, proximal_of(new), OLD, ADV, MASK, clip_high=0.28, **options
+        )
     )
 
 
@@ -80,7 +85,7 @@ def tis(**options):
 
 def gkd(**options):
     logits = IN["logits"].clone().requires_grad_()
-    loss, _ = alg.distillation_loss(logits, IN["teacher_logits"], MASK, temperature=0.9, **options)
+    loss, _ = losses.distillation_loss(logits, IN["teacher_logits"], MASK, temperature=0.9, **options)
     loss.backward()
     return {"loss": loss.detach(), "grad": logits.grad}
 
@@ -98,20 +103,22 @@ DETERMINED = {"cov_fraction": 1.0, "cov_low": 0.1, "cov_high": 5.0}
 OURS = {
     "verl/opo": lambda: {"advantages": alg.opo_advantages(IN["seq_reward"], IN["prompt_index"], MASK)},
     "verl/remax": lambda: alg.remax_advantages(IN["token_reward_dense"], IN["baselines"], MASK)._asdict(),
-    "verl/sapo": policy(lambda new: alg.sapo_loss(new, OLD, ADV, MASK)),
+    "verl/sapo": policy(lambda new: losses.sapo_loss(new, OLD, ADV, MASK)),
     "verl/kl_cov": policy(
-        lambda new: alg.kl_cov_loss(new, OLD, ADV, MASK, cov_fraction=0.1, kl_coefficient=0.7)
+        lambda new: losses.kl_cov_loss(new, OLD, ADV, MASK, cov_fraction=0.1, kl_coefficient=0.7)
     ),
     # The fraction is 1, so that every candidate is drawn.
-    "verl/clip_cov": policy(lambda new: alg.clip_cov_loss(new, OLD, ADV, MASK, **DETERMINED)),
-    "verl/geo_mean_weighted": policy(lambda new: alg.gmpo_loss(new, OLD, ADV, MASK, weights=IN["weights"])),
+    "verl/clip_cov": policy(lambda new: losses.clip_cov_loss(new, OLD, ADV, MASK, **DETERMINED)),
+    "verl/geo_mean_weighted": policy(
+        lambda new: losses.gmpo_loss(new, OLD, ADV, MASK, weights=IN["weights"])
+    ),
     "verl/gspo_weighted": policy(
-        lambda new: alg.gspo_loss(
+        lambda new: losses.gspo_loss(
             new, OLD, ADV, MASK, clip_low=0.2, clip_high=0.2, level="token", weights=IN["weights"]
         )
     ),
     "verl/cispo_weighted": policy(
-        lambda new: alg.cispo_loss(new, OLD, ADV, MASK, clip_low=0.2, weights=IN["weights"])
+        lambda new: losses.cispo_loss(new, OLD, ADV, MASK, clip_low=0.2, weights=IN["weights"])
     ),
     "verl/vanilla_weighted": ppo(ADV, clip_high=0.2, dual_clip=3.0, weights=IN["weights"]),
     **{
@@ -124,7 +131,7 @@ OURS = {
     "rlinf/decoupled_interpolated": decoupled(
         lambda new: alg.interpolated_log_probs(new, OLD, **INTERPOLATED)
     ),
-    "rlinf/critic_huber": lambda: alg.value_loss(
+    "rlinf/critic_huber": lambda: losses.value_loss(
         IN["vpred"], IN["values"], IN["returns"], MASK, huber_delta=0.5
     )._asdict(),
     **{
@@ -139,23 +146,23 @@ OURS = {
     },
     **{f"openrlhf/seq-mask-tis_{level}": corrected(SEQ_MASK_TIS, mode) for level, mode in LEVELS.items()},
     **{
-        f"openrlhf/sft_{level}": policy(lambda new, mode=mode: alg.sft_loss(new, MASK, aggregation=mode))
+        f"openrlhf/sft_{level}": policy(lambda new, mode=mode: losses.sft_loss(new, MASK, aggregation=mode))
         for level, mode in LEVELS.items()
     },
     "trl/grpo": ppo(aggregation="seq-mean-token-mean"),
     "trl/bnpo": ppo(),
     "trl/dr_grpo": ppo(aggregation="seq-mean-token-sum-norm", norm_length=20),
     "trl/dapo": ppo(total=MASK.sum()),
-    "trl/sapo": policy(lambda new: alg.sapo_loss(new, OLD, SEQ_ADV, MASK)),
-    "trl/vespo": policy(lambda new: alg.vespo_loss(new, OLD, SEQ_ADV, MASK)),
-    "trl/cispo_high5": policy(lambda new: alg.cispo_loss(new, OLD, SEQ_ADV, MASK, clip_high=0.5)),
+    "trl/sapo": policy(lambda new: losses.sapo_loss(new, OLD, SEQ_ADV, MASK)),
+    "trl/vespo": policy(lambda new: losses.vespo_loss(new, OLD, SEQ_ADV, MASK)),
+    "trl/cispo_high5": policy(lambda new: losses.cispo_loss(new, OLD, SEQ_ADV, MASK, clip_high=0.5)),
     "trl/grpo_sequence": gspo(),
     "trl/luspo": gspo(aggregation="seq-mean-token-sum"),
     "trl/dapo_delta2": ppo(dual_clip=2.0),
     "trl/grpo_kl0.04": with_kl("seq-mean-token-mean"),
     "trl/dapo_kl0.04_unbiased": with_kl("token-mean", unbiased=True),
     "trl/dapo_token_truncate": ppo(weights=TIS),
-    "trl/vespo_token_truncate": policy(lambda new: alg.vespo_loss(new, OLD, SEQ_ADV, MASK, weights=TIS)),
+    "trl/vespo_token_truncate": policy(lambda new: losses.vespo_loss(new, OLD, SEQ_ADV, MASK, weights=TIS)),
     "trl/dapo_sequence_mask": ppo(
         weights=alg.icepop_weights(OLD, SAMPLER, MASK, low=0.3, high=3.0, level="sequence")
     ),

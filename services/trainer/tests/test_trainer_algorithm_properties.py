@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import algorithm_losses as losses
 import pytest
 import torch
 from headrace_trainer import algorithms as alg
@@ -12,22 +13,22 @@ STEPS = settings(max_examples=10, deadline=None, derandomize=True)
 
 # Losses of (log-probs, old log-probs, advantages, mask), by aggregation where it is the caller's choice.
 LOSSES = {
-    "ppo": alg.ppo_loss,
-    "ppo clip-higher, dual clip": lambda *a, **k: alg.ppo_loss(*a, clip_high=0.28, dual_clip=3.0, **k),
-    "ppo per sequence": lambda *a, **k: alg.ppo_loss(*a, aggregation="seq-mean-token-mean", **k),
-    "ppo normalised": lambda *a, **k: alg.ppo_loss(
+    "ppo": losses.ppo_loss,
+    "ppo clip-higher, dual clip": lambda *a, **k: losses.ppo_loss(*a, clip_high=0.28, dual_clip=3.0, **k),
+    "ppo per sequence": lambda *a, **k: losses.ppo_loss(*a, aggregation="seq-mean-token-mean", **k),
+    "ppo normalised": lambda *a, **k: losses.ppo_loss(
         *a, aggregation="seq-mean-token-sum-norm", norm_length=9, **k
     ),
-    "gspo": alg.gspo_loss,
-    "gspo wide": lambda *a, **k: alg.gspo_loss(*a, clip_low=0.9, clip_high=9.0, **k),
-    "gspo of tokens": lambda *a, **k: alg.gspo_loss(*a, clip_low=0.2, clip_high=0.2, level="token", **k),
-    "gmpo": alg.gmpo_loss,
-    "gspo of products": lambda *a, **k: alg.gspo_loss(*a, level="product", **k),
-    "vespo": alg.vespo_loss,
-    "cispo": alg.cispo_loss,
-    "sapo": alg.sapo_loss,
-    "reinforce": lambda new, old, *a, **k: alg.reinforce_loss(new, *a, **k),
-    "decoupled": lambda new, old, *a, **k: alg.decoupled_ppo_loss(new, old * 0.9, old, *a, **k),
+    "gspo": losses.gspo_loss,
+    "gspo wide": lambda *a, **k: losses.gspo_loss(*a, clip_low=0.9, clip_high=9.0, **k),
+    "gspo of tokens": lambda *a, **k: losses.gspo_loss(*a, clip_low=0.2, clip_high=0.2, level="token", **k),
+    "gmpo": losses.gmpo_loss,
+    "gspo of products": lambda *a, **k: losses.gspo_loss(*a, level="product", **k),
+    "vespo": losses.vespo_loss,
+    "cispo": losses.cispo_loss,
+    "sapo": losses.sapo_loss,
+    "reinforce": lambda new, old, *a, **k: losses.reinforce_loss(new, *a, **k),
+    "decoupled": lambda new, old, *a, **k: losses.decoupled_ppo_loss(new, old * 0.9, old, *a, **k),
 }
 MODES = {
     **dict.fromkeys(LOSSES, "token-mean"),
@@ -41,15 +42,15 @@ MODES = {
 # KL, SFT and value losses, called with the same four tensors.
 OTHERS = {
     **{
-        f"kl {name}": lambda new, old, adv, mask, name=name, **k: alg.kl_loss(
+        f"kl {name}": lambda new, old, adv, mask, name=name, **k: losses.kl_loss(
             new, old, mask, estimator=name, **k
         )
         for name in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
     },
-    "sft": lambda new, old, adv, mask, **k: alg.sft_loss(new, mask, **k),
-    "value": lambda new, old, adv, mask, **k: alg.value_loss(new, old, adv, mask, **k),
+    "sft": lambda new, old, adv, mask, **k: losses.sft_loss(new, mask, **k),
+    "value": lambda new, old, adv, mask, **k: losses.value_loss(new, old, adv, mask, **k),
 }
-WITH_COVARIANCE = {"clip-cov": alg.clip_cov_loss, "kl-cov": alg.kl_cov_loss}
+WITH_COVARIANCE = {"clip-cov": losses.clip_cov_loss, "kl-cov": losses.kl_cov_loss}
 
 GROUPED = {
     "grpo": alg.grpo_advantages,

@@ -11,28 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from algorithm_losses import cispo_loss, gmpo_loss, gspo_loss, ppo_loss, reinforce_loss, value_loss
 from headrace_trainer.algorithms import (
     AdaptiveKLController,
     aggregate,
-    cispo_loss,
     discounted_returns,
     dr_grpo_advantages,
     entropy_bonus,
     entropy_from_logits,
     gae_advantages,
-    gmpo_loss,
     gpg_advantages,
     grpo_advantages,
-    gspo_loss,
     kl_estimate,
     kl_penalised_rewards,
     passk_grpo_advantages,
-    ppo_loss,
-    reinforce_loss,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
-    value_loss,
     whiten,
 )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from algorithm_losses import value_loss
 from headrace_modelkit.critic import ValueHead, check_critic
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer, tiny_model, write_tiny
 from headrace_modelkit.weights import load_weights
 from headrace_schema.sections.generating import ModelSection
-from headrace_trainer.algorithms import value_loss
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, VALUES
-from headrace_trainer.backends.fsdp.sharding import CRITIC
+from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.learning.packing import context
 
 PASSES = {"epochs": 2, "minibatches": 2}

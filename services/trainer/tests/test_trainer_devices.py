@@ -175,7 +175,7 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(
     rank._backend = SimpleNamespace(
         suspend=look("suspend"), wake=look("wake"), zero=look("execute"), release=look("release")
     )
-    subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), gave_back=False)
+    subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), memory_released=False)
     monkeypatch.setattr(subject.device, "memory", lambda _: None)
     subject.suspend()
     subject._rounds.between = contextmanager(lambda: (yield))()

@@ -14,7 +14,10 @@ from headrace_modelkit.robot.directory import load_policy
 from headrace_modelkit.robot.language import instruction_encoder
 from headrace_modelkit.robot.policy import Observation
 from headrace_modelkit.weights import load_weights
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.episodes import Episode
+from headrace_trainer.kinds import run_kind
+from headrace_trainer.learning import step as steps
 
 pytestmark = pytest.mark.timeout(600)
 PICTURE, STATE, LENGTH, EPISODES, CHUNKS, GOAL = 48, 3, 2, 8, 6, 0.5
@@ -93,3 +96,49 @@ async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
         version = reply.version
         load_weights(policy, await fetched_weights(client, version.number))
     assert np.mean(earned[-3:]) - np.mean(earned[:2]) > 0.1
+
+
+class TwoShares:
+    """The rounds of a step whose chunks are divided into two shares, both of which one backend learns."""
+
+    replicas = 2
+
+    def __init__(self, backend):
+        self.read, self.credit = backend.read, backend.credit
+        self.end_episodes, self.hold, self.end_hold = backend.end_episodes, backend.hold, backend.end_hold
+        self.apply, self.backend, self.shares = backend.commit, backend, []
+
+    def chunks(self, work):
+        self.shares += work
+        return all(self.backend.learn(share).finite for share in work)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_minibatch_may_have_fewer_chunks_than_there_are_ranks(
+    kind, robot_config, robots, trainer_group, tmp_path
+):
+    given, level, *_ = POLICIES[kind]
+    write_tiny_robot(tmp_path / "policy", tiny_fields(kind, 2, chunk_length=LENGTH, **given))
+    fields = robot_config(options={"level": level, "minibatch_size": 1, "value_clip": None})
+    config = TrainerConfig.model_validate(fields | {"model": {"path": str(tmp_path / "policy")}})
+    run = run_kind(config)
+    algorithm = run.check()
+    backend = run.backend(algorithm, trainer_group)
+    backend.load_initial()
+    policy = load_policy(tmp_path / "policy")
+    ids = instruction_encoder(policy.config, str(tmp_path / "policy"))("push the cube")
+    seen = seen_of(np.random.default_rng(0), ids, given["state"])
+    parts, _ = episodes_of(seen, policy.act(seen, range(ROWS)))
+
+    def say(trajectory):
+        acted = trajectory.segments.pop()
+        trajectory.segments.extend([common_pb2.Segment(tokens={"token_ids": ids}), acted])
+
+    group = robots.settled(0, parts[:1], common_pb2.PolicyVersion(number=1), change=say)
+    rounds = TwoShares(backend)
+    learner = run.learner(algorithm, rounds)
+    state = steps.restored(steps.StepState(), steps.Version(1, 0, 0), {})
+    state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
+    state = learner.learn(state, [run.read_group(group)])
+    assert learner.finish(state, 0.0).finite
+    assert sorted(map(len, rounds.shares)) == [0] * CHUNKS + [1] * CHUNKS

@@ -190,15 +190,16 @@ def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group
     reply = commit(owner)
     owner.record(0, 1, 2)
     stored, _ = owner.publish(2)
-    reader = TensorReader.of_version(published_tensors(stored.manifest, stored.body))
+    tensors = published_tensors(stored.manifest, stored.body)
+    reader = TensorReader.of_version(tensors)
     first = steps.Version(1, 0, 0, "x")
     helper.help(reply.version, reader)
     assert helper.state.version == reply.version and helper.state.phase is steps.Phase.IDLE
     assert refusal(lambda: helper.help(first, reader)) == "INVALID"
     # What it computes now is computed under the new version.
     named = dict(helper.rounds.rank.backend.weights())
-    assert all(torch.equal(named[name], tensor.float()) for name, tensor in reader._tensors.items())
-    wrong = TensorReader.of_version({**reader._tensors, "more": torch.zeros(1)})
+    assert all(torch.equal(named[name], tensor.float()) for name, tensor in tensors.items())
+    wrong = TensorReader.of_version({**tensors, "more": torch.zeros(1)})
     later = steps.Version(9, 2, 2, "y")
     assert refusal(lambda: make_session("third").help(later, wrong)) == "WEIGHTS_MISMATCH"
 

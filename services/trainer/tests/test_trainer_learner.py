@@ -138,6 +138,31 @@ def test_the_greedy_first_answer_is_a_baseline_and_no_sample(opened, make_learne
     assert sorted(learned, key=str) == sorted([(m.tokens, own) for m, own in expected], key=str)
 
 
+def test_an_exchange_is_shaped_by_its_longest_turn(opened, make_learner, make_group):
+    """The limit of an answer's tokens is each turn's: two turns of three are no answer of six."""
+    group = make_group(0, version=5, rewards=[1.0, 0.0, 1.0, 0.0])
+    members = []
+    for member in group.members:
+        trained = [3, 4, 5] if member.sample_index else [3, 4, 5, 8, 9, 10]
+        told = [-1.0] * len(trained)
+        members.append(
+            replace(
+                member,
+                tokens=list(range(3, 15)),
+                trained=trained,
+                engine_log_probs=told,
+                versions=[5] * len(told),
+            )
+        )
+    found = []
+    for options in ({}, {"overlong_buffer": 2}):
+        algorithm = {"name": "dapo", "options": options}
+        learner, rounds = make_learner(algorithm=algorithm, sampling={"max_new_tokens": 5})
+        learner.learn(opened, [replace(group, members=tuple(members))])
+        found.append([s.advantages for work in rounds for rows in work for row in rows for s in row])
+    assert found[0] == found[1]
+
+
 def test_ranks_share_the_micro_batches_of_a_round(opened, make_learner, make_group):
     learner, rounds = make_learner(replicas=2, trainer={"micro_batch_tokens": 32})
     learner.learn(opened, [make_group(prompt, version=5) for prompt in range(3)])

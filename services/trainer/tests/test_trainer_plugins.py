@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import algorithm_losses as losses
 import pytest
 import torch
 from headrace_schema.sections.learning import AlgorithmSection
@@ -179,7 +180,7 @@ def test_a_step_streamed_in_micro_batches_is_the_function_s_loss_of_the_batch(na
     function, aggregation, more = loss
     weights_BT = cap and functional.truncated_importance_weights(old_BT, engine_BT, mask_BT, high=cap)
     whole_BT = log_probs_BT.detach().clone().requires_grad_()
-    expected = getattr(functional, function)(
+    expected = getattr(losses, function)(
         whole_BT,
         old_BT,
         advantages_BT,
@@ -289,7 +290,7 @@ def test_kl_cov_is_the_function_s_loss_where_covariances_are_the_batch_s():
         columns_K={"returns": paying_BT[mask_BT]},
     )
     whole_BT = new_BT.detach().clone().requires_grad_()
-    expected = functional.kl_cov_loss(
+    expected = losses.kl_cov_loss(
         whole_BT, old_BT, advantages_BT, mask_BT, cov_fraction=0.2, kl_coefficient=0.7
     )
     total = algorithm.loss(batch).loss / 15

@@ -7,12 +7,13 @@ from dataclasses import replace
 import grpc
 import pytest
 import torch
+from algorithm_losses import ppo_loss, value_loss
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer, save_model, tiny_model
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.algorithms import build_algorithm, gae_advantages, ppo_loss, value_loss
+from headrace_trainer.algorithms import build_algorithm, gae_advantages
 from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,

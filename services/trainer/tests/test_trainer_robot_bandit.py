@@ -6,6 +6,7 @@ target, so that it has to be seen. Tiny random models, one process.
 
 from __future__ import annotations
 
+import algorithm_losses as losses
 import pytest
 import torch
 from headrace_modelkit.robot.directory import policy_config
@@ -114,7 +115,7 @@ def test_ppo_moves_a_policy_toward_rewarded_actions(name):
                 policy.evaluate(observation, chunk.sampled).log_probs_BCA, chunk.valid_BC, level
             )
             spread = advantages_B.view(-1, *[1] * (now.dim() - 1)).expand_as(now)
-            loss = alg.ppo_loss(now.flatten(1), old.flatten(1), spread.flatten(1), mask.flatten(1)).loss
+            loss = losses.ppo_loss(now.flatten(1), old.flatten(1), spread.flatten(1), mask.flatten(1)).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from headrace.common.v1 import weights_pb2, weights_pb2_grpc
+from headrace_modelkit.presets.tiny import write_tiny
 from headrace_servicekit import failpoints
 from safetensors.numpy import load_file
 from trainer_calls import refused
@@ -76,6 +77,15 @@ async def test_a_full_disk_fails_the_save_and_not_the_training(client, monkeypat
 
 def _no_space(self, data):
     raise OSError(28, "No space left on device")
+
+
+async def test_an_export_stops_and_samples_as_its_base_does(client, make_config, tmp_path):
+    write_tiny(tmp_path / "model")
+    given = '{"eos_token_id": [1, 5],  "do_sample": true, "temperature": 0.6}'
+    (tmp_path / "model" / "generation_config.json").write_text(given)
+    await client.open(make_config(model={"path": str(tmp_path / "model")}))
+    exported = Path((await client.export("final")).path)
+    assert (exported / "generation_config.json").read_text() == given
 
 
 async def test_export_writes_a_model_directory(client):

@@ -360,3 +360,12 @@ async def test_a_batch_of_the_queue_has_two_micro_batches_for_each_rank(client, 
     assert servicer._new_queue(100)._batch_tokens() == 200
     monkeypatch.setattr(servicer._trainer._ranks, "world_size", 3)
     assert servicer._new_queue(100)._batch_tokens() == 600
+
+
+async def test_a_supervised_example_beyond_the_model_s_positions_is_refused(client, make_config):
+    examples = [{"text": "copy 10: ", "answer": "10"}, {"text": "1" * 600, "answer": "1"}]
+    warmup = {"warmup": {"steps": 2, "lr": 5e-3, "batch": 2}}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open(make_config(trainer=warmup, warmup_examples=examples))
+    assert reason_of(caught.value) == "INVALID"
+    assert "example 2 of 2 has" in message_of(caught.value) and "512 positions" in message_of(caught.value)

@@ -32,7 +32,7 @@ def keep_freed_memory() -> bool:
 def give_back_if_short() -> int:
     """Returns freed memory to the system when the host is short of it; the bytes by which the process shrank.
 
-    Otherwise the next step would pay for fresh pages (2.5 CPU-seconds of 7 with SmolLM2) and nobody gain.
+    Otherwise the next step would pay for fresh pages (2.5 CPU-seconds of 7 with SmolLM2) and no process gain.
     """
     host = psutil.virtual_memory()
     libc = _libc()

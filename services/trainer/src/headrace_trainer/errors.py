@@ -24,7 +24,7 @@ class Refusal(Exception):
 
 
 class Quiesced(Refusal):
-    """A rank's lease was not renewed in time: nobody began the round. Trying again is safe."""
+    """A rank's lease was not renewed in time: no rank began the round. Trying again is safe."""
 
     def __init__(self, message: str) -> None:
         super().__init__("LEASE_QUIESCED", message)
@@ -36,10 +36,10 @@ def invalid(message: str, reason: str = "INVALID", **metadata: str) -> Refusal:
 
 
 def refused(error: PluginError) -> Refusal:
-    """A plug-in or its options cannot be had."""
+    """The refusal of a plug-in that is not installed, or of its options."""
     return Refusal("INVALID", str(error), "invalid", **error.metadata)
 
 
 def conflict(message: str) -> Refusal:
-    """The key of an earlier request with another body."""
+    """A request whose key an earlier one had with other content."""
     return Refusal("CONFLICT", message, "conflict")

@@ -5,6 +5,7 @@ A kind checks a run as it opens and chooses its parts: how groups are read, algo
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,9 @@ from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 from typing_extensions import override
 
 from headrace_trainer.algorithms import build_algorithm
@@ -51,7 +55,7 @@ class RunKind(Protocol):
     """One run of a kind; what each method raises is a Refusal."""
 
     def check(self) -> Algorithm:
-        """The run's algorithm. Raises INVALID or MODEL_NOT_READABLE, naming the key, for a run that cannot be."""
+        """The run's algorithm. Raises INVALID or MODEL_NOT_READABLE, naming the key."""
 
     def algorithm(self) -> Algorithm:
         """The algorithm, of a run that was checked."""
@@ -151,6 +155,7 @@ class AnswersRun(RunKind):
         def save_beside(directory: Path) -> None:
             if lora is not None:
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
+            _keep_generation_config(config.model, directory)
 
         save_model(model, load_tokenizer(config.model), target, beside=save_beside)
 
@@ -259,5 +264,15 @@ class EpisodesRun(RunKind):
         save_policy(built, target, tokenizer=self._config.model.path or None)
 
 
-def _vocabulary(section: Any) -> int:
+def _keep_generation_config(section: ModelSection, directory: Path) -> None:
+    """Training does not change it: stop ids and sampling of the base come through byte for byte."""
+    if section.gguf_file is not None:
+        return
+    missing: Any = {"_raise_exceptions_for_missing_entries": False}
+    found = cached_file(section.path, GENERATION_CONFIG_NAME, revision=section.revision, **missing)
+    if found is not None:
+        shutil.copyfile(found, directory / GENERATION_CONFIG_NAME)
+
+
+def _vocabulary(section: ModelSection) -> int:
     return int(load_architecture(section).get_text_config().vocab_size)

@@ -45,12 +45,12 @@ _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb
 
 
 class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
-    """See the contract; `instance` gives the fence, the weight store and the lease."""
+    """The calls of trainer.proto; `instance` has the fence, the weight store and the lease."""
 
     def __init__(self, instance: Instance) -> None:
         trainer = Trainer(lambda: instance.weights, instance.fence.holds_any, deadlines=deadlines_enabled())
         super().__init__(instance, trainer, ComputeThread())
-        self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
+        self._queue = self._new_queue(1)  # refuses everything until OpenRun makes the run's
         self._committing = False
         self._revoked = False
         self._learning: set[LearnStream] = set()
@@ -89,7 +89,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         return trainer_pb2.CloseRunResponse()
 
     async def _end_run(self) -> None:
-        """Forgets the run after what is being computed, a commit too, and after the checkpoint being written."""
+        """Closes the run after what is being computed, a commit too, and after the checkpoint being written."""
         self._queue = self._new_queue(1)  # What the old one still holds is refused.
         await self._compute(self._trainer.close_run)
 

@@ -100,12 +100,12 @@ class Trainer:
         return algorithm
 
     def close_run(self) -> None:
-        """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
+        """Drops the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
         self._disband()
         self._end_session()
         self._run, self._config, self._joined = "", None, None
         self._kept = False
-        self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
+        self.suspended = False  # A run that is opened next has released nothing.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
@@ -164,11 +164,11 @@ class Trainer:
 
     @property
     def carried_number(self) -> int:
-        """Number of the version that `leave` kept and nobody has taken up; 0 for none."""
+        """Number of the version that `leave` has carried and that is not taken up yet; 0 for none."""
         return self._session.carried_number if self._session is not None else 0
 
     def state(self) -> StepState:
-        """Where the leader stands; empty on a follower and before a trainer group is joined."""
+        """The state of the leader's steps; empty on a follower and before a trainer group is joined."""
         return self._session.state if self._session is not None else StepState()
 
     def checkpoints(self, source: str = "") -> CheckpointDirectory:
@@ -209,9 +209,9 @@ class Trainer:
         )
 
     def suspend(self, *, keep: bool = False) -> tuple[int, Memory]:
-        """Gives the device back between rounds; bytes released, and what was measured on it then.
+        """Releases the device between rounds; bytes released, and what was measured on it then.
 
-        `keep`: its memory stays as it is; a later call without it gives that back too.
+        `keep`: its memory stays as it is; a later call without it releases that too.
         """
         released = 0
         loaded = self._loaded
@@ -221,7 +221,7 @@ class Trainer:
             with self._rounds.between, current(self._rank.ranks.device):
                 if not keep:
                     released = self._rank.backend.suspend()
-                    self._rounds.gave_back = True
+                    self._rounds.memory_released = True
         return released, self.device.memory(self._ranks.device if self._ranks is not None else None)
 
     @property

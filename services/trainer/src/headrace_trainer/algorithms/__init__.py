@@ -1,6 +1,6 @@
 """How rewards become a gradient: the registry of algorithms, and the functions that they are made of.
 
-The functions (`gae_advantages`, `ppo_loss` and others, listed in docs/algorithms.md) are those of `functional`. They
+The functions (`gae_advantages`, `ppo_terms` and others, listed in docs/algorithms.md) are those of `functional`. They
 load when one is first used: asking for the names of the algorithms must not import torch.
 """
 

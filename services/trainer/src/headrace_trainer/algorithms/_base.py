@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Advantages, Terms
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
+from headrace_trainer.algorithms.functional.aggregation import Terms
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: the trainer's own log-probs under the weights at which the step began."""
@@ -89,10 +90,10 @@ class Outcomes:
     """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
 
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
-    a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
-    `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
-    `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's value behind the
-    last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
+    a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not, of its
+    longest turn where it has several; `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`,
+    0 outside the mask. `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's
+    value behind the last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -191,7 +192,7 @@ class Algorithm(Protocol):
 
     @property
     def refill(self) -> Refill:
-        """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
+        """Which groups a step replaces; `Refill()` for none. Rewards are compared as the scorers gave them."""
 
     @property
     def greedy_first(self) -> bool:

@@ -18,17 +18,12 @@ from headrace_trainer.algorithms._base import (
     Refill,
     TokenBatch,
 )
-from headrace_trainer.algorithms.functional import (
-    AdaptiveKLController,
-    Advantages,
-    FixedKLController,
-    Terms,
-    dr_grpo_advantages,
-    grpo_advantages,
-    kl_estimate,
-    ppo_terms,
-    truncated_importance_weights,
-)
+from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
+from headrace_trainer.algorithms.functional.aggregation import Terms
+from headrace_trainer.algorithms.functional.correction import truncated_importance_weights
+from headrace_trainer.algorithms.functional.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from headrace_trainer.algorithms.functional.losses.policy import ppo_terms
 from headrace_trainer.algorithms.plugins import (
     Aggregation,
     ClipOptions,

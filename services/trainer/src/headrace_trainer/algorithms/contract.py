@@ -20,7 +20,7 @@ from headrace_trainer.algorithms._base import (
     TokenBatch,
 )
 from headrace_trainer.algorithms._registry import ALGORITHMS
-from headrace_trainer.algorithms.functional import Advantages
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 
 
 def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import distillation_advantages
+from headrace_trainer.algorithms.functional.losses.distillation import distillation_advantages
 from headrace_trainer.algorithms.plugins import PpoOptions
 
 
 class Distill(ClippedPolicyGradient[PpoOptions]):
-    """See `distillation_advantages`; the teacher is the reference model, which must be given."""
+    """A token's advantage is log p_teacher - log p_student; the teacher is the reference model, which must be given."""
 
     needs_teacher = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import (
     RETURNS,
@@ -14,7 +15,9 @@ from headrace_trainer.algorithms._base import (
     TokenBatch,
 )
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import Advantages, gae_advantages, place_outcomes, value_terms
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
+from headrace_trainer.algorithms.functional.losses.value import value_terms
+from headrace_trainer.algorithms.functional.tensors import place_outcomes
 from headrace_trainer.algorithms.plugins import ActorCriticOptions
 
 
@@ -44,8 +47,9 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
             bootstraps=chosen.bootstrap_truncated,
         )
 
+    @override
     def advantages(self, outcomes: Outcomes) -> Advantages:
-        """See `gae_advantages`: outcomes are earned by last trained tokens, KL rewards by all. Whitened as by verl."""
+        """Outcomes are earned by last trained tokens, KL rewards by all. Whitened as by verl."""
         chosen = self.options
         rewards_BT = place_outcomes(outcomes.rewards_B, outcomes.mask_BT)
         if chosen.kl_reward_coef:

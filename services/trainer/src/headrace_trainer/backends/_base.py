@@ -180,7 +180,7 @@ class Backend(Protocol):
         """Keeps weights and optimizer state as they are, in host memory, until `end_hold`."""
 
     def end_hold(self, *, back: bool) -> None:
-        """Forgets what `hold` kept; `back` returns to it first and drops what is accumulated."""
+        """Drops what `hold` kept; `back` returns to it first and drops what is accumulated."""
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, published type, shape) of every weight in canonical order."""
@@ -196,13 +196,13 @@ class Backend(Protocol):
         """Optimizer steps since the state was empty."""
 
     def suspend(self) -> int:
-        """Gives device memory back, keeping open accumulators; returns the bytes released."""
+        """Releases device memory, keeping open accumulators; returns the bytes released."""
 
     def wake(self) -> None:
         """Undoes `suspend`."""
 
     def release(self) -> None:
-        """Frees what the next forward gathers from the ranks; all ranks do or none, or that would wait for ever."""
+        """Frees what the next forward gathers from the ranks; all ranks do, or none: a gather of some never ends."""
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the training state in host memory. Tensors are whole, on the CPU, and nobody else's."""
+    """A copy of the training state in host memory. Tensors are whole, on the CPU, and shared with nothing else."""
 
     version: Version
     weights: Mapping[str, Tensor]

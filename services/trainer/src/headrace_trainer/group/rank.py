@@ -119,46 +119,43 @@ class Rank:
     def execute(self, round: AnyRound) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         with self._computing(round):
-            return self._execute(round)
-
-    def _execute(self, round: AnyRound) -> object:
-        match round:
-            case messages.MicroRound():
-                if not self.ranks.leads:
-                    self.algorithm.load_state(round.algorithm_state)
-                return self.backend.micro(round.work[self.backend.replica]).finite
-            case messages.CheckRound():
-                return self.backend.gradient_is_finite()
-            case messages.InferRound():
-                return self._infer(round)
-            case messages.ReadRound():
-                return self._read(round.episodes)
-            case messages.CreditRound():
-                self._episodes.credit(round.credit)
-            case messages.ChunksRound():
-                return self._episodes.learn(round.chunks[self.backend.replica]).finite
-            case messages.EndEpisodesRound():
-                self._episodes.end_episodes(learned=round.learned)
-            case messages.CommitRound():
-                return self.backend.commit(round.denominator, round.learning_rate, round.critic_rate)
-            case messages.SnapshotRound():
-                return self._snapshot()
-            case messages.HoldRound():
-                self.backend.hold()
-            case messages.EndHoldRound():
-                self.backend.end_hold(back=round.back)
-            case messages.RestoreRound():
-                self._restore(round)
-            case messages.HelpRound():
-                self._help()
-            case messages.AddRound():
-                self.helping.add_gradient(self.contributed)
-            case messages.PublishRound():
-                self._collect()
-            case messages.AbortRound():
-                self.backend.zero()
-            case messages.LeaveRound():
-                pass
+            match round:
+                case messages.MicroRound():
+                    if not self.ranks.leads:
+                        self.algorithm.load_state(round.algorithm_state)
+                    return self.backend.micro(round.work[self.backend.replica]).finite
+                case messages.CheckRound():
+                    return self.backend.gradient_is_finite()
+                case messages.InferRound():
+                    return self._infer(round)
+                case messages.ReadRound():
+                    return self._read(round.episodes)
+                case messages.CreditRound():
+                    self._episodes.credit(round.credit)
+                case messages.ChunksRound():
+                    return self._episodes.learn(round.chunks[self.backend.replica]).finite
+                case messages.EndEpisodesRound():
+                    self._episodes.end_episodes(learned=round.learned)
+                case messages.CommitRound():
+                    return self.backend.commit(round.denominator, round.learning_rate, round.critic_rate)
+                case messages.SnapshotRound():
+                    return self._snapshot()
+                case messages.HoldRound():
+                    self.backend.hold()
+                case messages.EndHoldRound():
+                    self.backend.end_hold(back=round.back)
+                case messages.RestoreRound():
+                    self._restore(round)
+                case messages.HelpRound():
+                    self._help()
+                case messages.AddRound():
+                    self.helping.add_gradient(self.contributed)
+                case messages.PublishRound():
+                    self._collect()
+                case messages.AbortRound():
+                    self.backend.zero()
+                case messages.LeaveRound():
+                    pass
         return None
 
     def _computing(self, round: AnyRound) -> AbstractContextManager[None]:
@@ -217,7 +214,7 @@ class Rank:
 
     def _help(self) -> None:
         assert self.reader is not None
-        before, self._backend = self._backend, None  # Half-loaded weights are nobody's.
+        before, self._backend = self._backend, None  # Half-loaded weights are not used.
         backend = before or self._new_backend()
         try:
             if not isinstance(backend, HelpingBackend):
@@ -236,14 +233,14 @@ class Rank:
         """The columns of each replica's rows, by replica."""
         own = self.backend.replica
         found = self.backend.infer(round.work[own], round.columns)
-        bodies = self.ranks.gather(msgspec.msgpack.encode((own, found)))
-        by_replica = dict(msgspec.msgpack.decode(body, type=tuple[int, list[Columns]]) for body in bodies)
+        parts = self.ranks.gather(msgspec.msgpack.encode((own, found)))
+        by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
         found = self._episodes.read(episodes)
-        bodies = self.ranks.gather(msgspec.msgpack.encode(found))
-        return [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
+        parts = self.ranks.gather(msgspec.msgpack.encode(found))
+        return [own for part in parts for own in msgspec.msgpack.decode(part, type=list[EpisodeScores])]
 
     @property
     def _episodes(self) -> EpisodeBackend:

@@ -46,17 +46,17 @@ class Rounds(StepRounds):
     """The rounds of one trainer group: rank 0 leads them, the others follow.
 
     Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, and a governed one Quiesced when the
-    lease of one has lapsed: then nobody began it.
+    lease of one has lapsed: then no rank began it.
     """
 
     def __init__(self, rank: Rank, *, holds_lease: Callable[[], bool], deadlines: bool = True) -> None:
         self.rank = rank
         self.lost = False
         """A rank is gone: these rounds are over."""
-        self.gave_back = False
-        """This rank has suspended: all ranks `release` before the next governed round, which gathers on all or none."""
+        self.memory_released = False
+        """This rank has suspended: all ranks release what a forward gathers before the next governed round."""
         self.attempt = (0, 0)
-        """Step and attempt that are open, for whoever reads of a stuck round."""
+        """Step and attempt that are open; the message about a stuck round names them."""
         self.critic_rate = 0.0
         """Learning rate of the critic's own weights in the open step."""
         self.micro_rounds = 0
@@ -103,15 +103,15 @@ class Rounds(StepRounds):
         """Each rank tells all whether it holds its lease, before anybody begins a governed round."""
         if not header.round.governed:
             return
-        votes = self.rank.ranks.votes(self._holds_lease(), self.gave_back)
+        votes = self.rank.ranks.votes(self._holds_lease(), self.memory_released)
         if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
             raise Quiesced(
                 f"round {header.number} ({header.round.kind}) was not begun: the lease of rank "
                 f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
             )
-        if any(gave_back for _, gave_back in votes):
+        if any(memory_released for _, memory_released in votes):
             self.rank.release()
-            self.gave_back = False
+            self.memory_released = False
 
     @contextmanager
     def _running(self, header: Header) -> Iterator[None]:
@@ -261,7 +261,7 @@ class _Watchdog:
             self._thread.start()
 
     def rest(self) -> None:
-        """Nothing is watched."""
+        """The round is over."""
         self._watched = None
 
     def _look(self, every_s: float) -> None:

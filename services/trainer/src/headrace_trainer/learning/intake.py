@@ -8,22 +8,23 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, Algorithm, Outcomes
-from headrace_trainer.algorithms.functional import Advantages
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
 
-Infer = Callable[[Many[list[Sequence]], Many[str]], list[list[Columns]]]
-"""The named columns of each sequence of each group: `StepRounds.infer`."""
+if TYPE_CHECKING:
+    from headrace_trainer.learning.passes import StepRounds
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Intake:
         self._config = config
         self._algorithm = algorithm
 
-    def inferred(self, groups: Many[Group], infer: Infer) -> Iterator[Inferred]:
+    def inferred(self, groups: Many[Group], rounds: StepRounds) -> Iterator[Inferred]:
         """These groups, in order, with the algorithm's columns under the weights at which their step began.
 
         Called once for each group, when it arrives: so a streamed step stays streamed. There is no round where the
@@ -73,7 +74,7 @@ class Intake:
                 yield Inferred(group, ({},) * nothing, (0.0,) * nothing)
             return
         bare = [self.bare(group) for group in groups]
-        for group, found in zip(groups, infer(bare, self._algorithm.columns), strict=True):
+        for group, found in zip(groups, rounds.infer(bare, self._algorithm.columns), strict=True):
             yield self._inferred(group, iter(found))
 
     def _inferred(self, group: Group, found: Iterator[Columns]) -> Inferred:
@@ -144,12 +145,13 @@ class Intake:
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
-        places_T = torch.arange(int(trained_B.max()))
+        # Where no answer carries loss there is one place all the same: not every function takes tensors without any.
+        places_T = torch.arange(max(1, int(trained_B.max())))
         return Outcomes(
             rewards_B=_double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
-            lengths_B=torch.tensor([len(member.trained) for _, member in members]),
+            lengths_B=torch.tensor([_longest_turn(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
             draw=random.Random(
                 f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
@@ -240,6 +242,15 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
     """The record of a group whose loss or gradient is not finite."""
     detail = f"the {what} is not finite under the current weights"
     return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
+
+
+def _longest_turn(positions: list[int]) -> int:
+    """Tokens of the longest piece that was sampled at once: `sampling.max_new_tokens` is each turn's limit."""
+    longest = length = 0
+    for index, position in enumerate(positions):
+        length = length + 1 if index and position == positions[index - 1] + 1 else 1
+        longest = max(longest, length)
+    return longest
 
 
 def _padded(values: list[float], longest: int) -> list[float]:

@@ -50,7 +50,7 @@ class Learner:
     def _prepare(self, state: steps.StepState, groups: Many[Group]) -> tuple[steps.StepState, list[Prepared]]:
         """What is to be accumulated, and the state after those groups whose columns are not finite."""
         batch: list[Prepared] = []
-        for inferred in self._intake.inferred(groups, self._rounds.infer):
+        for inferred in self._intake.inferred(groups, self._rounds):
             if problem := inferred.problem():
                 record = not_finite(self._intake.record(state, inferred.group), problem)
                 state = steps.learned(state, record)
@@ -65,7 +65,7 @@ class Learner:
         return Finished([OptimizerStep(report, divisor)], report.finite)
 
     def reset(self) -> None:
-        """Forgets the attempt; what is accumulated is the trainer group's."""
+        """Nothing is kept here: what is accumulated lies on the ranks."""
 
     def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
@@ -98,7 +98,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
         for batch in [[group] for group in fresh] if self._config.deterministic else [fresh]:
-            for inferred in self._intake.inferred(batch, self._rounds.infer):
+            for inferred in self._intake.inferred(batch, self._rounds):
                 record = self._intake.record(state, inferred.group)
                 if problem := inferred.problem():
                     record = not_finite(record, problem)
@@ -153,7 +153,7 @@ def planned(
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:
-    """Without the group, and without hope for the attempt: what the others had accumulated went with it."""
+    """Refuses the group, and the attempt's commit: the other groups' gradient was dropped with this one's."""
     taint = f"prompt {record.prompt_ordinal} has a gradient that is not finite"
     return steps.learned(state, not_finite(record, "gradient"), taint=taint)
 

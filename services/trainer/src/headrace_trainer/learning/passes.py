@@ -35,7 +35,7 @@ Part = TypeVar("Part")
 
 
 class StepRounds(Protocol):
-    """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then nobody began it."""
+    """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then no rank began it."""
 
     @property
     def replicas(self) -> int:
@@ -58,7 +58,7 @@ class StepRounds(Protocol):
         """As `micro`, of numbered chunks of `credit`'s episodes."""
 
     def end_episodes(self, *, learned: bool) -> None:
-        """Forgets the episodes; when `learned`, the normaliser learns first of what was seen in them."""
+        """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""
 
     def holds(self) -> bool:
         """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
@@ -73,7 +73,7 @@ class StepRounds(Protocol):
         """Keeps weights and optimizer state as they are, to go back to."""
 
     def end_hold(self, *, back: bool) -> None:
-        """Forgets what was held; `back` returns to it first and empties the accumulators."""
+        """Drops what was held; `back` returns to it first and empties the accumulators."""
 
     def drop(self) -> None:
         """Empties the accumulators."""
@@ -203,7 +203,7 @@ class PassesLearner(ABC, Generic[Batch, Part]):
 def step_rates(
     config: OptimizerSection, critic: CriticPlan | None, step: int, run_steps: int
 ) -> tuple[float, float]:
-    """Rates of the policy and of the critic's own weights in step `step`, by one schedule. 0 for what stands still."""
+    """Rates of the policy and of the critic's own weights in step `step`; 0 for what does not learn yet."""
     rate = learning_rate(config, step, run_steps)
     if critic is None:
         return rate, 0.0

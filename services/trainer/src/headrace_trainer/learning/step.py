@@ -17,7 +17,7 @@ from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, L
 
 
 class Phase(Enum):
-    """Where the trainer stands."""
+    """What the trainer's step attempt is in."""
 
     EMPTY = "empty"
     IDLE = "idle"
@@ -83,8 +83,8 @@ class CommitReply:
 class StepState:
     """Everything the reducer remembers. `lineage` maps live version numbers to ordinals.
 
-    An attempt at `suspect_step` has failed for a gradient that was not finite; `suspects` are the groups that are to
-    blame, where that was found: digest → what is wrong.
+    An attempt at `suspect_step` has failed for a gradient that was not finite; `suspects` are the groups whose own
+    gradient is not finite, where that was found: digest → what is wrong.
     """
 
     phase: Phase = Phase.EMPTY
@@ -143,7 +143,7 @@ def check_restore(state: StepState, number: int) -> None:
 def begin(state: StepState, command: Begin) -> tuple[StepState, bool]:
     """Opens an attempt; false for a retry of the open one, which changes nothing.
 
-    A higher attempt at the open step replaces it: the coordinator has given the lower one up.
+    A higher attempt at the open step replaces it: the coordinator has dropped the lower one.
     """
     version = held_version(state)
     key = (command.step, command.attempt)
@@ -201,11 +201,11 @@ def check_open(state: StepState, step: int, attempt: int) -> Begin:
 
 
 def known(state: StepState, group: Group) -> GroupRecord | None:
-    """What was answered for this group before. Raises Refusal CONFLICT for another body."""
+    """What was answered for this group before. Raises Refusal CONFLICT for other content."""
     record = state.groups.get(group.prompt_ordinal)
     if record is not None and record.digest != group.digest:
         raise conflict(
-            f"prompt {group.prompt_ordinal} was learned in this attempt with other members or bodies"
+            f"prompt {group.prompt_ordinal} was learned in this attempt with other members or contents"
         )
     return record
 
@@ -220,7 +220,7 @@ def admit(state: StepState, item: LearnItem, admitted: dict[int, Group]) -> None
     for group in item.groups:
         other = admitted.get(group.prompt_ordinal)
         if other is not None and other.digest != group.digest:
-            raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or bodies")
+            raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or contents")
         known(state, group)
     admitted.update((group.prompt_ordinal, group) for group in item.groups)
 
@@ -251,12 +251,12 @@ def staleness(state: StepState, versions: set[int]) -> int:
 
 
 def retried(state: StepState, command: Commit) -> CommitReply | None:
-    """The reply of an earlier commit of the same key. Raises Refusal CONFLICT for another body."""
+    """The reply of an earlier commit of the same key. Raises Refusal CONFLICT for other content."""
     last = state.last_commit
     if last is None or (last.step, last.attempt) != (command.step, command.attempt):
         return None
     if last != command:
-        raise conflict(f"step {command.step} attempt {command.attempt} was committed with another body")
+        raise conflict(f"step {command.step} attempt {command.attempt} was committed with other content")
     return state.last_reply
 
 

@@ -47,7 +47,7 @@ def _reader(copies: Copies) -> TensorReader:
 
 
 def check_carried(state: StepState) -> None:
-    """Raises Refusal unless a trainer stands between two steps with a recorded version."""
+    """Raises Refusal unless the run is between two steps with a recorded version."""
     held_version(state)
     if state.phase is Phase.COMMITTED:
         raise Refusal("NOT_RECORDED", "the committed version is not recorded: call RecordStep first")

@@ -87,7 +87,7 @@ class Publisher:
         if self._kept == 1:
             self._store.keep(
                 self._run, {number}
-            )  # Nobody wants the one before: its memory is the next one's.
+            )  # The one before is not needed any more: its memory is used again.
         pending = self._store.begin(self._run, number, layout)
         digests = {
             name: cast_into(pending.buffer(name), tensor, self._types[name])
@@ -139,7 +139,7 @@ class Publisher:
 
 
 def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> dict[str, Tensor]:
-    """Views of a verified body, by name; nobody may write to them, and they keep the body alive.
+    """Views of a verified body, by name; they are only read, and keep the body in memory.
 
     Raises Refusal INVALID for an element type that is none of the trainer's.
     """

@@ -6,6 +6,7 @@ Knows no rounds: `Session` says what is saved and when.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from headrace_trainer.checkpoints.saver import Saver, Write
 from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.rank import Copies, Rank
-from headrace_trainer.learning.step import Version
+from headrace_trainer.learning.step import Phase, StepState, Version
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,22 @@ class RunCheckpoints:
         """Of the recorded step, as the coordinator gave it."""
         self._config = config.checkpoint
         self._saver: Saver | None = None
+        self._restored: Restored | None = None
 
-    def begin(self, origin: Origin, store_id: str, version: Version) -> None:
-        """A run goes on from `origin` as `version`. A lineage that cannot be claimed is claimed by the first save."""
-        self.origin, self.store_id, self._saver = origin, store_id, None
+    def repeated(self, origin: Origin, number: int, state: StepState) -> Restored | None:
+        """The reply of the same restore, when nothing has happened since."""
+        last = self._restored
+        if last is None or self.origin != origin or last.version.number != number:
+            return None
+        return last if state.phase is Phase.IDLE and state.version == last.version else None
+
+    def begin(self, origin: Origin, store_id: str, restored: Restored) -> None:
+        """A run goes on from `origin`. A lineage that cannot be claimed now is claimed by the first save."""
+        self.origin, self.store_id, self._saver, self._restored = origin, store_id, None, restored
         self.directory.sweep()
         if self._config.enabled:
-            try:
-                self._saver = self._claim_lineage(version)
-            except OSError:
-                return
+            with suppress(OSError):
+                self._saver = self._claim_lineage(restored.version)
 
     def ready_saver(self, version: Version) -> Saver:
         """Who writes the run's next checkpoint. Raises Refusal BUSY, or CHECKPOINT_FAILED without a lineage."""

@@ -44,13 +44,10 @@ class Session:
         self.rounds = rounds
         self.checkpoints = RunCheckpoints(run_directory, rounds.rank.config)
         self._state = steps.StepState()
-        self._run = run
-        self._directory = run_directory
-        self._store = store
+        self._run, self._directory, self._store = run, run_directory, store
         self._publisher: Publisher | None = None
         self._learner: AnyLearner | None = None
         self._carried: Carried | None = None
-        self._last_restore: tuple[Origin, Restored] | None = None
         self._offers = Offers(store, run)
         self._helps = False
         self._learn_seconds = 0.0
@@ -76,7 +73,7 @@ class Session:
         `source` has the checkpoint when it is another run's: numbers of that run mean nothing in this one.
         """
         origin = Origin(checkpoint, source.run if source else "")
-        if (reply := self._restored_before(origin, number)) is not None:
+        if (reply := self.checkpoints.repeated(origin, number, self.state)) is not None:
             return reply
         steps.check_restore(self.state, number)
         if source and not checkpoint:
@@ -106,23 +103,11 @@ class Session:
         ordinal = saved.version.ordinal if saved else 0
         version = steps.Version(number, parent, ordinal, self._stage(number))
         self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
-        self.checkpoints.begin(origin, store_id, version)
-        figures = {
-            "restore_seconds": time.monotonic() - started,
-            **planned.figures(),
-            **rank.restore_figures(),
-        }
+        seconds = {"restore_seconds": time.monotonic() - started}
+        figures = seconds | planned.figures() | rank.restore_figures()
         reply = Restored(version, rank.warmup.steps, figures)
-        self._last_restore = (origin, reply)
+        self.checkpoints.begin(origin, store_id, reply)
         return reply
-
-    def _restored_before(self, origin: Origin, number: int) -> Restored | None:
-        """The reply of the same restore, when nothing has happened since."""
-        if self._last_restore is None or self._last_restore[0] != origin:
-            return None
-        reply = self._last_restore[1]
-        untouched = self.state.phase is steps.Phase.IDLE and self.state.version == reply.version
-        return reply if untouched and reply.version.number == number else None
 
     @property
     def carried_number(self) -> int:
@@ -209,7 +194,7 @@ class Session:
             except Quiesced as quiesced:
                 if self.rounds.micro_rounds == rounds:
                     raise
-                # A part of these groups is in the accumulators, and nobody could tell which.
+                # A part of these groups is in the accumulators, and it is not known which.
                 lost = steps.attempt_lost(self.state, quiesced)
                 self.abort(*self.rounds.attempt)
                 raise lost from quiesced
@@ -259,10 +244,8 @@ class Session:
         return reply
 
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
-        config, algorithm = self.rounds.rank.config, self.rounds.rank.algorithm
-        started = time.monotonic()
-        records = self.state.accumulated
-        counts = steps.totals(self.state)
+        config, algorithm, started = self.rounds.rank.config, self.rounds.rank.algorithm, time.monotonic()
+        records, counts = self.state.accumulated, steps.totals(self.state)
         rate, self.rounds.critic_rate = step_rates(
             config.optimizer, algorithm.critic, command.step, config.steps
         )
@@ -273,8 +256,7 @@ class Session:
         if not finished.finite:
             return self._refuse(command, steps.Result.NONFINITE, finished.suspects)
         failpoint_sync("trainer.commit.after_optimizer")
-        ordinal = steps.held_version(self.state).ordinal + 1
-        digest = self._stage(command.next_number)
+        ordinal, digest = steps.held_version(self.state).ordinal + 1, self._stage(command.next_number)
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
@@ -329,7 +311,7 @@ class Session:
         return self._publisher.publish(version), self._publisher.stage_seconds
 
     def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
-        """Begins to write the held and recorded version; with the seconds that training stood still.
+        """Begins to write the held and recorded version; with the seconds that training was stopped.
 
         A version that is being written, or is on disk, is not written again. Checkpoints named in `retained` are
         not deleted for it. Raises Refusal BUSY while another one is being written.
@@ -377,7 +359,7 @@ class Session:
     def contribute(self, step: int, attempt: int) -> Offer:
         """Ends a helper's attempt; what it has accumulated, published. A retry gets the same.
 
-        Raises Refusal NOT_OPEN, EMPTY_STEP, or NONFINITE for what nobody may add to a step.
+        Raises Refusal NOT_OPEN, EMPTY_STEP, or NONFINITE for what may not be added to a step.
         """
         if (last := self._offers.given(step, attempt)) is not None:
             return last

@@ -61,7 +61,7 @@ class ComputeThread:
 
 
 async def elsewhere(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Runs on some other thread: waits and disk reads that must not hold up the compute thread."""
+    """Runs on another thread: for waits and disk reads, which must not delay the compute thread."""
     with refusals():
         return await asyncio.to_thread(function, *arguments)
 
@@ -115,7 +115,7 @@ _StepRequest = (
 
 
 def check_step(request: _StepRequest) -> None:
-    """Refuses step, attempt and version numbers that no run counts up to: the trainer never goes below one again."""
+    """Refuses step, attempt and version numbers that no run reaches; after them all lower ones would be refused."""
     check_number("attempt", request.attempt, 1, MAX_ATTEMPT)
     for name, least in (("step", 0), ("base_number", 1), ("next_number", 1), ("number", 1)):
         if name in request.DESCRIPTOR.fields_by_name:

@@ -24,14 +24,13 @@ from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import Calls, Context, refusals
 
 NO_VERSION = 0
-"""Kept in place of what is dropped: no version has this number."""
+"""`WeightStore.keep` with this number alone drops every version: none has it."""
 
 
 class HelpingCalls(Calls):
     """Help, TakeContribution and AddContribution."""
 
     async def Help(self, request: trainer_pb2.HelpRequest, context: Context) -> trainer_pb2.HelpResponse:
-        """See the contract."""
         self._check(request.header, lease=True)
         version, run, started = request.version, request.header.run, time.monotonic()
         check_number("version.number", version.number, 1)
@@ -58,7 +57,6 @@ class HelpingCalls(Calls):
     async def TakeContribution(
         self, request: trainer_pb2.TakeContributionRequest, context: Context
     ) -> trainer_pb2.TakeContributionResponse:
-        """See the contract."""
         self._check(request.header, lease=True)
         offer = await self._obey(
             request.header, lambda session: session.contribute(request.step, request.attempt)
@@ -70,7 +68,6 @@ class HelpingCalls(Calls):
     async def AddContribution(
         self, request: trainer_pb2.AddContributionRequest, context: Context
     ) -> trainer_pb2.AddContributionResponse:
-        """See the contract."""
         self._check(request.header, lease=True)
         given = request.contribution
         if (given.step, given.attempt) != (request.step, request.attempt):

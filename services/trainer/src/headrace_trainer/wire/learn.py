@@ -24,12 +24,12 @@ from headrace_trainer.wire.calls import refusals
 
 Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]]
 LINGER_S = 0.005
-"""A batch with room begins when its first item has waited so long, while somebody may still send another: groups
-settle in bursts, and of a small model half a micro-batch costs nearly as much as a whole one."""
+"""A batch with room begins when its first item has waited so long, while a stream may still send another: groups settle
+in bursts, and half a micro-batch of a small model costs nearly as much as a whole one."""
 BATCHES, LEAST_QUEUED = 8, 1 << 16
 """A queue is full with so many batches, of no fewer tokens in all."""
 SHORT_S = 0.05
-"""Batches that take longer are worth no such wait: their time is their tokens'."""
+"""After a batch that took longer the next one does not wait: its time depends on its tokens alone."""
 Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
 
 
@@ -52,7 +52,7 @@ class LearnQueue:
 
     @contextmanager
     def sender(self) -> Iterator[None]:
-        """While the body runs, more items may come."""
+        """Within its block more items may come."""
         self._senders += 1
         try:
             yield
@@ -85,12 +85,12 @@ class LearnQueue:
             began = asyncio.get_running_loop().time()
             try:
                 results = await self._learn([item for item, _, _ in batch])
-            except Exception as error:  # noqa: BLE001 - whoever waits for this batch must hear of it
+            except Exception as error:  # noqa: BLE001 - the streams that wait for this batch get it
                 results = [error] * len(batch)  # type: ignore[list-item]
             self._last_s = asyncio.get_running_loop().time() - began
             for (_, _, future), result in zip(batch, results, strict=True):
                 if future.done():
-                    continue  # its stream is gone; the groups are in all the same
+                    continue  # its stream has ended; the groups are accumulated
                 if isinstance(result, Exception):
                     future.set_exception(result)
                 else:
@@ -126,7 +126,7 @@ Admit = Callable[[common_pb2.CommandHeader, trainer_pb2.LearnRequest], LearnItem
 
 
 class LearnStream:
-    """The life of a stream. `revoked` says that it has ended because its lease was revoked."""
+    """One stream: its reader, and the outcomes of what was read. `revoked`: it ended as its lease was revoked."""
 
     def __init__(self, queue: LearnQueue, admit: Admit, open_runs: OpenRuns) -> None:
         self._queue = queue
@@ -167,7 +167,7 @@ class LearnStream:
             reader.cancel()
 
     def revoke(self) -> None:
-        """The lease ends: nothing more is read, and what was read is told, as far as it was learned."""
+        """The lease ends: nothing more is read; outcomes of what was learned are still sent."""
         self.revoked = True
         if self._reader is not None:
             self._reader.cancel()

@@ -1,4 +1,4 @@
-"""The calls by which something leaves the trainer: versions, checkpoints, exported models. Decides nothing."""
+"""The calls that give out what was trained: versions, checkpoints, exported models. Decides nothing."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ class OutputCalls(Calls):
                     raise
             flight = session.checkpoints.flight()
             if flight is not None:
-                # How it ends is its own caller's business.
+                # Its own caller is told how it ends.
                 await asyncio.wait([asyncio.wrap_future(flight.done)])

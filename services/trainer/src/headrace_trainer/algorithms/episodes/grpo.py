@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from headrace_modelkit.robot.policy import Level
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Barrier, Passes
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
 from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
 from headrace_trainer.algorithms.episodes.plugins import EpisodeGrpoOptions
-from headrace_trainer.algorithms.functional import dr_grpo_advantages, grpo_advantages, until_success_mask
+from headrace_trainer.algorithms.functional.advantages.episodes import until_success_mask
+from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
 from headrace_trainer.algorithms.group_relative.grpo import Grpo
 
 
@@ -35,8 +37,8 @@ class EpisodeGrpo(Grpo):
         """By the options."""
         return episode_passes(self.options)
 
+    @override
     def denominator(self, tokens: float, sequences: float) -> float:
-        """See `unit_denominator`."""
         return unit_denominator(self.aggregation, tokens, sequences)
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from headrace_modelkit.robot.policy import Level
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Barrier, Passes
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
 from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
 from headrace_trainer.algorithms.episodes.plugins import EpisodePpoOptions
-from headrace_trainer.algorithms.functional import (
+from headrace_trainer.algorithms.functional.advantages.episodes import (
     action_advantages,
     chunk_rewards,
     episode_advantages,
-    whiten,
 )
+from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
 
 
@@ -40,8 +41,8 @@ class EpisodePpo(Ppo):
         """By the options."""
         return episode_passes(self.options)
 
+    @override
     def denominator(self, tokens: float, sequences: float) -> float:
-        """See `unit_denominator`."""
         return unit_denominator(self.aggregation, tokens, sequences)
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:

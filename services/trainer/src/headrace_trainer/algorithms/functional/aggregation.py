@@ -8,7 +8,8 @@ A step's loss is numerator / total. Over micro-batches whose total is not known 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -19,9 +20,9 @@ __all__ = [
     "LossResult",
     "Terms",
     "aggregate",
-    "aggregate_terms",
     "aggregation_total",
     "masked_mean",
+    "token_loss",
 ]
 
 AggregationMode = Literal[
@@ -100,22 +101,25 @@ def masked_mean(values_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
     return aggregate(values_BT, mask_BT, "token-mean")
 
 
-def aggregate_terms(
-    terms: Terms,
+def token_loss(
+    terms_of: Callable[..., Terms],
+    *tensors: Tensor | None,
     mask_BT: Tensor | None = None,
-    mode: AggregationMode = "token-mean",
-    *,
+    aggregation: AggregationMode = "token-mean",
     total: float | Tensor | None = None,
     norm_length: float | None = None,
     weights: Tensor | None = None,
+    **options: Any,
 ) -> LossResult:
-    """The loss of a `..._terms` function. `weights`, (B, T) or (B,), multiply its tokens (see `correction`).
+    """The loss of a `..._terms` function, which takes `tensors`, the mask and `options`.
 
+    `mask_BT` is 1 at trained tokens (none: all). `weights`, (B, T) or (B,), multiply tokens (see `correction`).
     Metrics are means over the mask whatever `total` is.
     """
+    terms = terms_of(*tensors, mask_BT, **options)
     loss_BT = terms.loss
     if weights is not None:
         loss_BT = loss_BT * masked(per_token(weights, loss_BT), bool_mask(mask_BT, loss_BT))
-    loss = aggregate(loss_BT, mask_BT, mode, total=total, norm_length=norm_length)
+    loss = aggregate(loss_BT, mask_BT, aggregation, total=total, norm_length=norm_length)
     metrics = {name: masked_mean(values_BT.detach(), mask_BT) for name, values_BT in terms.metrics.items()}
     return LossResult(loss, metrics)

@@ -133,7 +133,9 @@ def divergence_mask(
     elif reduce == "mean":
         kl_BT = per_token(sequence_mean(kl_BT, trained_BT), kl_BT)
     elif reduce == "max":
-        kl_BT = per_token(kl_BT.masked_fill(~trained_BT, float("-inf")).amax(-1), kl_BT)
+        greatest_B = kl_BT.new_full((len(kl_BT), 1), float("-inf"))  # of a row without a token
+        found_BT = torch.cat([kl_BT.masked_fill(~trained_BT, float("-inf")), greatest_B], -1)
+        kl_BT = per_token(found_BT.amax(-1), kl_BT)
     elif reduce != "token":
         raise ValueError(f"unknown reduce {reduce!r}: choose token, sum, mean or max")
     return trained_BT & (kl_BT <= high)

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.losses.policy import LOG_RATIO_LIMIT
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, token_rewards
@@ -24,8 +21,8 @@ __all__ = [
     "FixedKLController",
     "KLEstimator",
     "kl_estimate",
-    "kl_loss",
     "kl_penalised_rewards",
+    "kl_terms",
 ]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
@@ -75,29 +72,22 @@ def _forward(difference: Tensor, estimator: str) -> Tensor:
     return (-bounded).exp() - 1 + bounded
 
 
-def kl_loss(
-    log_probs_BT: Tensor,
-    ref_log_probs_BT: Tensor,
-    mask_BT: Tensor | None = None,
+def kl_terms(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None = None,
     *,
     estimator: KLEstimator = "k3",
     limit: float | None = 10.0,
     limit_all: bool = False,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """The aggregated KL estimate, to be added to a policy loss times a coefficient. Metrics: kl.
+) -> Terms:
+    """The KL estimate as a loss, to be added to a policy loss times a coefficient. Metrics: kl.
 
-    `weights` may carry a gradient: the ratio p / p_old makes the off-policy correction of DeepSeek-V3.2 (TRL's
-    `use_bias_correction_kl`). Streams as all losses do.
+    `weights` of `token_loss` may carry a gradient: the ratio p / p_old makes the off-policy correction of DeepSeek-V3.2
+    (TRL's `use_bias_correction_kl`).
     """
-    value_BT = kl_estimate(
-        log_probs_BT, ref_log_probs_BT, estimator, mask_BT, limit=limit, limit_all=limit_all
-    )
-    terms = Terms(value_BT, {"kl": value_BT.detach()})
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
+    value = kl_estimate(log_probs, ref_log_probs, estimator, mask, limit=limit, limit_all=limit_all)
+    return Terms(value, {"kl": value.detach()})
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Outcomes, TokenBatch
 from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
-from headrace_trainer.algorithms.functional import Terms, cispo_terms
+from headrace_trainer.algorithms.functional.aggregation import Terms
+from headrace_trainer.algorithms.functional.losses.policy import cispo_terms
 from headrace_trainer.algorithms.plugins import CispoOptions
 
 
@@ -19,8 +21,8 @@ class Cispo(PolicyGradient[CispoOptions]):
         """GRPO's."""
         return group_relative(outcomes, self.options)
 
+    @override
     def terms(self, batch: TokenBatch) -> Terms:
-        """See `cispo_terms`."""
         return cispo_terms(
             batch.log_probs_K,
             batch.old_log_probs_K,

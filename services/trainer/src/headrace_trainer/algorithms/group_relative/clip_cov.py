@@ -15,7 +15,10 @@ from headrace_trainer.algorithms._policy_gradient import (
     PolicyGradient,
     group_relative,
 )
-from headrace_trainer.algorithms.functional import Advantages, Terms, log_ratio, token_covariances
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages
+from headrace_trainer.algorithms.functional.aggregation import Terms
+from headrace_trainer.algorithms.functional.losses.covariance import token_covariances
+from headrace_trainer.algorithms.functional.losses.policy import log_ratio
 from headrace_trainer.algorithms.plugins import ClipCovOptions, KlCovOptions
 
 

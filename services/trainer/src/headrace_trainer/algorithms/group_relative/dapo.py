@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient, group_relative
-from headrace_trainer.algorithms.functional import overlong_penalty
+from headrace_trainer.algorithms.functional.shaping import overlong_penalty
 from headrace_trainer.algorithms.plugins import DapoOptions
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import dr_grpo_advantages
+from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages
 from headrace_trainer.algorithms.plugins import Aggregation, DrGrpoOptions
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes, TokenBatch
 from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
-from headrace_trainer.algorithms.functional import Terms, gmpo_terms
+from headrace_trainer.algorithms.functional.aggregation import Terms
+from headrace_trainer.algorithms.functional.losses.sequence import gmpo_terms
 from headrace_trainer.algorithms.plugins import Aggregation, GmpoOptions
 
 

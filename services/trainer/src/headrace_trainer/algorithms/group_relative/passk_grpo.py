@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import passk_grpo_advantages
+from headrace_trainer.algorithms.functional.advantages.groups import passk_grpo_advantages
 from headrace_trainer.algorithms.plugins import GrpoOptions
 
 
@@ -15,8 +16,8 @@ class PassKGrpo(ClippedPolicyGradient[GrpoOptions]):
 
     least_group = 2
 
+    @override
     def advantages(self, outcomes: Outcomes) -> Tensor:
-        """See `passk_grpo_advantages`."""
         found_BT: Tensor = passk_grpo_advantages(
             outcomes.rewards_B,
             outcomes.groups_B,

@@ -6,12 +6,14 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Barrier, Outcomes, TokenBatch
 from headrace_trainer.algorithms._policy_gradient import PolicyGradient
-from headrace_trainer.algorithms.functional import Terms, gpg_advantages, reinforce_terms
+from headrace_trainer.algorithms.functional.advantages.groups import gpg_advantages
+from headrace_trainer.algorithms.functional.aggregation import Terms
+from headrace_trainer.algorithms.functional.losses.policy import reinforce_terms
 from headrace_trainer.algorithms.plugins import GpgOptions
 
 
 class Gpg(PolicyGradient[GpgOptions]):
-    """See `gpg_advantages`; its scale without `alpha` is the whole batch's."""
+    """Group-centred rewards times `alpha`; without that option the scale is the whole batch's."""
 
     least_group = 2
 

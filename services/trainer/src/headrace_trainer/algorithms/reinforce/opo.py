@@ -6,12 +6,12 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import opo_advantages
+from headrace_trainer.algorithms.functional.advantages.groups import opo_advantages
 from headrace_trainer.algorithms.plugins import PpoOptions
 
 
 class Opo(ClippedPolicyGradient[PpoOptions]):
-    """See `opo_advantages`."""
+    """A reward against its group's mean, which longer answers weigh more in."""
 
     least_group = 2
 

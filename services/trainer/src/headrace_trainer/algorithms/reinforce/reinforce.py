@@ -6,12 +6,13 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import discounted_returns, place_outcomes, raw_advantages
+from headrace_trainer.algorithms.functional.advantages.returns import discounted_returns, raw_advantages
+from headrace_trainer.algorithms.functional.tensors import place_outcomes
 from headrace_trainer.algorithms.plugins import RewardedOptions
 
 
 class Reinforce(ClippedPolicyGradient[RewardedOptions]):
-    """See `raw_advantages`; groups do not matter."""
+    """Rewards as they are; groups do not matter."""
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """A sample's reward at each of its tokens; with KL rewards the rewards to come."""

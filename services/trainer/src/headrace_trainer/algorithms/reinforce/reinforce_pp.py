@@ -9,17 +9,17 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Barrier, Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import (
+from headrace_trainer.algorithms.functional.advantages.groups import (
     dr_grpo_advantages,
-    place_outcomes,
-    reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
+from headrace_trainer.algorithms.functional.advantages.returns import reinforce_plus_plus_advantages
+from headrace_trainer.algorithms.functional.tensors import place_outcomes
 from headrace_trainer.algorithms.plugins import ReinforcePpOptions, RewardedOptions
 
 
 class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
-    """See `reinforce_plus_plus_advantages`; groups do not matter."""
+    """Returns of the rewards, whitened over the batch; groups do not matter."""
 
     compares = Barrier.BATCH
 
@@ -35,7 +35,7 @@ class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
 
 
 class ReinforcePpBaseline(ClippedPolicyGradient[RewardedOptions]):
-    """See `reinforce_plus_plus_baseline_advantages`."""
+    """Group-centred rewards, whitened over the batch."""
 
     least_group = 2
     compares = Barrier.BATCH

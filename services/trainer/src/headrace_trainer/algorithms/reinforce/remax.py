@@ -6,12 +6,13 @@ from torch import Tensor, unique_consecutive
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import place_outcomes, remax_advantages
+from headrace_trainer.algorithms.functional.advantages.returns import remax_advantages
+from headrace_trainer.algorithms.functional.tensors import place_outcomes
 from headrace_trainer.algorithms.plugins import RewardedOptions
 
 
 class Remax(ClippedPolicyGradient[RewardedOptions]):
-    """See `remax_advantages`; with KL rewards the returns have them and the baseline does not, as in verl."""
+    """A reward against that of the greedy answer; with KL rewards the returns have them and the baseline does not."""
 
     least_group = 2
     greedy_first = True

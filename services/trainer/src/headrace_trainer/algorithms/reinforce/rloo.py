@@ -6,12 +6,12 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import rloo_advantages
+from headrace_trainer.algorithms.functional.advantages.groups import rloo_advantages
 from headrace_trainer.algorithms.plugins import GroupRewardedOptions
 
 
 class Rloo(ClippedPolicyGradient[GroupRewardedOptions]):
-    """See `rloo_advantages`."""
+    """A reward against the mean of its group's others."""
 
     least_group = 2
 

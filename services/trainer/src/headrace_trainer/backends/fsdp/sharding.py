@@ -1,4 +1,8 @@
-"""From a whole model to FSDP2 shards and back, one tensor at a time. Knows no loss and no optimizer."""
+"""From a whole model to FSDP2 shards and back, one tensor at a time. Knows no loss and no optimizer.
+
+The root module takes token ids, and gives log-probs of the wanted tokens and the values before them.
+Shapes as in `packing`; D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
+from headrace_modelkit.logprobs import Head
 from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
@@ -14,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.learning.packing import MicroBatch
 
 
 class ShardedModel:
@@ -86,7 +92,7 @@ class ShardedModel:
         return found
 
     def drop_gradients(self) -> None:
-        """Forgets reduced gradients."""
+        """Drops reduced gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -214,3 +220,68 @@ def _with_local(like: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+class Policy(nn.Module):
+    """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
+
+    def __init__(self, model: PreTrainedModel, critic: Critic | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = critic
+
+    def forward(
+        self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
+
+        The value of a token is the critic's, of what the policy has read when it samples that token; none unless
+        `values` asks for them.
+
+        Without a batch returns the anchor itself: a backward through it runs no layer and only lets
+        fully_shard finish what earlier backwards have accumulated.
+        """
+        if batch is None:
+            return anchor * 1.0, anchor.detach(), None
+        self._gather_in_fp32()
+        hidden_UD = _hidden(self.model.base_model, batch)
+        # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
+        head = Head.of(self.model)
+        log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
+        assert entropy_U is not None
+        index_K = batch.index_K
+        values_K = self._values(batch, hidden_UD)[index_K] if values else None
+        return log_probs_U[index_K], entropy_U[index_K], values_K
+
+    def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
+        assert self.critic is not None
+        if self.critic.body is not None:
+            hidden_UD = _hidden(self.critic.body, batch)
+        found_U: Tensor = self.critic.head(hidden_UD)
+        return found_U
+
+    def _gather_in_fp32(self) -> None:
+        """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
+
+        Set at each forward, when the parameters are whole: it is a property of the whole ones.
+        """
+        pending: list[nn.Module] = [self]
+        while pending:
+            module = pending.pop()
+            pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
+            for parameter in module.parameters(recurse=False):
+                gather_in_fp32(parameter)
+
+
+def _hidden(body: Any, batch: MicroBatch) -> Tensor:
+    """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+    # Only bodies that attend along paths are given any.
+    options = {} if batch.paths is None else {"paths": batch.paths}
+    hidden_RLD: Tensor = body(
+        input_ids=batch.tokens_RL,
+        position_ids=batch.positions_RL,
+        attention_mask=batch.mask_R1LL,
+        use_cache=False,
+        **options,
+    ).last_hidden_state
+    return hidden_RLD.flatten(0, 1)[batch.sources_U]

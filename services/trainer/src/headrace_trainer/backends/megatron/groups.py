@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.backends.megatron.shim import run_without_gpu
 from headrace_trainer.group.group import COLLECTIVE_LIMIT, TrainerGroup
 
+_applied = False
+"""Whether `run_without_gpu` has patched this process."""
 _made_for: tuple[TrainerGroup, Layout] | None = None
 """Megatron keeps its groups in globals, one set a process."""
 
@@ -88,3 +90,38 @@ def join_groups(ranks: TrainerGroup, layout: Layout, seed: int) -> Groups:
         sum=parallel_state.get_data_parallel_group(with_context_parallel=True),
         embedding=parallel_state.get_embedding_group(check_initialized=False),
     )
+
+
+def run_without_gpu() -> None:
+    """Patches torch.cuda and Megatron's random numbers, once in a process; does nothing where there is a GPU.
+
+    megatron-core 0.16 asks CUDA for its device and its random numbers. Each patch says who calls what it replaces.
+    """
+    global _applied
+    if _applied or torch.cuda.is_available():
+        return
+    from megatron.core.tensor_parallel import random
+
+    cuda: Any = torch.cuda
+    # tensor_parallel.mappings, .layers, p2p_communication and the rotary embedding allocate on "the current device".
+    cuda.current_device = lambda: torch.device("cpu")
+    # p2p_communication waits for the device after a batch of messages; on the CPU they have come by then.
+    cuda.synchronize = lambda device=None: None
+    # The tracker of random states forks what dropout and recomputation draw from: the CPU's generator here.
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.manual_seed = _seed
+    random._get_cuda_rng_state = _state
+    random._set_cuda_rng_state = _set_state
+    _applied = True
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +14,14 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import ReferenceFacts, StateReader
-from headrace_trainer.backends.megatron.architecture import read_architecture
+from headrace_trainer.backends.fsdp.planned import FP32, MOMENTS_BYTES
+from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
 from headrace_trainer.backends.megatron.layout import Layout
 from headrace_trainer.backends.megatron.model import ParallelModel, Settings
 from headrace_trainer.backends.megatron.pipeline import Pipeline
-from headrace_trainer.backends.megatron.planned import plan_memory
 from headrace_trainer.backends.megatron.reference import Reference
 from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.backends.shared.fit import check_fit
@@ -30,7 +31,7 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows
-from headrace_trainer.memory import MemoryPlan
+from headrace_trainer.memory import MemoryPlan, kept_bytes
 
 
 @dataclass(frozen=True)
@@ -226,3 +227,36 @@ class MegatronModels(LanguageModel):
 def _new_optimizer(config: TrainerConfig, model: ParallelModel) -> ShardedAdamW:
     decays = {name for name, shape in model.shards.shapes().items() if len(shape) > 1}
     return ShardedAdamW(config.optimizer, model.shards.masters(), decays=decays)
+
+
+def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, on_gpu: bool) -> MemoryPlan:
+    """The leader's, which alone keeps groups: a share of the model at least. Raises ModelNotReadable."""
+    own = _share(read_architecture(config.model), layout)
+    slice_ = -(-own // (layout.replicas * layout.context))
+    width = DTYPES[config.model.dtype].itemsize
+    reference = config.trainer.reference or config.model
+    frozen = 0
+    if REFERENCE_LOG_PROBS in algorithm.columns:
+        frozen = _share(read_architecture(reference, "trainer.reference.path"), layout)
+    device = {
+        "weights": own * width,
+        # A model in fp32 computes with its masters themselves.
+        "masters": 0 if width == FP32 else slice_ * FP32,
+        "moments": slice_ * MOMENTS_BYTES,
+        "gradients": (own + slice_) * FP32,
+        "reference": frozen * DTYPES[reference.dtype].itemsize,
+    }
+    host = {
+        "hold": slice_ * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
+        "kept groups": kept_bytes(config, algorithm),
+    }
+    if not on_gpu:
+        return MemoryPlan(device | host, {})
+    # Between the infer rounds that use it, a reference lies in host memory.
+    return MemoryPlan(host | {"reference": device["reference"]}, device)
+
+
+def _share(architecture: Architecture, layout: Layout) -> int:
+    """Weights of one rank, were they divided evenly over tensor and pipeline ranks."""
+    whole = sum(map(math.prod, architecture.shapes.values()))
+    return -(-whole // (layout.tensor * layout.pipeline))

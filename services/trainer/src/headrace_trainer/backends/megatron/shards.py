@@ -102,7 +102,7 @@ class Shards:
         self._gradients.zero_()
 
     def drop_gradients(self) -> None:
-        """Forgets everything that was accumulated."""
+        """Drops everything that was accumulated."""
         self._gradients.zero_()
         self._reduced.zero_()
 

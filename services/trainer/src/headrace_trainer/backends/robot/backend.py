@@ -103,8 +103,8 @@ class RobotBackend(LearnedModel, EpisodeBackend):
     def learn(self, chunks: list[int]) -> MicroReport:
         """Accumulates the loss gradient of these chunks; none: takes part alone."""
         assert self._chunks is not None and self._credits is not None
-        finite, size = True, self._micro_batch(self._chunks.observation)
-        for index in torch.split(torch.tensor(chunks, dtype=torch.long), size):
+        finite = True
+        for index in self._parts(torch.tensor(chunks, dtype=torch.long), self._chunks.observation):
             taken = self._chunks.take(index, self._ranks.device)
             found = self._policy.evaluate(taken.observation, taken.sampled)
             batch = units(found, self._credits, index, self._algorithm.level)
@@ -117,7 +117,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         return MicroReport(self._ranks.all_true(finite))
 
     def end_episodes(self, *, learned: bool) -> None:
-        """Forgets the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
+        """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
         normalizer = self._policy.normalizer
         if learned and normalizer is not None and self._chunks is not None:
             seen = self._chunks.observation.state_BS
@@ -129,7 +129,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
     def _score(self, data: EpisodeData) -> EpisodeScores:
         """Episode by episode: what else is read makes no difference to the last bit."""
         chunks, final = self._read[data.key], read_final(data)
-        parts = torch.split(torch.arange(len(chunks.valid_NC)), self._micro_batch(chunks.observation))
+        parts = self._parts(torch.arange(len(chunks.valid_NC)), chunks.observation)
         taken = [chunks.take(index, self._ranks.device) for index in parts]
         found = [self._policy.evaluate(each.observation, each.sampled) for each in taken]
         value = 0.0 if final is None else self._final_value(final, chunks)
@@ -147,6 +147,10 @@ class RobotBackend(LearnedModel, EpisodeBackend):
             torch.zeros(1, dtype=torch.long), self._ranks.device
         )
         return float(self._policy.evaluate(taken.observation, taken.sampled).values_B[0])
+
+    def _parts(self, chunks: Tensor, seen: Observation) -> tuple[Tensor, ...]:
+        """The chunks of each forward; none where this rank has no chunk, which not every policy can read."""
+        return torch.split(chunks, self._micro_batch(seen)) if len(chunks) else ()
 
     def _micro_batch(self, seen: Observation) -> int:
         """Chunks of one forward: each has its actions, its instruction's ids and its images' patches."""
@@ -276,7 +280,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
             torch.tensor(chosen[ranks.rank :: ranks.world_size], dtype=torch.long),
             0.0,
         )
-        for index in torch.split(own, self._micro_batch(shown.observation)):
+        for index in self._parts(own, shown.observation):
             taken = shown.take(index, ranks.device)
             seeds = [noise_seed(self._config.seed, step, row) for row in index.tolist()]
             losses_BH = self._policy.imitate(taken.observation, taken.sampled[ACTIONS], seeds)

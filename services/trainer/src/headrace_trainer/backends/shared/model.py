@@ -125,7 +125,6 @@ class LearnedModel(Backend):
         self._held = weights, self._adamw.copy()
 
     @override
-    @torch.no_grad()
     def end_hold(self, *, back: bool) -> None:
         held, self._held = self._held, None
         if not back:
@@ -134,7 +133,7 @@ class LearnedModel(Backend):
         if held is not None:
             weights, state = held
             for name, tensor in self._kept().items():
-                tensor.copy_(weights[name])
+                tensor.detach().copy_(weights[name])
             self._adamw.put_back(state)
             self._spread()
 

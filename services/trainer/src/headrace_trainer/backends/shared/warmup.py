@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 
+from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import TrainerConfig, WarmupExample
 
+from headrace_trainer.errors import invalid
 from headrace_trainer.learning.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Rows, Sequence
 
@@ -22,6 +24,20 @@ class SupervisedBatches:
         if config.trainer.warmup.steps:
             codec = load_tokenizer(config.model)
             self._sequences = [_sequence(codec, example) for example in config.warmup_examples]
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raises Refusal INVALID for an example that is longer than what the model was made to read."""
+        positions = getattr(
+            load_architecture(self._config.model).get_text_config(), "max_position_embeddings", None
+        )
+        for number, sequence in enumerate(self._sequences, 1):
+            if positions is not None and len(sequence.tokens) > positions:
+                raise invalid(
+                    f"trainer.warmup: example {number} of {len(self._sequences)} has {len(sequence.tokens)} tokens "
+                    f"with its answer, and the model has {positions} positions; shorten it or leave it out",
+                    key="trainer.warmup",
+                )
 
     def step(self, step: int, *, shared: bool) -> tuple[list[Rows], int]:
         """Micro-batches and trained tokens of this rank's share of step `step`."""

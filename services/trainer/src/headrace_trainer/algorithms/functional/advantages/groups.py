@@ -137,7 +137,7 @@ def gpg_advantages(
     norm: float = 1.0,
     singletons: Singletons = "refuse",
 ) -> Tensor:
-    """GPG (arXiv 2504.02546, eq. 6): A = alpha (r - mean) / norm; its loss is `reinforce_loss`.
+    """GPG (arXiv 2504.02546, eq. 6): A = alpha (r - mean) / norm; its loss is `reinforce_terms`.
 
     `alpha` None is B / (number of sequences whose reward is not 0), as verl: barrier batch; with a number: group.
     """

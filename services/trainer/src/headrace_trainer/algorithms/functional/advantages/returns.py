@@ -95,8 +95,8 @@ def gae_advantages(
     rewards_BT = token_rewards(rewards, trained_BT).to(values_BT.dtype)
     kept_BT = masked(values_BT, trained_BT)
     going_BT = torch.ones_like(kept_BT) if dones_BT is None else (dones_BT == 0).to(kept_BT.dtype)
-    next_value_B = torch.zeros_like(kept_BT[:, 0]) if bootstrap_values_B is None else bootstrap_values_B
-    next_advantage_B = torch.zeros_like(kept_BT[:, 0])
+    next_value_B = kept_BT.new_zeros(len(kept_BT)) if bootstrap_values_B is None else bootstrap_values_B
+    next_advantage_B = kept_BT.new_zeros(len(kept_BT))
     advantages_BT = torch.zeros_like(kept_BT)
     for t in reversed(range(kept_BT.shape[1])):
         delta_B = rewards_BT[:, t] + gamma * going_BT[:, t] * next_value_B - kept_BT[:, t]
@@ -113,7 +113,7 @@ def discounted_returns(rewards: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) 
     """R_t = r_t + gamma R_t' over each sequence's trained tokens, (B, T). OpenRLHF's `get_cumulative_returns`."""
     trained_BT = mask_BT != 0
     rewards_BT = token_rewards(rewards, trained_BT)
-    following_B = torch.zeros_like(rewards_BT[:, 0])
+    following_B = rewards_BT.new_zeros(len(rewards_BT))
     returns_BT = torch.zeros_like(rewards_BT)
     for t in reversed(range(rewards_BT.shape[1])):
         return_B = rewards_BT[:, t] + gamma * following_B

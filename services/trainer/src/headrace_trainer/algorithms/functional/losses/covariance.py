@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
     masked_mean,
 )
 from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms, token_advantages
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
-__all__ = ["clip_cov_loss", "kl_cov_loss", "token_covariances"]
+__all__ = ["clip_cov_terms", "kl_cov_terms", "token_covariances"]
 
 
 @torch.no_grad()
@@ -31,7 +28,7 @@ def token_covariances(log_probs_BT: Tensor, advantages: Tensor, mask_BT: Tensor 
     return masked(centred_BT * (advantage_BT - masked_mean(advantage_BT, trained_BT)), trained_BT)
 
 
-def clip_cov_loss(
+def clip_cov_terms(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor | None,
     advantages: Tensor,
@@ -43,11 +40,7 @@ def clip_cov_loss(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
     generator: torch.Generator | None = None,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
+) -> Terms:
     """Clip-Cov (arXiv 2505.22617, eq. 12): PPO's loss without a random few of the tokens of high covariance.
 
     max(1, floor(cov_fraction * trained tokens)) tokens are drawn, with `generator`, from those with covariance in
@@ -67,13 +60,10 @@ def clip_cov_loss(
     ]
     dropped_BT = torch.zeros_like(open_BT).flatten().index_fill(0, drawn_N, True).view_as(open_BT)
     metrics = {**terms.metrics, "cov_clip_fraction": dropped_BT.float()}
-    kept = Terms(masked(terms.loss, ~dropped_BT), metrics)
-    return aggregate_terms(
-        kept, trained_BT, aggregation, total=total, norm_length=norm_length, weights=weights
-    )
+    return Terms(masked(terms.loss, ~dropped_BT), metrics)
 
 
-def kl_cov_loss(
+def kl_cov_terms(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor | None,
     advantages: Tensor,
@@ -81,11 +71,7 @@ def kl_cov_loss(
     *,
     cov_fraction: float = 2e-4,
     kl_coefficient: float = 1.0,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
+) -> Terms:
     """KL-Cov (arXiv 2505.22617, eq. 13): -A r, plus kl_coefficient |log r| at the tokens of highest covariance.
 
     max(1, floor(cov_fraction * trained tokens)) tokens are penalised; no clipping. Convention: verl's.
@@ -100,7 +86,4 @@ def kl_cov_loss(
     chosen_BT = torch.zeros_like(trained_BT).flatten().index_fill(0, chosen_N, True).view_as(trained_BT)
     penalty_BT = kl_coefficient * masked(log_ratio_BT.abs(), chosen_BT)
     metrics = {"cov_kl_fraction": chosen_BT.float(), "approx_kl": -log_ratio_BT.detach()}
-    terms = Terms(-advantage_BT * log_ratio_BT.exp() + penalty_BT, metrics)
-    return aggregate_terms(
-        terms, trained_BT, aggregation, total=total, norm_length=norm_length, weights=weights
-    )
+    return Terms(-advantage_BT * log_ratio_BT.exp() + penalty_BT, metrics)

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms
 from headrace_trainer.algorithms.functional.tensors import bool_mask
 
-__all__ = ["behavior_mask", "decoupled_ppo_loss", "decoupled_ppo_terms", "interpolated_log_probs"]
+__all__ = ["behavior_mask", "decoupled_ppo_terms", "interpolated_log_probs"]
 
 
 def decoupled_ppo_terms(
@@ -31,7 +28,15 @@ def decoupled_ppo_terms(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Terms:
-    """Per-token loss; see `decoupled_ppo_loss`. Metrics of `ppo_terms` against the proximal policy, behavior_weight."""
+    """Decoupled PPO (Hilton et al., arXiv 2110.00641, eq. 2; AReaL, arXiv 2505.24298, eq. 5).
+
+    L_t = (p_prox / p_behav) PPO(p / p_prox, A): the proximal policy is a recent one (the step's weights before its
+    first update), the behavior policy the one that sampled. Barrier: that of the advantages.
+    With `behavior_mask` as the mask, tokens whose p_prox / p_behav exceeds a cap leave numerator and denominator, as
+    in RLinf.
+
+    Metrics of `ppo_terms` against the proximal policy, behavior_weight.
+    """
     weight = log_ratio(proximal_log_probs, behavior_log_probs, mask).detach().exp()
     terms = ppo_terms(
         log_probs,
@@ -43,47 +48,6 @@ def decoupled_ppo_terms(
         dual_clip=dual_clip,
     )
     return Terms(terms.loss * weight, {**terms.metrics, "behavior_weight": weight})
-
-
-def decoupled_ppo_loss(
-    log_probs_BT: Tensor,
-    proximal_log_probs_BT: Tensor,
-    behavior_log_probs_BT: Tensor,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    behavior_weight_cap: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """Decoupled PPO (Hilton et al., arXiv 2110.00641, eq. 2; AReaL, arXiv 2505.24298, eq. 5).
-
-    L_t = (p_prox / p_behav) PPO(p / p_prox, A): the proximal policy is a recent one (the step's weights before its
-    first update), the behavior policy the one that sampled. Barrier: that of the advantages.
-    Convention (RLinf): with `behavior_weight_cap`, tokens whose p_prox / p_behav exceeds it leave numerator and
-    denominator; for the denominator of a whole step count `behavior_mask`.
-    """
-    kept_BT = bool_mask(mask_BT, log_probs_BT)
-    if behavior_weight_cap is not None:
-        kept_BT = behavior_mask(
-            proximal_log_probs_BT, behavior_log_probs_BT, mask_BT, cap=behavior_weight_cap
-        )
-    terms = decoupled_ppo_terms(
-        log_probs_BT,
-        proximal_log_probs_BT,
-        behavior_log_probs_BT,
-        advantages,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    return aggregate_terms(terms, kept_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
 
 
 @torch.no_grad()
@@ -99,7 +63,7 @@ def behavior_mask(
 def interpolated_log_probs(
     log_probs: Tensor, behavior_log_probs: Tensor, versions: Tensor, current_version: int
 ) -> Tensor:
-    """A stand-in for the proximal log-probs when nobody computed them (RLinf's, of the tokens' shape).
+    """An estimate of the proximal log-probs where they were not computed (RLinf's, of the tokens' shape).
 
     log p_behav + a (log p - log p_behav), a = (current - 1 - version) / (current - version) within [0, 1]: linear in
     the policy version between the one that sampled a token and the current. `versions` is an integer tensor of the

@@ -1,4 +1,4 @@
-"""Learning from given tokens or from a teacher: supervised fine-tuning and on-policy distillation.
+"""Learning from a teacher: on-policy distillation.
 
 Shapes: B sequences, T tokens of a padded row, V vocabulary entries. Barrier: trajectory. All stream like the policy
 losses.
@@ -13,31 +13,15 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
-__all__ = ["distillation_advantages", "distillation_loss", "distillation_terms", "sft_loss"]
+__all__ = ["distillation_advantages", "distillation_terms"]
 
 Direction = Literal["reverse", "forward", "jsd"]
 # Of probability 0, and finite: logits of -inf (a padded vocabulary) would make 0 * inf.
 LOG_PROB_FLOOR = -1e4
-
-
-def sft_loss(
-    log_probs_BT: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """Negative log-likelihood of given tokens, L_t = -log p. Metrics: none."""
-    loss_BT = -masked(log_probs_BT, bool_mask(mask_BT, log_probs_BT))
-    return aggregate_terms(Terms(loss_BT, {}), mask_BT, aggregation, total=total, norm_length=norm_length)
 
 
 @torch.no_grad()
@@ -47,7 +31,7 @@ def distillation_advantages(
     """On-policy distillation from sampled tokens: A_t = log p_teacher - log p_student, (B, T), detached.
 
     The negative reverse KL of each token as its advantage (Thinking Machines 2025, "On-policy distillation"; RLinf's
-    `opd`), for `ppo_loss` or `reinforce_loss`. Not discounted: a token answers for its own divergence.
+    `opd`), for `ppo_terms` or `reinforce_terms`. Not discounted: a token answers for its own divergence.
     """
     trained_BT = bool_mask(mask_BT, student_log_probs_BT)
     return masked(teacher_log_probs_BT, trained_BT) - masked(student_log_probs_BT, trained_BT)
@@ -56,12 +40,21 @@ def distillation_advantages(
 def distillation_terms(
     student_logits: Tensor,
     teacher_logits: Tensor,
+    mask: Tensor | None = None,
     *,
     direction: Direction = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Terms:
-    """Per-token divergence, (..., V) logits to (...); see `distillation_loss`. Metrics: none."""
+    """On-policy distillation over the whole vocabulary (GKD, arXiv 2306.13649, eq. 1; MiniLLM, arXiv 2306.08543).
+
+    "reverse": KL(student || teacher); "forward": KL(teacher || student); "jsd": beta KL(teacher || m) +
+    (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student, as TRL's GKD writes it (its beta 0 is
+    forward, 1 is reverse). The teacher gets no gradient. Logits are divided by `temperature`; the loss is not
+    multiplied by its square.
+
+    Metrics: none.
+    """
     student = (student_logits / temperature).log_softmax(-1).clamp(min=LOG_PROB_FLOOR)
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1).clamp(min=LOG_PROB_FLOOR)
     if direction == "reverse":
@@ -76,31 +69,6 @@ def distillation_terms(
         )
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return Terms(beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture), {})
-
-
-def distillation_loss(
-    student_logits_BTV: Tensor,
-    teacher_logits_BTV: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    direction: Direction = "reverse",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """On-policy distillation over the whole vocabulary (GKD, arXiv 2306.13649, eq. 1; MiniLLM, arXiv 2306.08543).
-
-    "reverse": KL(student || teacher); "forward": KL(teacher || student); "jsd": beta KL(teacher || m) +
-    (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student, as TRL's GKD writes it (its beta 0 is
-    forward, 1 is reverse). The teacher gets no gradient. Logits are divided by `temperature`; the loss is not
-    multiplied by its square.
-    """
-    terms = distillation_terms(
-        student_logits_BTV, teacher_logits_BTV, direction=direction, beta=beta, temperature=temperature
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

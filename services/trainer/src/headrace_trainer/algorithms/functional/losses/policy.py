@@ -3,10 +3,9 @@
 Shapes: B sequences, T tokens of a padded row. Log-probs are (B, T), of the sampled tokens; advantages (B, T) or (B,).
 Barrier: that of the advantages; each loss may be summed over micro-batches (see `aggregation`).
 
-Each `x_loss` is `aggregate_terms(x_terms(...))`. The `x_terms` functions work on tensors of any equal shape, such as
-flat tokens. Common arguments of the losses: `mask_BT` 1 at trained tokens (none: all); `weights` multiply tokens, for
-importance correction (see `correction`); `aggregation`, `total`, `norm_length` as in `aggregate`. Old log-probs None
-means log_probs.detach(): the first update on the policy's own samples, where the ratio is 1.
+The `x_terms` functions give each token's loss, of tensors of any equal shape, such as flat tokens; `token_loss` makes
+them one number. `mask` is 1 at trained tokens (none: all). Old log-probs None means log_probs.detach(): the first
+update on the policy's own samples, where the ratio is 1.
 Log-ratios are clamped to [-20, 20] before the exponential, as verl does, with no gradient beyond; advantages and old
 log-probs get no gradient.
 """
@@ -17,22 +16,15 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, per_token
 
 __all__ = [
-    "cispo_loss",
     "cispo_terms",
     "log_ratio",
-    "ppo_loss",
     "ppo_terms",
-    "reinforce_loss",
     "reinforce_terms",
-    "sapo_loss",
     "sapo_terms",
 ]
 
@@ -62,28 +54,6 @@ def ppo_terms(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Terms:
-    """Per-token PPO loss; see `ppo_loss`. Metrics: clip_fraction, dual_clip_fraction, approx_kl, ratio."""
-    log_ratios = log_ratio(log_probs, old_log_probs, mask)
-    advantage = token_advantages(advantages, log_probs, mask)
-    terms = clipped_terms(log_ratios.exp(), advantage, clip_low, clip_high, dual_clip)
-    terms.metrics["approx_kl"] = -log_ratios.detach()
-    return terms
-
-
-def ppo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), clip-higher and dual clip; the loss of GRPO and DAPO too.
 
     L_t = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = p / p_old; where A < 0 and `dual_clip` c > 1 is
@@ -91,38 +61,20 @@ def ppo_loss(
     clip_high > clip_low; clip_high None is clip_low.
     Convention: no dual clip unless asked for (OpenRLHF, RLinf); verl always clips at c = 3. TRL's `delta` is
     `dual_clip` for delta > 1 + clip_high.
+
+    Metrics: clip_fraction, dual_clip_fraction, approx_kl, ratio.
     """
-    terms = ppo_terms(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
+    log_ratios = log_ratio(log_probs, old_log_probs, mask)
+    advantage = token_advantages(advantages, log_probs, mask)
+    terms = clipped_terms(log_ratios.exp(), advantage, clip_low, clip_high, dual_clip)
+    terms.metrics["approx_kl"] = -log_ratios.detach()
+    return terms
 
 
 def reinforce_terms(log_probs: Tensor, advantages: Tensor, mask: Tensor | None = None) -> Terms:
-    """Per-token REINFORCE loss; see `reinforce_loss`."""
+    """REINFORCE (Williams 1992), also GPG's loss (arXiv 2504.02546, eq. 6): L_t = -A log p."""
     advantage = token_advantages(advantages, log_probs, mask)
     return Terms(-advantage * masked(log_probs, bool_mask(mask, log_probs)), {})
-
-
-def reinforce_loss(
-    log_probs_BT: Tensor,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """REINFORCE (Williams 1992), also GPG's loss (arXiv 2504.02546, eq. 6): L_t = -A log p."""
-    terms = reinforce_terms(log_probs_BT, advantages, mask_BT)
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
 
 
 def cispo_terms(
@@ -134,7 +86,13 @@ def cispo_terms(
     clip_low: float | None = None,
     clip_high: float = 0.2,
 ) -> Terms:
-    """Per-token CISPO loss; see `cispo_loss`. Metrics: clip_fraction, approx_kl, ratio."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): L_t = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p.
+
+    No token loses its gradient; its weight alone is clipped. Convention: no lower clip unless asked for (the paper,
+    TRL); verl clips both sides. TRL's `epsilon_high` is the bound itself, here 1 + clip_high.
+
+    Metrics: clip_fraction, approx_kl, ratio.
+    """
     log_ratios = log_ratio(log_probs, old_log_probs, mask).detach()
     ratio = log_ratios.exp()
     clipped = ratio.clamp(min=None if clip_low is None else 1 - clip_low, max=1 + clip_high)
@@ -143,30 +101,6 @@ def cispo_terms(
     return Terms(
         loss, {"clip_fraction": (clipped != ratio).float(), "approx_kl": -log_ratios, "ratio": ratio}
     )
-
-
-def cispo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip_low: float | None = None,
-    clip_high: float = 0.2,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): L_t = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p.
-
-    No token loses its gradient; its weight alone is clipped. Convention: no lower clip unless asked for (the paper,
-    TRL); verl clips both sides. TRL's `epsilon_high` is the bound itself, here 1 + clip_high.
-    """
-    terms = cispo_terms(
-        log_probs_BT, old_log_probs_BT, advantages, mask_BT, clip_low=clip_low, clip_high=clip_high
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
 
 
 def sapo_terms(
@@ -178,41 +112,18 @@ def sapo_terms(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Terms:
-    """Per-token SAPO loss; see `sapo_loss`. Metrics: approx_kl, ratio."""
+    """SAPO (arXiv 2511.20347, eq. 5): L_t = -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip.
+
+    tau is `tau_positive` where A > 0, else `tau_negative` (verl's and TRL's defaults).
+
+    Metrics: approx_kl, ratio.
+    """
     log_ratios = log_ratio(log_probs, old_log_probs, mask)
     ratio = log_ratios.exp()
     advantage = token_advantages(advantages, log_probs, mask)
     tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return Terms(-gate * advantage, {"approx_kl": -log_ratios.detach(), "ratio": ratio.detach()})
-
-
-def sapo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "seq-mean-token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """SAPO (arXiv 2511.20347, eq. 5): L_t = -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip.
-
-    tau is `tau_positive` where A > 0, else `tau_negative` (verl's and TRL's defaults).
-    """
-    terms = sapo_terms(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages,
-        mask_BT,
-        tau_positive=tau_positive,
-        tau_negative=tau_negative,
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
 
 
 def token_advantages(advantages: Tensor, like: Tensor, mask: Tensor | None) -> Tensor:

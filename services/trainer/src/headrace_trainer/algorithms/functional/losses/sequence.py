@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
     Terms,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.losses.policy import (
     LOG_RATIO_LIMIT,
@@ -32,7 +29,7 @@ from headrace_trainer.algorithms.functional.tensors import (
     sequence_mean,
 )
 
-__all__ = ["GspoLevel", "gmpo_loss", "gmpo_terms", "gspo_loss", "gspo_terms", "vespo_loss", "vespo_terms"]
+__all__ = ["GspoLevel", "gmpo_terms", "gspo_terms", "vespo_terms"]
 
 GspoLevel = Literal["sequence", "token", "product"]
 # verl's bound on a sequence's log-ratio, from above.
@@ -52,7 +49,17 @@ def gspo_terms(
     dual_clip: float | None = None,
     level: GspoLevel = "sequence",
 ) -> Terms:
-    """Per-token GSPO loss; see `gspo_loss`. Metrics: clip_fraction, dual_clip_fraction, approx_kl, ratio."""
+    """GSPO (arXiv 2507.18071): PPO's clipped surrogate of the sequence ratio s = exp(mean_t log(p_t / p_old_t)).
+
+    `level="sequence"` (eq. 5; OpenRLHF, TRL): every token's ratio is s, and the gradient passes through s.
+    `level="token"` (GSPO-token, eq. 14; verl): s_t = sg(s) p_t / sg(p_t), of the same value. Both have the same
+    gradient when the advantages of a sequence are equal. `level="product"` takes the sum in place of the mean: the
+    plain ratio of the whole answer (TRL's RLOO). log s is clamped at 10 from above, as verl does.
+    The default clip range is the paper's; give both bounds to change it (clip_high None is clip_low).
+    Aggregation: the paper's is seq-mean-token-mean; TRL's LUSPO is seq-mean-token-sum.
+
+    Metrics: clip_fraction, dual_clip_fraction, approx_kl, ratio.
+    """
     trained_BT = bool_mask(mask_BT, log_probs_BT)
     log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, trained_BT, limit=None)
     mean_B1 = sequence_mean(log_ratio_BT, trained_BT)[:, None]
@@ -72,43 +79,6 @@ def gspo_terms(
     return terms
 
 
-def gspo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float | None = 4e-4,
-    dual_clip: float | None = None,
-    level: GspoLevel = "sequence",
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "seq-mean-token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """GSPO (arXiv 2507.18071): PPO's clipped surrogate of the sequence ratio s = exp(mean_t log(p_t / p_old_t)).
-
-    `level="sequence"` (eq. 5; OpenRLHF, TRL): every token's ratio is s, and the gradient passes through s.
-    `level="token"` (GSPO-token, eq. 14; verl): s_t = sg(s) p_t / sg(p_t), of the same value. Both have the same
-    gradient when the advantages of a sequence are equal. `level="product"` takes the sum in place of the mean: the
-    plain ratio of the whole answer (TRL's RLOO). log s is clamped at 10 from above, as verl does.
-    The default clip range is the paper's; give both bounds to change it (clip_high None is clip_low).
-    Aggregation: the paper's is seq-mean-token-mean; TRL's LUSPO is seq-mean-token-sum.
-    """
-    terms = gspo_terms(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        level=level,
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length, weights=weights)
-
-
 def gmpo_terms(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor | None,
@@ -119,9 +89,16 @@ def gmpo_terms(
     clip_high: float | None = None,
     weights: Tensor | None = None,
 ) -> Terms:
-    """Each sequence's GMPO loss, shared equally by its tokens, which add up to it; see `gmpo_loss`.
+    """GMPO (arXiv 2507.20673, eq. 4): the geometric mean of a sequence's clipped token ratios, times its advantage.
 
-    `weights` enter here, as a geometric mean over the sequence. Metrics: clip_fraction, approx_kl, ratio.
+    L_i = -A_i exp(mean_t log-clip(r_t)); where A > 0 log r is bounded by clip_high from above, where A < 0 by
+    -clip_low from below: the clip range is in log space. A_i is the mean of the tokens' advantages.
+    Aggregation: mean over sequences (`seq-mean-token-sum` of terms that add up to L_i); `total` is a number of
+    sequences. Convention: verl's, but a sequence without trained tokens does not count (verl divides by B) and
+    log-ratios are clamped to [-20, 20] first.
+
+    Each sequence's loss is shared equally by its tokens, which add up to it. `weights` enter here, as a geometric mean
+    over the sequence. Metrics: clip_fraction, approx_kl, ratio.
     """
     trained_BT = bool_mask(mask_BT, log_probs_BT)
     log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, trained_BT)
@@ -143,37 +120,6 @@ def gmpo_terms(
     return Terms(masked(loss_B[:, None] * share_B1.expand_as(log_probs_BT), trained_BT), metrics)
 
 
-def gmpo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip_low: float = 0.4,
-    clip_high: float | None = None,
-    weights: Tensor | None = None,
-    total: float | Tensor | None = None,
-) -> LossResult:
-    """GMPO (arXiv 2507.20673, eq. 4): the geometric mean of a sequence's clipped token ratios, times its advantage.
-
-    L_i = -A_i exp(mean_t log-clip(r_t)); where A > 0 log r is bounded by clip_high from above, where A < 0 by
-    -clip_low from below: the clip range is in log space. A_i is the mean of the tokens' advantages.
-    Aggregation: mean over sequences (`seq-mean-token-sum` of terms that add up to L_i); `total` is a number of
-    sequences. Convention: verl's, but a sequence without trained tokens does not count (verl divides by B) and
-    log-ratios are clamped to [-20, 20] first.
-    """
-    terms = gmpo_terms(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        weights=weights,
-    )
-    return aggregate_terms(terms, mask_BT, "seq-mean-token-sum", total=total)
-
-
 def vespo_terms(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor | None,
@@ -186,7 +132,13 @@ def vespo_terms(
     lambda_negative: float = 2.0,
     weights: Tensor | None = None,
 ) -> Terms:
-    """Per-token VESPO loss; see `vespo_loss`. `weights` enter here, into W. Metrics: approx_kl, sequence_weight."""
+    """VESPO (arXiv 2602.10693): L_t = -sg(phi(W)) A log p, phi(W) = W^k exp(lambda (1 - W)), W the sequence's ratio.
+
+    k and lambda are those of the advantage's sign. Convention: TRL's; log W is clamped to [log 1e-8, 20], and
+    importance `weights` multiply into W rather than into the loss.
+
+    `weights` enter here, into W. Metrics: approx_kl, sequence_weight.
+    """
     trained_BT = bool_mask(mask_BT, log_probs_BT)
     log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, trained_BT).detach()
     advantage_BT = token_advantages(advantages, log_probs_BT, trained_BT)
@@ -202,37 +154,3 @@ def vespo_terms(
     phi_BT = (lambda_BT + k_BT * log_weight_B1 - lambda_BT * log_weight_B1.exp()).exp()
     loss_BT = -phi_BT.to(log_probs_BT.dtype) * advantage_BT * masked(log_probs_BT, trained_BT)
     return Terms(loss_BT, {"approx_kl": -log_ratio_BT, "sequence_weight": phi_BT})
-
-
-def vespo_loss(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor | None,
-    advantages: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    k_positive: float = 2.0,
-    lambda_positive: float = 3.0,
-    k_negative: float = 3.0,
-    lambda_negative: float = 2.0,
-    weights: Tensor | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """VESPO (arXiv 2602.10693): L_t = -sg(phi(W)) A log p, phi(W) = W^k exp(lambda (1 - W)), W the sequence's ratio.
-
-    k and lambda are those of the advantage's sign. Convention: TRL's; log W is clamped to [log 1e-8, 20], and
-    importance `weights` multiply into W rather than into the loss.
-    """
-    terms = vespo_terms(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages,
-        mask_BT,
-        k_positive=k_positive,
-        lambda_positive=lambda_positive,
-        k_negative=k_negative,
-        lambda_negative=lambda_negative,
-        weights=weights,
-    )
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length)

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from headrace_trainer.algorithms.functional.aggregation import (
     AggregationMode,
-    LossResult,
     Terms,
     aggregate,
-    aggregate_terms,
 )
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
-__all__ = ["entropy_bonus", "entropy_from_logits", "high_entropy_mask", "value_loss", "value_terms"]
+__all__ = ["entropy_bonus", "entropy_from_logits", "high_entropy_mask", "value_terms"]
 
 
 def value_terms(
@@ -29,7 +27,14 @@ def value_terms(
     clip: float | None = 0.2,
     huber_delta: float | None = None,
 ) -> Terms:
-    """Per-token value loss, of any shape; see `value_loss`. Metrics: clip_fraction."""
+    """PPO's value loss with clipping (arXiv 2005.12729, section 3): max(h(V - R), h(V_clip - R)).
+
+    V_clip = V_old + clip(V - V_old, -clip, clip). h(e) = e^2 / 2, or the Huber loss with `huber_delta` (RLinf). Without
+    `clip` or old values h(V - R) alone. Barrier: that of the returns. Convention: the half is inside (verl, OpenRLHF
+    multiply by 0.5 too); no further coefficient.
+
+    Metrics: clip_fraction.
+    """
     trained = bool_mask(mask, values)
     predicted, target = masked(values, trained), masked(returns.detach(), trained)
     plain = _half_square(predicted - target, huber_delta)
@@ -38,28 +43,6 @@ def value_terms(
     old = masked(old_values.detach(), trained)
     clipped = _half_square(old + (predicted - old).clamp(-clip, clip) - target, huber_delta)
     return Terms(torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).float()})
-
-
-def value_loss(
-    values_BT: Tensor,
-    old_values_BT: Tensor | None,
-    returns_BT: Tensor,
-    mask_BT: Tensor | None = None,
-    *,
-    clip: float | None = 0.2,
-    huber_delta: float | None = None,
-    aggregation: AggregationMode = "token-mean",
-    total: float | Tensor | None = None,
-    norm_length: float | None = None,
-) -> LossResult:
-    """PPO's value loss with clipping (arXiv 2005.12729, section 3): max(h(V - R), h(V_clip - R)).
-
-    V_clip = V_old + clip(V - V_old, -clip, clip). h(e) = e^2 / 2, or the Huber loss with `huber_delta` (RLinf). Without
-    `clip` or old values h(V - R) alone. Barrier: that of the returns. Convention: the half is inside (verl, OpenRLHF
-    multiply by 0.5 too); no further coefficient.
-    """
-    terms = value_terms(values_BT, old_values_BT, returns_BT, mask_BT, clip=clip, huber_delta=huber_delta)
-    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length)
 
 
 def _half_square(error: Tensor, huber_delta: float | None) -> Tensor:
