@@ -77,6 +77,52 @@ return 1.0"""
     assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
+    reason="Landlock scopes signals from Linux 6.12 on",
+)
+async def test_a_scorer_cannot_signal_the_service(reward, scorer_file):
+    """It is refused, the service lives on, and what the scorer itself starts can be signalled."""
+    body = """
+import os, subprocess
+refused = 0
+try:
+    os.kill(os.getppid(), 9)
+except PermissionError:
+    refused = 1
+child = subprocess.Popen(["sleep", "60"])
+child.kill()
+os.makedirs("from", exist_ok=True)
+open("from/file", "w").close()
+os.rename("from/file", "file")
+return refused + (child.wait() == -9) * 10.0"""
+    await reward.open(scorer_file(body))
+    assert [each.reward for each in await reward.answers("a", "b")] == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(3)"])
+async def test_a_daemon_that_a_scorer_starts_ends_with_the_run(reward, scorer_file, tmp_path, end):
+    """It has its own session and its parent has ended; with `os._exit`, the scoring process has ended before, too."""
+    body = f"""
+import os, subprocess, sys
+starts = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+with open("pids", "a") as file:
+    subprocess.run([sys.executable, "-c", starts], stdout=file, stdin=0)
+if completion: {end}
+return 1.0"""
+    await reward.open(scorer_file(body))
+    await reward.answers("a")
+    await reward.close()
+    daemons = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert daemons
+    for _ in range(100):
+        left = [pid for pid in daemons if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        if not left:
+            break
+        await asyncio.sleep(0.05)
+    assert not left
+
+
 @pytest.mark.parametrize("way", ["os._exit(3)", "sys.exit(3)", "os.kill(os.getpid(), 9)"])
 async def test_an_answer_that_ends_the_process_fails_alone(reward, scorer_file, way):
     name = scorer_file(f'import os, sys\nif completion == "die": {way}\nreturn 1.0')

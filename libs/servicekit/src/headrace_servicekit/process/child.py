@@ -1,4 +1,4 @@
-"""One supervised place: a command that is started again and again, its log, and its last words."""
+"""One supervised process: a command that is started again whenever it ends, its log, and its last lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.spawn import signal_group, start_child
+from headrace_servicekit.process.spawn import kill_tree, signal_group, start_child
 from headrace_servicekit.process.starting import Start, StartGate
 
 FIRST_BACKOFF_S = 0.2
@@ -178,6 +178,7 @@ class Child:
         status = await process.wait()
         start.end()
         signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
+        await asyncio.to_thread(kill_tree, f"{self._incarnation}/")  # and what its workers did
         self._pid, self._last_status = 0, status
         await asyncio.wait({copying}, timeout=_DRAIN_S)
         copying.cancel()

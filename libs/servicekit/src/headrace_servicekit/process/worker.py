@@ -6,10 +6,13 @@ import asyncio
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic
 
+from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
 from headrace_servicekit.process.worker_pipes import (
     LENGTH,
     MEMORY_VARIABLE,
@@ -38,12 +41,14 @@ class WorkerTimeout(Exception):
 
 @dataclass
 class Worker(Generic[Message]):
-    """One running worker; whoever started it kills it."""
+    """One running worker. `start` makes it, and its owner calls `kill`."""
 
     codec: Codec[Message]
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    tree: str = ""
+    """Of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
     _read_ahead: bytearray = field(default_factory=bytearray)
     _killed: bool = False
 
@@ -57,7 +62,8 @@ class Worker(Generic[Message]):
     ) -> Worker[Message]:
         """Starts `python -m module` in a session of its own, without this service's settings and secrets."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
-        environment |= variables or {}
+        tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
+        environment |= {**(variables or {}), TREE_VARIABLE: tree}
         environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
         # -P: a file in the current directory must not stand in for a library.
         process = await asyncio.create_subprocess_exec(
@@ -70,7 +76,7 @@ class Worker(Generic[Message]):
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker has no pipes")
-        return cls(codec, process, process.stdout, process.stdin)
+        return cls(codec, process, process.stdout, process.stdin, tree)
 
     def send(self, message: Message) -> None:
         """Queues a message; a dead worker is noticed by the next `receive`."""
@@ -100,14 +106,18 @@ class Worker(Generic[Message]):
         return await self.kill()
 
     async def kill(self) -> int:
-        """Ends the worker and what it started; returns its exit status. May be called twice."""
+        """Ends the worker and all that it started, daemons too; returns its exit status. May be called twice."""
         if not self._killed:
             self._killed = True
-            try:
+            started = descendants([self.process.pid])[1:]
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            for pid in started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.writer.close()
+            # Those whose parents had ended before: nothing but their environment tells whose they are.
+            await asyncio.to_thread(kill_tree, self.tree)
         return await asyncio.wait_for(self.process.wait(), _REAP_TIMEOUT_S)
 
     async def _next(self) -> Message:

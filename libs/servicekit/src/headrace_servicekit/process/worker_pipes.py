@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Generic, TypeVar
 
-from headrace_servicekit.process.spawn import die_with_parent
+from headrace_servicekit.process.spawn import adopt_orphans, die_with_parent, forbid_signals_to_others
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -52,11 +52,12 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return body if len(body) == size else None
 
 
-def become_worker() -> tuple[BinaryIO, BinaryIO]:
+def become_worker(*, trusted: bool = False) -> tuple[BinaryIO, BinaryIO]:
     """Called first in a worker: returns the protocol's two ends, out of reach of other people's code.
 
     What that code prints goes to stderr, and it reads nothing from stdin. The worker dies with its
-    parent, writes no core file, and stays below its memory limit.
+    parent, writes no core file, and stays below its memory limit. One that is not `trusted` can signal no process
+    but its own, where the kernel can forbid that.
     """
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -71,6 +72,9 @@ def become_worker() -> tuple[BinaryIO, BinaryIO]:
         limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    adopt_orphans()
+    if not trusted:
+        forbid_signals_to_others()
     return os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
 
 

@@ -23,16 +23,6 @@ KILL_S = 20.0
 _POLL_S = 0.05
 
 
-def descendants(pids: Iterable[int]) -> list[int]:
-    """The processes and all that they started, parents first."""
-    found = list(pids)
-    for pid in found:  # grows while it is walked
-        with suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def kill(pids: Sequence[int]) -> None:
     """SIGKILL to those that still run; returns when they have ended. Raises TimeoutError naming what stays."""
     deadline = time.monotonic() + KILL_S

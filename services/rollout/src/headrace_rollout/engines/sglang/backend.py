@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
 from headrace_servicekit.process.worker_pipes import JsonMessage as Message
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
-from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.sglang.arguments import engine_args
 from headrace_rollout.engines.sglang.options import SglangOptions

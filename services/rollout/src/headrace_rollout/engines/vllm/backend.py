@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -20,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
-from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
