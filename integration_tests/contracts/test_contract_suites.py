@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from headrace.client.specs import load_spec
+from headrace_coordinator.api.submission import local_rules
 from headrace_coordinator.api.submission.evaluations import (
     in_users_keys,
     resolve_evaluation,
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
-from headrace_coordinator.api.submission.rules import LOCAL, problems_of
+from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.suites import SUITES, open_suite
@@ -47,14 +48,14 @@ RIGHT = {
 
 
 def asked(spec):
-    """The run that carries the evaluation out, once nothing is wrong that no instance mends."""
+    """The run that carries the evaluation out, once its items are known; raises `Impossible`."""
     run, evaluated = resolve_evaluation(EvaluationSpec.model_validate(spec), None)
     try:
         data = Dataset.open(run.data, run.seed)
     except Impossible as error:
         data = error
     submission = Submission(run, FleetView({}, {}, []), data, evaluated=evaluated)
-    if problems := problems_of(submission, LOCAL):
+    if problems := problems_of(submission, (local_rules.data, local_rules.suite_limit)):
         raise Impossible(in_users_keys(problems, evaluated))
     return submission
 

@@ -131,7 +131,7 @@ async def _serve(
 
 
 def _collect_less() -> None:
-    """Runs the cyclic collector seldom: reference counts free messages, and its walks cost 6 % of a busy run."""
+    """Runs the cyclic collector seldom: reference counts free messages and tasks, and its walks cost a run 6 %."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 10)
