@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import PpoOptions
 
 
 class Opo(ClippedPolicyGradient[PpoOptions]):
-    """See `opo_advantages`."""
+    """OPO: a reward against its group's mean, weighed by answer length."""
 
     least_group = 2
 

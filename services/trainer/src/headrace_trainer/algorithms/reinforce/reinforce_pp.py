@@ -19,7 +19,7 @@ from headrace_trainer.algorithms.plugins import ReinforcePpOptions, RewardedOpti
 
 
 class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
-    """See `reinforce_plus_plus_advantages`; groups do not matter."""
+    """REINFORCE++: returns whitened over the batch's tokens; groups do not matter."""
 
     compares = Barrier.BATCH
 
@@ -35,7 +35,7 @@ class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
 
 
 class ReinforcePpBaseline(ClippedPolicyGradient[RewardedOptions]):
-    """See `reinforce_plus_plus_baseline_advantages`."""
+    """REINFORCE++ with baseline: group-centred rewards, whitened over the batch."""
 
     least_group = 2
     compares = Barrier.BATCH

@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import GroupRewardedOptions
 
 
 class Rloo(ClippedPolicyGradient[GroupRewardedOptions]):
-    """See `rloo_advantages`."""
+    """RLOO: a reward against the mean of its group's others."""
 
     least_group = 2
 
