@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 from headrace.client.specs import load_spec
-from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import problems_of
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.data import Dataset
+from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
 
@@ -29,6 +33,10 @@ def fleet(**simulators: frozenset[str]) -> FleetView:
         instances={"trainer": 1, "rollout": 1, "reward": 1, **({"simulator": 1} if simulators else {})},
         devices=["host/cpu:0"],
     )
+
+
+def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
+    return problems_of(Submission(spec, fleet, Dataset.open(spec.data, spec.seed)))
 
 
 def read(path: Path, policies: Path, **more: object) -> RunSpec:

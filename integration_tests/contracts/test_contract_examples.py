@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from harness.examples import PAGE, algorithm_examples
 from headrace.client.specs import load_spec
-from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import problems_of
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.data import Dataset
 from headrace_schema.rules.learning import GROUP_RELATIVE
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
@@ -27,6 +30,10 @@ FLEET = FleetView(
     instances={"trainer": 1, "rollout": 1, "reward": 1},
     devices=["host/cpu:0"],
 )
+
+
+def check(spec, fleet):
+    return problems_of(Submission(spec, fleet, Dataset.open(spec.data, spec.seed)))
 
 
 def spec_of(name, tiny_model, **overrides):

@@ -16,9 +16,12 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import uvicorn
-from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.reading.overviews import summary
+from headrace_coordinator.api.reading.presenters import run_summary_view
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
@@ -31,7 +34,6 @@ from headrace_schema.resources.views import (
     EventView,
     HealthView,
     InstanceView,
-    KeyProblemView,
     LeaseView,
     PolicyView,
     RunView,
@@ -53,11 +55,13 @@ def reward_at(step: int) -> float:
 
 
 class Crowd:
-    """`Control` over runs of given (id, state), the newest first; of writes only checks and drains."""
+    """All parts of a coordinator with runs of given (id, state), the newest first; of writes only checks and drains."""
 
     def __init__(self, runs: list[tuple[str, str]]) -> None:
         self.states = dict(runs)
         self.drained: list[str] = []
+        self.reads = self.past = self.suites = self.submissions = self
+        self.run_changes = self.instance_changes = self.vitals = self
 
     def run_states(self) -> dict[str, int]:
         return Counter(self.states.values())
@@ -86,7 +90,7 @@ class Crowd:
         found = [n for n, state in self.states.items() if search in n and (not states or state in states)]
         start = found.index(after) + 1 if after else 0
         shown = [self.run(name) for name in found[start : start + size]]
-        views = [summary(run, [reward_at(3 * n) for n in range(run.step and 40)]) for run in shown]
+        views = [run_summary_view(run, [reward_at(3 * n) for n in range(run.step and 40)]) for run in shown]
         return views, shown[-1].id if start + size < len(found) else None, len(found)
 
     async def curves(self, run_id: str, points: int) -> CurvesView:
@@ -132,15 +136,12 @@ class Crowd:
         step = self.run(run_id).step
         return [CheckpointView(name=f"step-{step}", version=policy(step), step=step, size_bytes=10**9)]
 
-    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
-        return spec, ""
-
     async def drain(self, name: str, idempotency_key: str) -> str:
         self.drained.append(name)
         return f"{name}.1"
 
-    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
-        return []
+    async def check(self, spec: RunSpec) -> Submission:
+        return Submission(spec, FleetView({}, {}, []))
 
     def runs(
         self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
@@ -180,7 +181,7 @@ class Crowd:
             DeviceView(name="box/gpu:2", state="FREE", holder="", reason=""),
         ]
 
-    def health(self) -> HealthView:
+    def view(self) -> HealthView:
         return HealthView(status="ok")
 
 
@@ -267,7 +268,7 @@ class CrowdServer:
     def __init__(self, crowd: Crowd, runs_directory: Path, **options: Any) -> None:
         port, self.crowd = free_port(), crowd
         self.url = f"http://127.0.0.1:{port}"
-        app = make_app(cast(Control, crowd), runs_directory=runs_directory, **options)
+        app = make_app(cast(Coordinator, crowd), runs_directory=runs_directory, **options)
         config = uvicorn.Config(
             app, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
         )

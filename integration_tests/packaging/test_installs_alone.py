@@ -147,5 +147,5 @@ def test_the_command_line_comes_without_services_or_torch(make_environment):
     environment.install(*sorted(COMMON), SCHEMA, PLANNER, "headrace-coordinator", "headrace")
     environment.run(
         "-c",
-        "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.submission.admission",
+        "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.submission.rules",
     )

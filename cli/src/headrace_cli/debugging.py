@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace_coordinator.api.coordinator import Coordinator
+    from headrace_coordinator.app import Coordinator
     from headrace_coordinator.fleet.fleet import Fleet
     from headrace_coordinator.store.event_log import EventLog
     from headrace_schema.spec import RunSpec
@@ -48,16 +48,16 @@ async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]
     run_spec = RunSpec.model_validate(without_deadlines(spec))
     with tempfile.TemporaryDirectory(prefix="headrace-debug-") as directory:
         async with _fleet_in_process(run_spec, Path(directory)) as coordinator:
-            run = await coordinator.submit(run_spec, "debug")
-            async for event in coordinator.events(run.id, 0):
+            run = await coordinator.submissions.submit(run_spec, "debug")
+            async for event in coordinator.past.events(run, 0):
                 say(event.type, event.data)
-            return coordinator.run(run.id).state
+            return coordinator.reads.run(run).state
 
 
 @asynccontextmanager
 async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coordinator]:
     from headrace.coordinator.v1 import fleet_pb2_grpc
-    from headrace_coordinator.api.coordinator import Coordinator
+    from headrace_coordinator.app import Coordinator
     from headrace_coordinator.fleet.fleet import Fleet
     from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
     from headrace_coordinator.fleet.service import FleetServicer
@@ -76,7 +76,7 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
     name = "headrace.coordinator.v1.FleetService"
-    server.add_service(add, FleetServicer(fleet, coordinator.scaling.answered), name)
+    server.add_service(add, FleetServicer(fleet, coordinator.instance_changes.answered), name)
     address = await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.drain, 0.0)
@@ -128,7 +128,9 @@ async def _mount(instance: Instance) -> Callable[[], Awaitable[None]]:
 
 @asynccontextmanager
 async def _tasks(event_log: EventLog, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(work) for work in (event_log.run(), fleet.sweep(), coordinator.schedule())]
+    tasks = [
+        asyncio.create_task(work) for work in (event_log.run(), fleet.sweep(), coordinator.scheduler.run())
+    ]
     try:
         yield
     finally:

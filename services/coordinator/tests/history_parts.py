@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.fleet.fleet import Fleet
@@ -34,7 +34,7 @@ class Opened:
         self.event_log = EventLog(RedisStore(server.url), time.time, history=History(directory / "runs"))
         await self.event_log.open("test")
         fleet = Fleet(self.event_log, lambda *_: None, FleetSettings())
-        self.reads = Coordinator(self.event_log, fleet, directory)
+        self.coordinator = Coordinator(self.event_log, fleet, directory)
         self.task = asyncio.create_task(self.event_log.run())
         return self
 
@@ -45,7 +45,7 @@ class Opened:
 
     async def events(self, after=0):
         """Ids of a whole stream; the run has ended."""
-        return [event.id async for event in self.reads.events("r", after)]
+        return [event.id async for event in self.coordinator.past.events("r", after)]
 
     async def snapshot(self):
         """Saves one now."""

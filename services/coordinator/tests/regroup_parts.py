@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_schema.changing import RunChange
 from headrace_simulation.virtual_time import run_virtual
@@ -57,7 +57,7 @@ class Scene(World):
             coordinator, _ = await self.serving()
             key = f"want-{ranks}-{len(self.refusals)}"
             try:
-                return await coordinator.change(
+                return await coordinator.run_changes.change(
                     run or next(iter(self.users.specs)), RunChange(trainer={"ranks": ranks}), key
                 )
             except Refused as refused:

@@ -4,12 +4,15 @@ import os
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.admission import FleetView, check
-from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
-from headrace_schema.evaluating import AnswerSection
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import answers, problems_of
+from headrace_coordinator.api.submission.submission import Evaluated, Submission
+from headrace_coordinator.suites import open_suite
+from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import sentence
-from headrace_schema.resources.views import DeviceView, InstanceView
+from headrace_schema.resources.views import InstanceView
 from headrace_schema.spec import RunSpec
+from submission_parts import submission_of
 
 SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
 OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})
@@ -35,7 +38,8 @@ def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str,
         "reward": {"scorers": [{"name": "exact"}]},
         **(changes or {}),
     }
-    return {item.key: sentence(item) for item in check(RunSpec.model_validate(spec), fleet)}
+    found = problems_of(submission_of(RunSpec.model_validate(spec), fleet))
+    return {item.key: sentence(item) for item in found}
 
 
 def test_a_reference_that_is_not_there_is_named(tmp_path):
@@ -115,7 +119,7 @@ def test_an_empty_fleet_says_how_to_start_one():
 
 
 def test_the_fleet_is_the_union_of_ready_instances():
-    def instance(name: str, state: str, engines: list[str]) -> InstanceView:
+    def instance(name: str, state: str, engines: list[str], device: str) -> InstanceView:
         return InstanceView(
             name=name,
             incarnation=name,
@@ -123,19 +127,20 @@ def test_the_fleet_is_the_union_of_ready_instances():
             state=state,
             host="h",
             address="",
-            devices=[],
+            devices=[device],
             capabilities={"engines": engines},
             run="",
             resident_memory_bytes=0,
             last_heartbeat_age_s=0,
         )
 
-    ready = [instance("a", "READY", ["x"]), instance("b", "READY", ["x", "y"]), instance("c", "LOST", ["z"])]
-    devices = [
-        DeviceView(name="h/cpu:0", state="LEASED", holder="", reason=""),
-        DeviceView(name="h/cpu:1", state="QUARANTINED", holder="", reason=""),
-    ]
-    fleet = FleetView.of(ready, devices)
+    fleet = FleetView.of(
+        [
+            instance("a", "READY", ["x"], "h/cpu:0"),
+            instance("b", "READY", ["x", "y"], "h/cpu:0"),
+            instance("c", "LOST", ["z"], "h/cpu:1"),
+        ]
+    )
     assert fleet.names("rollout", "engines") == {"x", "y"}
     assert fleet.instances == {"rollout": 2}
     assert fleet.devices == ["h/cpu:0"]
@@ -238,8 +243,11 @@ def test_answers_that_the_engine_would_sample_otherwise_are_refused():
     fleet = replace(FLEET, capabilities={"rollout": {"engine_features": features}})
 
     def refused(engine: str, **sampling: float) -> list[str]:
-        asked = AnswerSection.model_validate(sampling)
-        return [sentence(each) for each in answer_problems(asked, engine, fleet)]
+        model, suite = {"path": "owner/model"}, {"name": "items", "options": {"source": "copy_digits"}}
+        asked = EvaluationSpec.model_validate({"model": model, "suite": suite, "sampling": sampling})
+        evaluated = Evaluated(asked, open_suite(**suite), "owner/model")
+        submission = Submission(spec_of(rollout={"engine": engine}), fleet, evaluated=evaluated)
+        return [sentence(each) for each in answers(submission)]
 
     both = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
     top_p, penalty = refused("sglang", **both)
@@ -254,19 +262,19 @@ def test_an_engine_that_nobody_has_installed_names_the_extra():
     assert "set rollout.engine: transformers" in found["rollout.engine"]
 
 
+def spec_of(**changes):
+    made = {
+        "model": {"path": "owner/model"},
+        "data": {"source": "copy_digits"},
+        "reward": {"scorers": [{"name": "exact"}]},
+    }
+    return RunSpec.model_validate(made | changes)
+
+
 def settled(fleet, **changes):
-    spec = RunSpec.model_validate(
-        {
-            "model": {"path": "owner/model"},
-            "data": {"source": "copy_digits"},
-            "reward": {"scorers": [{"name": "exact"}]},
-            "rollout": {"engine": "auto"},
-            **changes,
-        }
-    )
-    found, why = settle_engine(spec, fleet)
-    assert check(found, fleet) == []
-    return found.rollout.engine, why
+    submission = submission_of(spec_of(rollout={"engine": "auto"}, **changes), fleet)
+    assert problems_of(submission) == [] == problems_of(submission_of(submission.settled, fleet))
+    return submission.settled.rollout.engine, submission.note
 
 
 def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
@@ -282,14 +290,8 @@ def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
     (tmp_path / "model.safetensors").touch()
     name, why = settled(BOTH, model={"path": str(tmp_path)})
     assert name == "vllm" and "linear_attention layers" in why
-    named = RunSpec.model_validate(
-        {
-            "model": {"path": "owner/model"},
-            "data": {"source": "copy_digits"},
-            "reward": {"scorers": [{"name": "exact"}]},
-        }
-    )
-    assert settle_engine(named, GPUS) == (named, "")
+    named = submission_of(spec_of(), GPUS)
+    assert (named.settled, named.note) == (spec_of(), "")
 
 
 ROBOTS = replace(

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from headrace_coordinator.api.reading.audit import audit
 from headrace_coordinator.api.reading.presenters import event_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
@@ -28,6 +27,7 @@ from headrace_coordinator.domain.state import (
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_simulation.judging.audit import audit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_parts import certificate, committed, opened, restored, run_state

@@ -17,6 +17,7 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.tensors import encode_tensor
 from headrace_simulation.virtual_time import run_virtual
+from submission_parts import checked
 
 FLOAT, PIXEL = common.DATA_TYPE_FLOAT32, common.DATA_TYPE_UINT8
 
@@ -210,7 +211,7 @@ class Submitted(Robots):
         for size in (5, 3):
             fields = self.spec.model_dump(mode="json", exclude_unset=True)
             fields["model"]["policy"]["state_size"] = size
-            self.found.append([each.key for each in await self.coordinator.check(RunSpec(**fields))])
+            self.found.append([each.key for each in await checked(self.coordinator, RunSpec(**fields))])
 
 
 def test_sizes_that_are_not_the_environments_are_refused_at_submission():

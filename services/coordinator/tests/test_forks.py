@@ -1,9 +1,11 @@
 """What a fork must agree on with its origin: the run, its checkpoints, the shape of a batch, steps that are left."""
 
 import pytest
-from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.local_rules import fork
+from headrace_coordinator.api.submission.submission import Origin, Submission
 from headrace_schema.problems import sentence
-from headrace_schema.resources.views import RunView
+from headrace_schema.resources.views import CheckpointView, PolicyView, RunView
 from headrace_schema.spec import RunSpec
 
 
@@ -24,6 +26,14 @@ def problems(saved=(8, 4), ended=False, **changes):
     state = "SUCCEEDED" if ended else "RUNNING"
     origin = RunView.from_json({"id": "sums-1", "state": state, "spec": spec})
     return {item.key: sentence(item) for item in check_fork(spec_of(**changes), origin, saved)}
+
+
+def check_fork(spec, run, steps, saving=False):
+    """Problems of a fork of a run that has checkpoints of these steps, the newest first."""
+    policy = PolicyView(number=1, parent=0, ordinal=1, digest="d")
+    checkpoints = [CheckpointView(name=f"c-{s}", version=policy, step=s, size_bytes=1) for s in steps]
+    origin = Origin(run.id, run, [run.id], checkpoints, saving)
+    return list(fork(Submission(spec, FleetView({}, {}, []), origin=origin)))
 
 
 def test_what_differs_in_other_ways_is_free():
@@ -71,5 +81,11 @@ def test_a_fork_may_wait_for_the_checkpoint_that_is_being_written():
 
 
 def test_an_unknown_origin_names_the_nearest():
-    assert "did you mean sums-1?" in unknown_origin("sums-2", ["sums-1", "other"]).fix
-    assert "headrace run list" in unknown_origin("sums-2", []).fix
+    fixes = []
+    for known in (["sums-1", "other"], []):
+        spec = spec_of(from_checkpoint={"run": "sums-2"})
+        submission = Submission(spec, FleetView({}, {}, []), origin=Origin("sums-2", None, known))
+        (problem,) = fork(submission)
+        assert problem.key == "from_checkpoint.run"
+        fixes.append(problem.fix)
+    assert "did you mean sums-1?" in fixes[0] and "headrace run list" in fixes[1]

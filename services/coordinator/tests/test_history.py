@@ -93,7 +93,7 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
     two.event_log.post(*ended())
     await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
-    shown, more = await two.reads.certificates("r", 100)
+    shown, more = await two.coordinator.past.certificates("r", 100)
     assert [view.step for view in shown] == list(range(1, 46)) and more is None
 
 
@@ -144,7 +144,7 @@ async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
     assert (run.totals.tally.trained, run.totals.tally.duplicates, run.totals.tally.missing) == (20, 0, 0)
     whole = {}
     for name in ("steps", "certificates", "evaluations"):
-        whole[name], more = await getattr(one.reads, name)("r", 1000)
+        whole[name], more = await getattr(one.coordinator.past, name)("r", 1000)
         assert more is None
     assert [view.version for view in whole["steps"]] == [2, 3, 4, 201, 202]
     assert [view.step for view in whole["evaluations"]] == [0]
@@ -154,7 +154,7 @@ async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
         for size in (1, 2, 3, 7):
             found, after = [], -1
             while after is not None:
-                page, after = await getattr(one.reads, name)("r", size, after)
+                page, after = await getattr(one.coordinator.past, name)("r", size, after)
                 found += page
             assert repr(found) == repr(views), (name, size)
 
@@ -163,22 +163,22 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     one = await opened()
     one.event_log.post(submitted(), restored(1))
     await train(one.event_log, 12)
-    whole = await one.reads.curves("r", 100)
+    whole = await one.coordinator.past.curves("r", 100)
     assert whole.steps == list(range(1, 13)) and whole.total == 12
     assert whole.series["train/reward"] == [0.5] * 12 and whole.series["trainer/loss"] == [None] * 12
-    few = await one.reads.curves("r", 4)
+    few = await one.coordinator.past.curves("r", 4)
     assert len(few.steps) == 4 and few.steps[-1] == 12 and few.steps == sorted(set(few.steps))
-    newest = await anext(one.reads.events("r", whole.event - 1))
+    newest = await anext(one.coordinator.past.events("r", whole.event - 1))
     assert (newest.id, newest.type, newest.data["view"]["step"]) == (whole.event, "step_committed", 12)
-    (shown,), more, total = await one.reads.summaries(10, "", frozenset(), "R")
+    (shown,), more, total = await one.coordinator.reads.summaries(10, "", frozenset(), "R")
     assert (shown.step, shown.reward_mean, shown.rewards, more, total) == (12, 0.5, [0.5] * 12, None, 1)
     for states, search in (({"PAUSED"}, ""), (set(), "other")):
-        assert await one.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
+        assert await one.coordinator.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
     kept = await one.event_log.history.kept("r", 3)
     one.event_log.post(restored(100, 4, 3, 3, kept), committed(3, 101, 100))
     await one.event_log.flush()
-    assert (await one.reads.curves("r", 100)).steps == [1, 2, 3, 4]
-    (shown,), _, _ = await one.reads.summaries(10, "", frozenset(), "")
+    assert (await one.coordinator.past.curves("r", 100)).steps == [1, 2, 3, 4]
+    (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "")
     assert len(shown.rewards) == 4
 
 
@@ -190,7 +190,7 @@ async def test_the_newest_events_come_first_in_pages_and_without_slots(opened):
     await one.event_log.flush()
     whole, before = [], 2**63 - 1
     while before is not None:
-        page, before = await one.reads.newest_events("r", 37, before)
+        page, before = await one.coordinator.past.newest_events("r", 37, before)
         whole += page
     assert [event.id for event in whole] == (await one.events())[::-1]
     assert [event.type for event in whole[:3]] == ["run_state_changed", "run_state_changed", "step_committed"]
@@ -203,21 +203,23 @@ async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened, tmp
     await train(one.event_log, 10)
     one.event_log.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
     await one.event_log.flush()
-    before, ids = one.reads.run("r"), await one.events()
+    before, ids = one.coordinator.reads.run("r"), await one.events()
     before = before.model_copy(update={"run_directory": str(tmp_path / "runs/r")})
-    await one.reads.archive.once()
+    await one.coordinator.archive.once()
     each = one
     for again in (False, True):
         if again:
             await one.kill()
             each = await opened()
         assert "r" not in each.event_log.state.runs and each.event_log.history.backlog == 0
-        assert repr(each.reads.run("r")) == repr(before) and await each.events() == ids
-        assert len((await each.reads.certificates("r", 100))[0]) == 10
-        (checkpoint,) = await each.reads.checkpoints("r")
+        assert repr(each.coordinator.reads.run("r")) == repr(before) and await each.events() == ids
+        assert len((await each.coordinator.past.certificates("r", 100))[0]) == 10
+        (checkpoint,) = await each.coordinator.past.checkpoints("r")
         assert (checkpoint.name, checkpoint.version.ordinal) == ("c", 10)
-        shown, _more = each.reads.runs(10)
-        assert [view.id for view in shown] == ["r"] and each.reads.run_states() == {"CANCELLED": 1}
+        shown, _more = each.coordinator.reads.runs(10)
+        assert [view.id for view in shown] == ["r"] and each.coordinator.reads.run_states() == {
+            "CANCELLED": 1
+        }
 
 
 async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatch):
@@ -235,7 +237,7 @@ async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatc
     async with asyncio.timeout(10):
         while not one.event_log.history.trouble:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert "No space left" in " ".join(one.reads.run("r").waiting_for)
+    assert "No space left" in " ".join(one.coordinator.reads.run("r").waiting_for)
     monkeypatch.setattr(RunFiles, "append", append)
     one.event_log.post(*ended())
     await one.event_log.flush()
@@ -319,13 +321,13 @@ async def test_a_data_directory_may_be_moved_while_its_coordinator_is_down(serve
         *ended("gone"),
     )
     await train(one.event_log, 3)
-    await one.reads.archive.once()
+    await one.coordinator.archive.once()
     await one.kill()
     (tmp_path / "before").rename(tmp_path / "after")
     two = await Opened.on(server, tmp_path / "after")
     await two.kill()
     for name in ("r", "gone", "e"):
-        assert two.reads.run(name).run_directory == str(tmp_path / "after/runs" / name)
+        assert two.coordinator.reads.run(name).run_directory == str(tmp_path / "after/runs" / name)
     checkpoint = two.event_log.state.runs["e"].evaluation.checkpoint_directory
     assert checkpoint == str(tmp_path / "after/runs/r/checkpoints/c")
     assert not (tmp_path / "before").exists()

@@ -25,12 +25,12 @@ async def test_a_run_is_queued_and_shown(api, spec_json):
     assert run["last_step"]["figures"] == {"loss": None}
 
 
-async def test_a_repeated_key_repeats_the_answer_and_refuses_another_body(api, spec_json, fake_control):
+async def test_a_repeated_key_repeats_the_answer_and_refuses_another_body(api, spec_json, fake_coordinator):
     headers = {"Idempotency-Key": "k1"}
     first = await api.post("/v1/runs", json=spec_json, headers=headers)
     second = await api.post("/v1/runs", json=spec_json, headers=headers)
     assert first.json()["id"] == second.json()["id"]
-    assert len(fake_control.records) == 1
+    assert len(fake_coordinator.records) == 1
     other = await api.post("/v1/runs", json=spec_json | {"steps": 3}, headers=headers)
     assert (other.status_code, other.json()["reason"]) == (409, "CONFLICT")
 
@@ -42,7 +42,7 @@ async def test_without_a_key_one_is_made_and_returned(api, spec_json):
 
 @pytest.mark.parametrize("flag", ["dry_run", "dry_run=true", "dry_run=1"])
 async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
-    api, spec_json, fake_control, flag
+    api, spec_json, fake_coordinator, flag
 ):
     answer = await api.post(f"/v1/runs?{flag}", json=spec_json)
     assert answer.status_code == 200
@@ -52,27 +52,27 @@ async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
         "total_steps": None,
         "final_fraction": 0.0,
     }
-    assert fake_control.records == {}
+    assert fake_coordinator.records == {}
 
 
 async def test_a_dry_run_names_the_engine_that_auto_stands_for_and_why(api, spec_json):
     asked = {**spec_json, "rollout": {"engine": "auto"}}
     answer = await api.post("/v1/runs?dry_run", json=asked)
     assert answer.json()["rollout"]["engine"] == "transformers"
-    assert answer.headers["headrace-note"] == "auto takes transformers"
+    assert answer.headers["headrace-note"].startswith("rollout.engine: auto takes transformers: ")
     plain = await api.post("/v1/runs?dry_run", json=spec_json)
     assert "headrace-note" not in plain.headers
 
 
-async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, fake_control):
+async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, fake_coordinator):
     answer = await api.post("/v1/runs?dryrun=true", json=spec_json)
     assert answer.status_code == 422
     assert "did you mean dry_run?" in problems(answer)["dryrun"]
-    assert fake_control.records == {}
+    assert fake_coordinator.records == {}
 
 
 @pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs?dry_run"])
-async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fake_control, path):
+async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fake_coordinator, path):
     wrong = spec_json | {"stpes": 3, "seed": "x", "data": {"source": "copy_digits", "heldout": -1}}
     answer = await api.post(path, json=wrong)
     assert (answer.status_code, answer.json()["reason"]) == (422, "INVALID")
@@ -86,7 +86,7 @@ async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fak
     answer = await api.post(path, json=unfit)
     assert answer.status_code == 422
     assert {"rollout.instances", "data.options.dataset"} <= set(problems(answer))
-    assert fake_control.records == {}
+    assert fake_coordinator.records == {}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_a_spec_as_yaml(api, spec_json):
         assert refused.status_code == 422 and words in refused.json()["problems"][0]["problem"]
 
 
-async def test_a_body_too_large_or_of_another_type(api, fake_control):
+async def test_a_body_too_large_or_of_another_type(api, fake_coordinator):
     huge = await api.post(
         "/v1/runs",
         content=b" " * (1024 * 1024 + 1),
@@ -233,11 +233,11 @@ async def test_there_is_no_such_route(api):
     assert (await api.get("/v1/runs/")).status_code in (404, 405)
 
 
-async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_control, monkeypatch):
+async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_coordinator, monkeypatch):
     def broken():
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(fake_control, "instances", broken)
+    monkeypatch.setattr(fake_coordinator, "instances", broken)
     transport = httpx.ASGITransport(api_app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/v1/instances")
@@ -245,8 +245,8 @@ async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_control, mo
     assert "secret detail" not in answer.text
 
 
-async def test_with_a_token_every_request_bears_it(fake_control, tmp_path, spec_json):
-    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+async def test_with_a_token_every_request_bears_it(fake_coordinator, tmp_path, spec_json):
+    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         assert (await client.get("/healthz")).json()["status"] == "ok"
         for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
@@ -257,7 +257,7 @@ async def test_with_a_token_every_request_bears_it(fake_control, tmp_path, spec_
         assert (await client.get("/v1/runs", headers=right)).status_code == 200
         refused = await client.post("/v1/runs", json=spec_json)
         assert refused.status_code == 401
-    assert fake_control.records == {}
+    assert fake_coordinator.records == {}
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ async def test_without_a_token_web_pages_of_other_sites_are_refused(api, run_id)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 201, "é"])
-async def test_an_ill_formed_key_is_refused(api, spec_json, fake_control, key):
+async def test_an_ill_formed_key_is_refused(api, spec_json, fake_coordinator, key):
     answer = await api.post("/v1/runs", json=spec_json, headers=[("Idempotency-Key", key.encode("latin-1"))])
     assert answer.status_code == 422
-    assert fake_control.records == {}
+    assert fake_coordinator.records == {}
 
 
 async def test_the_description_is_the_checked_in_one(api):
@@ -323,10 +323,10 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     assert output.stdout.strip() == "[]"
 
 
-async def test_healthz_answers_503_with_the_reason(api, fake_control):
+async def test_healthz_answers_503_with_the_reason(api, fake_coordinator):
     answer = await api.get("/healthz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-    fake_control.vitals = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
+    fake_coordinator.health = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
     answer = await api.get("/healthz")
     assert answer.status_code == 503 and "takes no writes: OOM" in answer.json()["reason"]
 
@@ -340,8 +340,8 @@ async def test_head_answers_as_get_without_a_body(api, run_id):
             assert (head.status_code, head.headers) == (got.status_code, got.headers)
 
 
-async def test_a_link_is_not_used_up_by_its_preview(fake_control, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+async def test_a_link_is_not_used_up_by_its_preview(fake_coordinator, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         made = await client.post("/v1/links", headers={"Authorization": "Bearer s3cret"})
         path = made.json()["path"]

@@ -34,9 +34,9 @@ ACCEPTABLE = {200, 201, 401, 403, 404, 405, 409, 413, 415, 422, 503}
 
 
 @pytest.fixture
-def ask(fake_control, spec_json, tmp_path):
+def ask(fake_coordinator, spec_json, tmp_path):
     """Sends one request to an API with one ended run; an exception in the API fails the test."""
-    app = make_app(fake_control, runs_directory=tmp_path)
+    app = make_app(fake_coordinator, runs_directory=tmp_path)
 
     async def send(method: str, path: str, **request) -> httpx.Response:
         async with httpx.AsyncClient(
@@ -45,7 +45,9 @@ def ask(fake_control, spec_json, tmp_path):
             return await client.request(method, path, **request)
 
     asyncio.run(send("POST", "/v1/runs", json=spec_json))
-    fake_control.records["sums-0"] = fake_control.records["sums-0"].model_copy(update={"state": "SUCCEEDED"})
+    fake_coordinator.records["sums-0"] = fake_coordinator.records["sums-0"].model_copy(
+        update={"state": "SUCCEEDED"}
+    )
 
     def request(method: str, path: str, **request) -> None:
         response = asyncio.run(send(method, path, **request))

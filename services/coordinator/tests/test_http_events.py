@@ -52,31 +52,31 @@ async def ids(lines, count: int | None = None) -> list[int]:
     return found
 
 
-async def test_a_stream_carries_every_event_and_ends_with_the_run(server, run_id, fake_control):
-    await fake_control.emit(run_id, "RunSubmitted")
+async def test_a_stream_carries_every_event_and_ends_with_the_run(server, run_id, fake_coordinator):
+    await fake_coordinator.emit(run_id, "RunSubmitted")
     async with listening_to(server, run_id) as lines:
         assert await anext(lines) == "retry: 1000"
         assert await anext(lines) == ""
         first = [await anext(lines) for _ in range(3)]
         assert first[:2] == ["id: 1", "event: RunSubmitted"]
         assert json.loads(first[2].removeprefix("data: "))["run"] == run_id
-        await fake_control.emit(run_id, "StepCommitted", text="two\nlines\r\n\u2028")
-        await fake_control.emit(run_id, "RunEnded", state="SUCCEEDED")
+        await fake_coordinator.emit(run_id, "StepCommitted", text="two\nlines\r\n\u2028")
+        await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
         rest = [line async for line in lines]
     assert [line for line in rest if line.startswith("id:")] == ["id: 2", "id: 3"]
     data = [json.loads(line[6:]) for line in rest if line.startswith("data: ")]
     assert data[0]["data"]["text"] == "two\nlines\r\n\u2028"
 
 
-async def test_a_reconnect_gets_exactly_the_missing_events(server, run_id, fake_control):
+async def test_a_reconnect_gets_exactly_the_missing_events(server, run_id, fake_coordinator):
     for _ in range(5):
-        await fake_control.emit(run_id, "Noted")
+        await fake_coordinator.emit(run_id, "Noted")
     async with listening_to(server, run_id) as lines:
         seen = await ids(lines, 3)
-    await fake_control.emit(run_id, "Noted")
+    await fake_coordinator.emit(run_id, "Noted")
     async with listening_to(server, run_id, headers={"Last-Event-ID": str(seen[-1])}) as lines:
         seen += await ids(lines, 2)
-    await fake_control.emit(run_id, "RunEnded", state="FAILED")
+    await fake_coordinator.emit(run_id, "RunEnded", state="FAILED")
     # The header of a reconnecting client wins over the address that it was given first.
     async with listening_to(
         server, run_id, headers={"Last-Event-ID": str(seen[-1])}, params={"after": 1}
@@ -96,9 +96,9 @@ async def test_silence_is_filled_with_comments(server, run_id):
     assert set(comments) == {": alive"}
 
 
-async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_control):
+async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_coordinator):
     closed = asyncio.Event()
-    events = fake_control.events
+    events = fake_coordinator.events
 
     async def watched(*arguments):
         try:
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_contro
         finally:
             closed.set()
 
-    fake_control.events = watched
+    fake_coordinator.events = watched
     async with listening_to(server, run_id) as lines:
         await anext(lines)
         assert not closed.is_set()
@@ -124,7 +124,7 @@ async def test_a_wrong_place_to_go_on_from_is_named(server, run_id, given):
     assert [answer.json()["problems"][0]["key"] for answer in (header, query)] == ["last-event-id", "after"]
 
 
-async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_control):
+async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_coordinator):
     async def listen() -> list[int]:
         async with listening_to(server, run_id) as lines:
             return await ids(lines)
@@ -132,13 +132,13 @@ async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_control
     listeners = [asyncio.create_task(listen()) for _ in range(20)]
     await asyncio.sleep(0.1)
     for _ in range(10):
-        await fake_control.emit(run_id, "Noted")
-    await fake_control.emit(run_id, "RunEnded", state="CANCELLED")
+        await fake_coordinator.emit(run_id, "Noted")
+    await fake_coordinator.emit(run_id, "RunEnded", state="CANCELLED")
     assert await asyncio.gather(*listeners) == [list(range(1, 12))] * 20
 
 
 async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_id, monkeypatch):
-    monkeypatch.setattr("headrace_coordinator.api.http.sse.MAX_STREAMS", 2)
+    monkeypatch.setattr("headrace_coordinator.api.http.routes.events.MAX_STREAMS", 2)
     async with httpx.AsyncClient(base_url=server) as client, listening_to(server, run_id) as first:
         await anext(first)
         async with listening_to(server, run_id) as second:

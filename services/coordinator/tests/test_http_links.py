@@ -6,16 +6,17 @@ import stat
 import httpx
 import pytest
 from headrace_coordinator.__main__ import parse
-from headrace_coordinator.api.http import links, make_app
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.routes import dashboard
 from headrace_coordinator.serving import Refusal, _http_token
 
 BEARER = {"Authorization": "Bearer s3 cret"}
 
 
 @pytest.fixture
-async def guarded(fake_control, tmp_path):
+async def guarded(fake_coordinator, tmp_path):
     """A client without the token of an API that asks for one."""
-    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3 cret"))
+    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3 cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
         yield client
 
@@ -32,7 +33,7 @@ async def test_a_link_gives_the_token_once(guarded):
 
 
 async def test_a_link_expires_and_cannot_be_guessed(guarded, monkeypatch):
-    monkeypatch.setattr(links, "LIFE_S", -1.0)
+    monkeypatch.setattr(dashboard, "LIFE_S", -1.0)
     made = (await guarded.post("/v1/links", headers=BEARER)).json()
     for path in (made["path"], "/open", "/open?code=", "/open?code=%C3%A9"):
         assert (await guarded.get(path)).status_code == 401
@@ -40,7 +41,8 @@ async def test_a_link_expires_and_cannot_be_guessed(guarded, monkeypatch):
 
 async def test_old_links_make_room(guarded):
     paths = [
-        (await guarded.post("/v1/links", headers=BEARER)).json()["path"] for _ in range(links.MAX_LINKS + 1)
+        (await guarded.post("/v1/links", headers=BEARER)).json()["path"]
+        for _ in range(dashboard.MAX_LINKS + 1)
     ]
     assert [(await guarded.get(path)).status_code for path in (paths[0], paths[1], paths[-1])] == [
         401,

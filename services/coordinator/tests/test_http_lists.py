@@ -95,18 +95,18 @@ async def test_trajectories_are_read_from_the_runs_directory(api, run_id, tmp_pa
     assert [item["prompt_ordinal"] for item in only] == [2, 3]
 
 
-async def test_instances_and_leases_by_state_in_an_order(api, fake_control, monkeypatch):
-    found = fake_control.instances()
+async def test_instances_and_leases_by_state_in_an_order(api, fake_coordinator, monkeypatch):
+    found = fake_coordinator.instances()
     states = ("READY", "DRAINING", "READY")
     found = [item.model_copy(update={"state": state}) for item, state in zip(found, states, strict=True)]
     found[2] = found[2].model_copy(update={"host": "a"})
-    monkeypatch.setattr(fake_control, "instances", lambda: found[::-1])
-    lease = fake_control.leases()[0]
+    monkeypatch.setattr(fake_coordinator, "instances", lambda: found[::-1])
+    lease = fake_coordinator.leases()[0]
     leases = [
         lease.model_copy(update={"epoch": n, "state": s})
         for n, s in ((7, "HELD"), (8, "GRANTED"), (9, "HELD"))
     ]
-    monkeypatch.setattr(fake_control, "leases", lambda: leases)
+    monkeypatch.setattr(fake_coordinator, "leases", lambda: leases)
 
     async def names(query):
         body = (await api.get(f"/v1/instances?{query}")).json()
@@ -129,7 +129,7 @@ async def test_instances_and_leases_by_state_in_an_order(api, fake_control, monk
             assert key in problems(await api.get(f"{path}?{query}"))
 
 
-async def test_videos_are_listed_and_served_as_files(api, fake_control, tmp_path, monkeypatch):
+async def test_videos_are_listed_and_served_as_files(api, fake_coordinator, tmp_path, monkeypatch):
     (tmp_path / "0001-0-push-success.mp4").write_bytes(b"film")
     view = VideoView(name="0001-0-push-success.mp4", item=1, sample=0, success=True, size_bytes=4)
 
@@ -144,9 +144,9 @@ async def test_videos_are_listed_and_served_as_files(api, fake_control, tmp_path
         assert (evaluation, name) == ("push-00001a", view.name)
         return tmp_path / "0001-0-push-success.episode"
 
-    monkeypatch.setattr(fake_control, "evaluation_videos", videos)
-    monkeypatch.setattr(fake_control, "evaluation_video", video)
-    monkeypatch.setattr(fake_control, "evaluation_episode", episode)
+    monkeypatch.setattr(fake_coordinator, "evaluation_videos", videos)
+    monkeypatch.setattr(fake_coordinator, "evaluation_video", video)
+    monkeypatch.setattr(fake_coordinator, "evaluation_episode", episode)
     listed = await api.get("/v1/evaluations/push-00001a/videos")
     assert listed.json() == {"videos": [view.model_dump()]}
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")

@@ -7,7 +7,7 @@ import headrace_coordinator
 import httpx
 import pytest
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.http.routes.pages import page_files
+from headrace_coordinator.api.http.routes.dashboard import page_files
 
 FOLDER = Path(headrace_coordinator.__file__).parent / "dashboard"
 
@@ -27,8 +27,8 @@ async def test_the_page_and_all_that_it_loads_are_served_under_a_strict_policy(a
     assert not re.search(r"<script>|<style|\son\w+=|style=|javascript:|https?://", page.text)
 
 
-async def test_the_docs_are_swagger_ui_from_here_without_a_token_or_another_host(fake_control, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+async def test_the_docs_are_swagger_ui_from_here_without_a_token_or_another_host(fake_coordinator, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         page = await client.get("/docs")
         assert page.status_code == 200 and (await client.head("/docs")).status_code == 200
@@ -56,8 +56,8 @@ async def test_nothing_else_is_served(api, name):
     assert (answer.status_code, answer.json()["reason"]) == (404, "NOT_FOUND")
 
 
-async def test_the_page_needs_no_token_and_data_does(fake_control, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+async def test_the_page_needs_no_token_and_data_does(fake_coordinator, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/v1/run-summaries")).status_code == 401
@@ -102,12 +102,12 @@ async def test_runs_in_short_are_filtered_and_paged(api, spec_json):
     assert (await api.get("/v1/run-summaries?page_token=nonsense")).status_code == 422
 
 
-async def test_curves_and_newest_events_of_a_run(api, run_id, fake_control):
+async def test_curves_and_newest_events_of_a_run(api, run_id, fake_coordinator):
     curves = (await api.get(f"/v1/runs/{run_id}/curves?points=2")).json()
     assert (curves["steps"], curves["series"]) == ([1], {"train/reward": [None]})
     assert (await api.get(f"/v1/runs/{run_id}/curves?points=1")).status_code == 422
     for number in range(3):
-        await fake_control.emit(run_id, "noted", text=str(number))
+        await fake_coordinator.emit(run_id, "noted", text=str(number))
     first = (await api.get(f"/v1/runs/{run_id}/newest-events?page_size=2")).json()
     assert [event["id"] for event in first["events"]] == [3, 2]
     token = first["next_page_token"]

@@ -51,12 +51,12 @@ def schema():
 
 
 @pytest.fixture
-def known(fake_control, tmp_path, spec_json):
+def known(fake_coordinator, tmp_path, spec_json):
     """Names of things that there are behind the API; the run has ended, so that its events end too."""
-    run = asyncio.run(fake_control.submit(RunSpec.model_validate(spec_json), "key"))
-    asyncio.run(fake_control.cancel(run.id, "another key"))
-    schema().app = make_app(fake_control, runs_directory=tmp_path)
-    return {"run_id": run.id, "name": "rollout-0", "kind": "rollout"}
+    run = asyncio.run(fake_coordinator.submit(RunSpec.model_validate(spec_json), "key"))
+    asyncio.run(fake_coordinator.cancel(run, "another key"))
+    schema().app = make_app(fake_coordinator, runs_directory=tmp_path)
+    return {"run_id": run, "name": "rollout-0", "kind": "rollout"}
 
 
 def modes(path, method):

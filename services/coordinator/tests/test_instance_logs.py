@@ -4,7 +4,7 @@ import json
 
 import httpx
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.reading.instance_logs import MOST_CHARACTERS, READ_BYTES, read_log
+from headrace_coordinator.api.http.routes.fleet import MOST_CHARACTERS, READ_BYTES, read_log
 
 
 def record(level, message, **more):
@@ -55,10 +55,10 @@ def test_a_name_leads_out_of_the_folder_nowhere(tmp_path):
         assert read_log(logs, name, "info", 10) is None, name
 
 
-async def test_the_route_answers_lines_and_says_where_to_look_without_a_file(fake_control, tmp_path):
+async def test_the_route_answers_lines_and_says_where_to_look_without_a_file(fake_coordinator, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout-0.log").write_text(record("warning", "slow") + "\n" + record("info", "ok"))
-    app = make_app(fake_control, runs_directory=tmp_path / "runs")
+    app = make_app(fake_coordinator, runs_directory=tmp_path / "runs")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as api:
         found = (await api.get("/v1/instances/rollout-0/logs?level=warning")).json()
         assert [line["text"] for line in found["lines"]] == ["slow"]

@@ -109,7 +109,7 @@ async def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(atte
     finish(attempt, 100)
     found = list(attempt.trajectories.values())[:4]
     size = found[0].size
-    kept = Trajectories(3 * size)
+    kept = Trajectories(sum(trajectory.size for trajectory in found[:3]))
     for trajectory in found:
         kept.put(trajectory)
     assert [trajectory.message is not None for trajectory in kept.values()] == [True, True, True, False]

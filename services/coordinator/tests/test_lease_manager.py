@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.api.reading.presenters import instance_views
+from headrace_coordinator.api.reading.reads import instance_views
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 
 import pytest
-from headrace_coordinator.api import coordinator
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.submission import submissions
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
@@ -166,15 +166,15 @@ def test_a_queued_run_shows_its_place_and_a_cancelled_one_the_truth():
         await scene.first()
         b, c = await scene.another("b"), await scene.another("c")
         await asyncio.sleep(0.1)
-        views = [scene.coordinator.run(run) for run in (b, c)]
+        views = [scene.coordinator.reads.run(run) for run in (b, c)]
         assert [view.place for view in views] == [1, 2]
         assert "1 rollout instance" in views[0].waiting_for[0]
         await scene.users.intend(b, run_states.CANCEL)
-        view = scene.coordinator.run(b)
+        view = scene.coordinator.reads.run(b)
         assert view.state == "CANCELLED" and view.reason.startswith("cancelled while it was queued")
         assert "checkpoint stays" not in view.reason
         await asyncio.sleep(0.1)
-        assert scene.coordinator.run(c).place == 1
+        assert scene.coordinator.reads.run(c).place == 1
 
     assert sorted(ends(Scene(play, steps=30, scheduling={"quantum_s": 1000.0})).values())[0] == "CANCELLED"
 
@@ -276,9 +276,9 @@ def test_a_fork_whose_checkpoint_is_deleted_while_its_scorers_are_tried_is_refus
             await asyncio.sleep(1.0)
             return []
 
-        monkeypatch.setattr(coordinator, "try_scorers", trial)
+        monkeypatch.setattr(submissions, "check_scorers", trial)
         try:
-            await scene.coordinator.submit(fork_of(scene.specs[0], a, first.step), "fork")
+            await scene.coordinator.submissions.submit(fork_of(scene.specs[0], a, first.step), "fork")
         except Refused as error:
             refused.extend(problem.key for problem in error.problems)
 

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from headrace_coordinator.api.reading.audit import audit
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.compact import compact, compact_drops
 from headrace_coordinator.domain.ledger.dispatch import DispatchOrder, plan_dispatch, plan_refill
@@ -10,6 +9,7 @@ from headrace_coordinator.domain.ledger.slot_index import FILTERED, PENDING, SET
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.domain.runs import RunState
+from headrace_simulation.judging.audit import audit
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 from hypothesis import given, settings

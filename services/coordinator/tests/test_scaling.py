@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.api.control import Refused
-from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain.state import restore, snapshot
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
@@ -44,7 +44,7 @@ class Scaled:
 
     async def _answer(self, request):
         await self.answering.wait()
-        self.coordinator.scaling.answered(request, self.error)
+        self.coordinator.instance_changes.answered(request, self.error)
 
     async def close(self):
         for task in self._tasks:
@@ -62,31 +62,33 @@ async def scaled(tmp_path):
 
 async def test_twenty_parallel_calls_with_one_key_are_one_command(scaled):
     scaled.answering.clear()
-    calls = [asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key")) for _ in range(20)]
+    calls = [
+        asyncio.create_task(scaled.coordinator.instance_changes.scale("rollout", 3, "key")) for _ in range(20)
+    ]
     await asyncio.sleep(0.05)
     with pytest.raises(Refused, match="was used for another request") as other:
-        await scaled.coordinator.scale("rollout", 4, "key")
+        await scaled.coordinator.instance_changes.scale("rollout", 4, "key")
     scaled.answering.set()
     assert await asyncio.gather(*calls) == [3] * 20
     assert scaled.commands == [("scale", "rollout", 3)] and other.value.reason == "CONFLICT"
 
 
 async def test_a_key_outlives_the_command_and_a_restart(scaled):
-    await scaled.coordinator.scale("rollout", 3, "key")
+    await scaled.coordinator.instance_changes.scale("rollout", 3, "key")
     scaled.event_log.state = restore(snapshot(scaled.event_log.state))
-    assert await scaled.coordinator.scale("rollout", 3, "key") == 3
+    assert await scaled.coordinator.instance_changes.scale("rollout", 3, "key") == 3
     assert len(scaled.commands) == 1
     with pytest.raises(Refused) as other:
-        await scaled.coordinator.scale("rollout", 2, "key")
+        await scaled.coordinator.instance_changes.scale("rollout", 2, "key")
     assert other.value.reason == "CONFLICT"
-    assert await scaled.coordinator.scale("rollout", 2, "other key") == 2
+    assert await scaled.coordinator.instance_changes.scale("rollout", 2, "other key") == 2
     assert len(scaled.commands) == 2
 
 
 async def test_a_key_of_another_write_is_a_conflict(scaled):
-    await scaled.coordinator.scale("rollout", 3, "key")
+    await scaled.coordinator.instance_changes.scale("rollout", 3, "key")
     with pytest.raises(Refused) as other:
-        scaled.coordinator._known("key", "the digest of a spec")
+        scaled.coordinator.instance_changes._keys.made("key", "the digest of a spec")
     assert other.value.reason == "CONFLICT"
 
 
@@ -109,8 +111,8 @@ async def test_a_refusal_is_422_names_the_key_and_records_nothing(scaled, tmp_pa
 
 async def test_a_caller_that_goes_away_takes_no_other_caller_along(scaled):
     scaled.answering.clear()
-    gone = asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key"))
-    stays = asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key"))
+    gone = asyncio.create_task(scaled.coordinator.instance_changes.scale("rollout", 3, "key"))
+    stays = asyncio.create_task(scaled.coordinator.instance_changes.scale("rollout", 3, "key"))
     await asyncio.sleep(0.05)
     gone.cancel()
     scaled.answering.set()
@@ -119,5 +121,5 @@ async def test_a_caller_that_goes_away_takes_no_other_caller_along(scaled):
 
 async def test_nobody_to_ask_is_unavailable(scaled):
     with pytest.raises(Refused, match="no connected supervisor") as refused:
-        await scaled.coordinator.scale("trainer", 2, "key")
+        await scaled.coordinator.instance_changes.scale("trainer", 2, "key")
     assert refused.value.reason == "UNAVAILABLE"

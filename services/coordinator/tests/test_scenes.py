@@ -7,6 +7,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.fleet import RESTART_S
 from headrace_simulation.fleet.reward import Reward
 from scene import Scene, ends
+from submission_parts import checked
 
 
 def test_a_run_that_trained_nothing_has_failed_and_says_why(monkeypatch):
@@ -58,10 +59,10 @@ def test_a_scorer_that_loads_for_long_holds_up_no_other_check(monkeypatch):
         await scene.first()
         Reward.slow = began()
         coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
-        loading = asyncio.create_task(coordinator.check(spec("slow.py:score")))
+        loading = asyncio.create_task(checked(coordinator, spec("slow.py:score")))
         await Reward.slow.wait()
         start = clock()
-        assert await coordinator.check(spec("quick.py:score")) == []
+        assert await checked(coordinator, spec("quick.py:score")) == []
         assert clock() - start < 5 and not loading.done()
         (problem,) = await loading
         assert clock() - start < 120 and problem.key == "reward.load_timeout_s", problem
@@ -104,7 +105,7 @@ def test_what_no_instance_mends_is_refused_at_once_although_a_process_has_just_e
             )
             coordinator.fleet._last_exit = coordinator.event_log.monotonic()
             began = clock()
-            keys = {each.key for each in await coordinator.check(wanted)}
+            keys = {each.key for each in await checked(coordinator, wanted)}
             found.append((clock() - began, keys))
 
     ends(Scene(play, steps=30))

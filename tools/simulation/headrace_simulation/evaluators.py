@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain import run_states
 from headrace_schema.evaluating import EvaluationSpec
 
@@ -62,12 +62,12 @@ class Evaluators:
         asked = random_evaluation(self._rng, self._world.specs[0].seed, origin)
 
         def request(coordinator: Coordinator) -> Awaitable[Any]:
-            return coordinator.submit_evaluation(asked, key)
+            return coordinator.submissions.submit(asked, key)
 
         copies = self._rng.choice([1, 1, 3])
         for _ in range(PATIENCE if origin else 1000):
             answers = await asyncio.gather(*(self._users.ask(request) for _ in range(copies)))
-            made = {answer.id for answer in answers if answer is not None}
+            made = {answer for answer in answers if answer is not None}
             if made:
                 run = self._users.one_of(key, made)
                 self.specs[run] = asked

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace_coordinator.api.control import Refused
-from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain import run_states
 from headrace_schema.spec import RunSpec
 
@@ -120,9 +120,12 @@ class Users:
         """
         for _ in range(patience):
             answers = await asyncio.gather(
-                *(self.ask(lambda coordinator: coordinator.submit(spec, key)) for _ in range(copies))
+                *(
+                    self.ask(lambda coordinator: coordinator.submissions.submit(spec, key))
+                    for _ in range(copies)
+                )
             )
-            made = {answer.id for answer in answers if answer is not None}
+            made = {answer for answer in answers if answer is not None}
             if made:
                 run = self.one_of(key, made)
                 self.specs[run] = spec
@@ -144,11 +147,11 @@ class Users:
         def request(coordinator: Coordinator) -> Awaitable[Any]:
             match intent:
                 case run_states.RUN:
-                    return coordinator.resume(run, key)
+                    return coordinator.run_changes.resume(run, key)
                 case run_states.CANCEL:
-                    return coordinator.cancel(run, key)
+                    return coordinator.run_changes.cancel(run, key)
                 case _:
-                    return coordinator.pause(run, intent == run_states.PAUSE_NOW, key)
+                    return coordinator.run_changes.pause(run, intent == run_states.PAUSE_NOW, key)
 
         self.counts[intent] += 1
         if intent in (run_states.PAUSE, run_states.PAUSE_NOW):

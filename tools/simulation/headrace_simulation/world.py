@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import runs
 from headrace_coordinator.fleet.fleet import Fleet
@@ -146,7 +146,7 @@ class World(Processes):
         coordinator = Coordinator(
             event_log, fleet, Path(self.data_dir), lambda _, __: Quiet(), self._dataset, new_id=self._new_id
         )
-        lasting = (event_log.run(), fleet.sweep(), coordinator.schedule(), coordinator.archive.run())
+        lasting = (event_log.run(), fleet.sweep(), coordinator.scheduler.run(), coordinator.archive.run())
         self._background = [asyncio.ensure_future(work) for work in lasting]
         self.coordinator, self._retired = coordinator, loop.create_future()
         self._arrived.set()

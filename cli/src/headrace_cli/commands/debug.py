@@ -46,7 +46,7 @@ def debug(
 def _run(spec: dict[str, object], as_json: bool) -> None:
     """Runs the spec and prints its events; raises CommandError unless the run succeeds."""
     from headrace.client.errors import Problem
-    from headrace_coordinator.api.control import Refused
+    from headrace_coordinator.api.refusal import Refused
 
     from headrace_cli.debugging import run_debug
     from headrace_cli.dry_run import check_schema

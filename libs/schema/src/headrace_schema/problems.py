@@ -42,6 +42,11 @@ def problem(key: str, reason: str, fix: str) -> KeyProblemView:
     return KeyProblemView(key=key, problem=reason, fix=fix)
 
 
+def as_views(problems: Iterable[Any]) -> list[KeyProblemView]:
+    """Problems with key, problem and fix of a library that does not know the schema: servicekit, the planner."""
+    return [problem(each.key, each.problem, each.fix) for each in problems]
+
+
 def sentence(item: KeyProblemView) -> str:
     """A problem as one line."""
     return f"{item.key}: {item.problem}; {item.fix}" if item.key else f"{item.problem}; {item.fix}"
@@ -174,14 +179,7 @@ def _not_a_number(kind: str, value: Any) -> tuple[str, str]:
 
 
 def _type_name(value: Any) -> str:
-    names = {
-        "str": "text",
-        "bool": "a truth value",
-        "NoneType": "nothing",
-        "dict": "a mapping",
-        "list": "a list",
-    }
-    return names.get(type(value).__name__, type(value).__name__)
+    return TYPE_NAMES.get(type(value).__name__, type(value).__name__)
 
 
 def _fix_type(kind: str, ctx: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from headrace_schema.problems import Impossible, explain_value, problem
+from headrace_schema.problems import Impossible, as_views, explain_value
 from headrace_servicekit.registry import Plugin, PluginError, Registry
 from pydantic import BaseModel
 
@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def subclasses_of(base: type[BaseModel], name: str) -> Callable[[Any], Plugin]:
-    """How a registry takes what an entry point publishes; TypeError for what is not below `base`, called `name`."""
+    """Makes a plug-in of a published subclass of `base`, for a registry; TypeError names `name` for anything else."""
 
     def as_plugin(found: Any) -> Plugin:
         if isinstance(found, type) and issubclass(found, base):
@@ -24,12 +24,11 @@ def subclasses_of(base: type[BaseModel], name: str) -> Callable[[Any], Plugin]:
 
 
 def opened(registry: Registry[Model], name: str, options: dict[str, Any]) -> Model:
-    """The model of a name with these options; `Impossible` names the keys that are wrong."""
+    """The plug-in of a name, made of these options; `Impossible` names the keys that are wrong."""
     try:
         found = registry.find(name).options
     except PluginError as error:
-        problems = [problem(each.key, each.problem, each.fix) for each in error.problems]
-        raise Impossible(problems) from error
+        raise Impossible(as_views(error.problems)) from error
     if wrong := explain_value(found, options, registry.options_key):
         raise Impossible(wrong)
     model: Model = found.model_validate(options)  # type: ignore[assignment]

@@ -21,8 +21,8 @@ from headrace_servicekit.process.allocator import reuse_freed_memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_address
 
-from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.app import Coordinator
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.service import FleetServicer
@@ -90,7 +90,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         "event_log": event_log.run,
         "claim": lambda: event_log.keep_claim(CLAIM_RENEWAL_S),
         "sweep": fleet.sweep,
-        "schedule": coordinator.schedule,
+        "schedule": coordinator.scheduler.run,
         "archive": coordinator.archive.run,
     }
     await coordinator.vitals.run(
@@ -115,7 +115,7 @@ async def _serve(
     _collect_less()
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.scaling.answered),
+        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered),
         "headrace.coordinator.v1.FleetService",
     )
     try:
@@ -131,14 +131,14 @@ async def _serve(
 
 
 def _collect_less() -> None:
-    """Messages and tasks are freed by reference counts; the collector's walks over them cost 6 % of a busy run."""
+    """Runs the cyclic collector seldom: reference counts free messages, and its walks cost 6 % of a busy run."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 async def _flush(event_log: EventLog) -> None:
-    """The last events; a store that refuses them must not keep a stopping process."""
+    """Writes the last events, for at most FLUSH_S: a store that refuses them must not keep the process from ending."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event_log.flush(), FLUSH_S)
 

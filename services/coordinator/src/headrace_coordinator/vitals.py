@@ -29,18 +29,18 @@ class Vitals:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(
-        self, lasting: Mapping[str, Callable[[], Awaitable[None]]], body: Callable[[], Awaitable[None]]
+        self, lasting: Mapping[str, Callable[[], Awaitable[None]]], serve: Callable[[], Awaitable[None]]
     ) -> None:
-        """Runs `body` while the `lasting` tasks live, then ends them.
+        """Runs `serve` while the `lasting` tasks live, then ends them.
 
         Raises:
-            TaskEnded: one of them ended first; `body` is cancelled.
+            TaskEnded: one of them ended first; `serve` is cancelled.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for name, work in {**lasting, "loop lag": self._measure}.items():
                     self._tasks[name] = group.create_task(_lasting(name, work), name=name)
-                await body()
+                await serve()
                 for task in self._tasks.values():
                     task.cancel()
         except BaseExceptionGroup as group:  # the task group wraps everything; callers know the error itself

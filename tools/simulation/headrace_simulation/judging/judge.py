@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.api.reading.audit import Step, audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.ledger.slot_index import FILTERED
@@ -13,6 +12,7 @@ from headrace_coordinator.store.run_files import Item
 
 from headrace_simulation.fleet.disk import StoredCheckpoint, Weights
 from headrace_simulation.fleet.reward import all_equal
+from headrace_simulation.judging.audit import Step, audit, live_steps
 
 REPLACED = (FILTERED, "GROUP_INCOMPLETE", "PROMPT_TOO_LONG")
 """Why groups are dropped before they settle: the trainer drops others, which are not replaced."""

@@ -144,12 +144,12 @@ class WorldJudge:
         coordinator = self._world.coordinator
         assert coordinator is not None
         if run.id in coordinator.event_log.state.runs:
-            shown = coordinator.run(run.id)
+            shown = coordinator.reads.run(run.id)
             await coordinator.archive.once()
-            if run.id in coordinator.event_log.state.runs or coordinator.run(run.id) != shown:
+            if run.id in coordinator.event_log.state.runs or coordinator.reads.run(run.id) != shown:
                 raise Violation("an archived run shows something else")
-        if coordinator.run(run.id).state != run.state:
-            raise Violation(f"archived run {run.id} shows {coordinator.run(run.id).state}")
+        if coordinator.reads.run(run.id).state != run.state:
+            raise Violation(f"archived run {run.id} shows {coordinator.reads.run(run.id).state}")
 
     def _weights(self, run: runs.RunState) -> Weights | None:
         """The head's weights: in a trainer that made it, or on the disk."""

@@ -1,4 +1,4 @@
-"""What the HTTP API shows: resources as JSON. Made from state by `present`; knows no Redis and no gRPC."""
+"""What the HTTP API shows: resources as JSON, which the coordinator's presenters make of its state."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ OF_TEXT = {
 
 
 def with_defaults(given: Any) -> Any:
-    """A spec as it is written, with what an embodied one may leave out: data, rewards, the type of the weights."""
+    """Fills in what an embodied spec may leave out: data, rewards, the type of the weights."""
     if not isinstance(given, Mapping) or given.get("workflow") != "embodied":
         return given
     spec, environment = dict(given), given.get("environment")

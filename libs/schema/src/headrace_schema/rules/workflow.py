@@ -10,7 +10,7 @@ from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import GraphEdge, GraphSection
 
 NAMES = {"rollout": "generate", "trainer": "learn"}
-"""The one stage of each of these services."""
+"""What the one stage of each of these services is called."""
 TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "regroup", "switch", "sync"})
 """Names of times of a step: no reward stage has them."""
 
@@ -154,7 +154,7 @@ def _reply(spec: RunSections, graph: GraphSection) -> Iterator[KeyProblemView]:
 
 
 def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:
-    """Stages that are their own ancestors; whether their cycles overlap is said, as both must be opened."""
+    """Yields a problem for each set of stages that form cycles; where cycles overlap, each of them must be opened."""
     by_turns = {"generate", graph.reply_stage}
     edges = [edge for edge in graph.edges if not {edge.source, edge.target} <= by_turns]
     reach = {name: {edge.target for edge in edges if edge.source == name} for name in graph.stages}

@@ -192,7 +192,7 @@ class LimitsSection(Section):
         default=120.0, description="longest wait for a lease; a run that lacks an instance queues"
     )
     in_flight_bytes: Bytes = Field(
-        default=64 * 1024 * 1024, description="bodies that the coordinator relays at once"
+        default=64 * 1024 * 1024, description="bytes of trajectories that the coordinator relays at once"
     )
     recoveries: Count = Field(
         default=20, description="recoveries without a finished step before the run fails"

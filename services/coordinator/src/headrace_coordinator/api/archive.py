@@ -1,4 +1,4 @@
-"""Ended runs leave memory: their last view becomes a file beside their history, and a few words stay in the state."""
+"""Writes the last view of each ended run to a file beside its history, and leaves a few fields of it in the state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from headrace_schema.resources.views import RunView
 from pydantic import ValidationError
 
-from headrace_coordinator.api.control import Refused
-from headrace_coordinator.api.reading import presenters as present
+from headrace_coordinator.api.reading.presenters import run_view, summary_view
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import RunState
@@ -26,6 +26,7 @@ class Archive:
     """Archives runs that have ended and are not `busy`, and shows archived ones."""
 
     def __init__(self, event_log: EventLog, busy: Callable[[str], bool]) -> None:
+        """`busy`: a controller is at work for the run."""
         self._event_log = event_log
         self._busy = busy
 
@@ -48,11 +49,11 @@ class Archive:
         for run in self._due():
             await self._event_log.flush()
             await self._event_log.history.synced()
-            data = present.run_view(run, []).model_dump_json().encode()
+            data = run_view(run, []).model_dump_json().encode()
             try:
                 await self._event_log.history.write_beside(run.id, NAME, data)
             except OSError:
-                await asyncio.sleep(RETRY_S)  # `synced` shows a disk that refuses, at the next attempt.
+                await asyncio.sleep(RETRY_S)  # The next attempt waits in `synced` for a disk that refuses.
                 continue
             archived = ev.RunArchived(
                 at=self._event_log.now(),
@@ -68,7 +69,7 @@ class Archive:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
         path = self._event_log.history.directory(run_id) / NAME
         try:
-            view = present.summary_view(json.loads(path.read_bytes()))
+            view = summary_view(json.loads(path.read_bytes()))
             # The data directory may have been moved since the run ended.
             return view.model_copy(update={"run_directory": str(path.parents[1])})
         except (OSError, ValueError, ValidationError) as error:

@@ -5,6 +5,7 @@ Knows no events.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from functools import lru_cache
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.sections.generating import CurriculumSection, DataSection
+from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.prompts import PromptContent, Prompter
@@ -134,6 +136,11 @@ class Dataset:
             purpose = f"train {self._seed} {epoch}"
             self._orders[part, epoch] = sorted(self._parts[part], key=lambda item: _rank(purpose, item))
         return self._orders[part, epoch]
+
+
+async def open_dataset(spec: RunSpec) -> Dataset:
+    """The data of a run, opened in a thread; raises `Impossible` as `Dataset.open`."""
+    return await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
 
 
 class Curriculum:

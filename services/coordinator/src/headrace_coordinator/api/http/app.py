@@ -1,9 +1,16 @@
-"""Puts the HTTP API together: routes, errors, guard, description. Decides nothing about runs."""
+"""Puts the HTTP API together: routes, errors, description, and who may call.
+
+A caller bears a token, or without one is a user of this machine and no web page of another site. Decides nothing about
+runs.
+"""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -11,28 +18,42 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
+from prometheus_client import Counter, Histogram
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_coordinator.api.control import Control
-from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
-from headrace_coordinator.api.http.guard import Guard
-from headrace_coordinator.api.http.links import link_routes
+from headrace_coordinator.api.http.errors import ANSWERS, NO_HEAD, add_error_handlers, error_response
+from headrace_coordinator.api.http.routes.dashboard import is_page, link_routes, page_routes
 from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
-from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes, service_routes
+from headrace_coordinator.api.http.routes.events import event_routes
+from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
-from headrace_coordinator.api.http.routes.pages import page_routes
-from headrace_coordinator.api.http.routes.plans import plan_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
+from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
 
 VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
+OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
+REQUESTS = Counter(
+    "headrace_http_requests", "HTTP requests by route and status", ["method", "route", "status"]
+)
+SECONDS = Histogram("headrace_http_request_seconds", "Seconds until an answer began", ["method", "route"])
 
 
 def make_app(
-    control: Control, *, runs_directory: Path, token: str | None = None, heartbeat_s: float = HEARTBEAT_S
+    coordinator: Coordinator,
+    *,
+    runs_directory: Path,
+    token: str | None = None,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> FastAPI:
-    """The API over `control`; trajectories are read from `runs_directory`/RUN, logs from the `logs` beside it.
+    """The API of a coordinator; trajectories are read from `runs_directory`/RUN, logs from the `logs` beside it.
 
     With a `token` every request but /healthz and those for the dashboard's files must bear it. Without one, only
     requests that name this machine by an address or as localhost, and that come from no other site's web page, are
@@ -47,11 +68,12 @@ def make_app(
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.include_router(run_routes(control, runs_directory, heartbeat_s))
-    app.include_router(evaluation_routes(control))
-    app.include_router(overview_routes(control, runs_directory))
-    app.include_router(fleet_routes(control, runs_directory.parent / "logs"))
-    app.include_router(service_routes(control))
+    app.include_router(run_routes(coordinator, runs_directory))
+    app.include_router(event_routes(coordinator, heartbeat_s))
+    app.include_router(evaluation_routes(coordinator))
+    app.include_router(overview_routes(coordinator, runs_directory))
+    app.include_router(fleet_routes(coordinator, runs_directory.parent / "logs"))
+    app.include_router(service_routes(coordinator))
     app.include_router(link_routes(token))
     app.include_router(page_routes())
     app.include_router(plan_routes())
@@ -89,3 +111,83 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     only: dict[str, Any] = kinds[0]
     return only | {name: value for name, value in schema.items() if name != "anyOf"}
+
+
+class Guard:
+    """ASGI middleware in front of every route: refuses who may not call, and counts requests."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token.encode() if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses or passes on, and counts either way."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "none")
+                method = scope["method"] if route != "none" else "any"
+                REQUESTS.labels(method, route, message["status"]).inc()
+                SECONDS.labels(method, route).observe(time.perf_counter() - began)
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if scope["method"] == "HEAD" and scope["path"] not in NO_HEAD:
+            scope["method"] = "GET"
+            await (refusal or self._app)(scope, receive, _without_body(counted))
+        else:
+            await (refusal or self._app)(scope, receive, counted)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        if path in OPEN_PATHS or (self._token is not None and is_page(path)):
+            return None
+        if self._token is not None:
+            return self._without_token(headers)
+        host = headers.get("host", "")
+        if not _is_here(host):
+            # A web page elsewhere whose name was re-pointed at this machine (DNS rebinding).
+            message = f"without an API token only this machine may call, not by the name {host[:80]!r}"
+            return error_response("FORBIDDEN", message + "; use 127.0.0.1, or give the coordinator a token")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            return error_response("FORBIDDEN", f"web pages of {origin[:80]!r} may not call this API")
+        return None
+
+    def _without_token(self, headers: Headers) -> Response | None:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token or b""):
+            return None
+        wrong = "wrong" if given else "missing"
+        return error_response(
+            "UNAUTHENTICATED", f"the API token is {wrong}; send Authorization: Bearer TOKEN"
+        )
+
+
+def _without_body(send: Send) -> Send:
+    """Ends the answer after its headers, which also ends a stream."""
+
+    async def headers_only(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return headers_only
+
+
+def _is_here(host: str) -> bool:
+    """Whether a Host header is an address or a name that can only mean this machine."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.strip("[]").lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

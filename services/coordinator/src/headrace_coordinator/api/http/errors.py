@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.refusal import Refused
 
 log = logging.getLogger(__name__)
 STATUS = {

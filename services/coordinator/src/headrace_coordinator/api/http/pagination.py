@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from headrace_schema.problems import problem
 
-from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.http.errors import invalid
+from headrace_coordinator.api.refusal import Refused
 
 Item = TypeVar("Item")
 

@@ -15,11 +15,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.http.errors import invalid, unknown_parameter
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.run_states import STATES
 
 MAX_BODY_BYTES = 1024 * 1024
+JSON = "application/json"
+MEDIA_TYPES = (JSON, "application/yaml")
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -38,6 +40,12 @@ GivenKey = Annotated[
         description="repeating a request with its key repeats its answer; generated, and returned, if absent",
     ),
 ]
+
+
+def body_of(model: str, *media_types: str) -> dict[str, Any]:
+    """What the API's description says of a body that a route reads itself, by default as JSON or YAML."""
+    schema = {"schema": {"$ref": f"#/components/schemas/{model}"}}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(media_types or MEDIA_TYPES, schema)}}
 
 
 def view_response(view: BaseModel, status: int = 200) -> Response:
@@ -76,13 +84,13 @@ async def known_parameters(request: Request) -> None:
 async def read_model(request: Request, model: type[Model], what: str) -> Model:
     """The JSON or YAML body as a model; refusals name every key that is wrong."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in ("application/json", "application/yaml"):
+    if media_type not in MEDIA_TYPES:
         given = media_type[:80] or "of no type"
-        types = "application/json or application/yaml"
+        types = " or ".join(MEDIA_TYPES)
         message = f"the body must be JSON or YAML and is {given}; send Content-Type: {types}"
         raise Refused("UNSUPPORTED_MEDIA_TYPE", message)
     body = await _read(request)
-    data = _from_json(body, what) if media_type == "application/json" else await _from_yaml(body, what)
+    data = _from_json(body, what) if media_type == JSON else await _from_yaml(body, what)
     try:
         return model.model_validate(data)
     except ValidationError as error:

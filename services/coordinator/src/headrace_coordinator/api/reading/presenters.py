@@ -1,4 +1,4 @@
-"""State and history as views."""
+"""Presenters: runs, steps, certificates and events as views."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import msgspec
 from headrace_schema.resources.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
-from headrace_schema.resources.overviews import FlowView
+from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import (
     CertificateView,
     CountsView,
-    DeviceView,
     EvaluationView,
     EventView,
-    InstanceView,
-    LeaseView,
     PolicyView,
     RunPlanView,
     RunView,
@@ -27,7 +24,6 @@ from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import section_of
-from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.devices.scheduling import Gift
 from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
@@ -40,8 +36,9 @@ from headrace_coordinator.domain.ledger.slot_index import (
 )
 from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
-from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.run_files import Item
+
+LISTS_OF_SLOTS = ("trained", "dropped")
 
 
 def run_view(
@@ -87,6 +84,28 @@ def run_view(
         suite=None if asked is None else suite_view(asked, run.dataset_digest),
         plan=plan_view(run) if asked is None else None,
         spec=run.spec,
+    )
+
+
+def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryView:
+    """A run in short, with a sparkline of mean rewards."""
+    scores = [view.score for view in run.evaluations if view.kind == "heldout"]
+    return RunSummaryView(
+        id=run.id,
+        state=run.state,
+        reason=run.reason,
+        priority=run.priority,
+        place=run.place,
+        step=run.step,
+        steps=run.steps,
+        created_at=run.created_at,
+        started_at=run.started_at,
+        finished_at=run.finished_at,
+        waiting_for=run.waiting_for,
+        reward_mean=finite(run.last_step.reward_mean) if run.last_step else None,
+        score=finite(scores[-1]) if scores else None,
+        rewards=rewards,
+        forked_from=run.forked_from,
     )
 
 
@@ -249,33 +268,18 @@ def event_view(item: Item) -> EventView:
     return EventView(id=sequence, type=_snake(type(event).__name__), time=event.at, run=event.run, data=data)
 
 
+def brief_event_view(number: int, event: ev.Event) -> EventView:
+    """An event with the number of slots in place of each list of them."""
+    view = event_view((number, event))
+    for part in (view.data, view.data.get("certificate", {})):
+        for name in LISTS_OF_SLOTS:
+            if isinstance(part.get(name), list):
+                part[name] = len(part[name])
+    return view
+
+
 def _snake(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
-def instance_views(fleet: Fleet) -> list[InstanceView]:
-    """All registered instances."""
-    views = []
-    for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
-        session = fleet.sessions.get(state.incarnation)
-        silent_s = fleet.silent_for(state.incarnation)
-        views.append(
-            InstanceView(
-                name=state.instance,
-                incarnation=state.incarnation,
-                kind=state.kind,
-                state=_instance_state(state.draining, session is not None, silent_s),
-                host=state.host,
-                address=state.address,
-                devices=state.devices,
-                capabilities=state.capabilities,
-                run=fleet.run_of(state.incarnation),
-                resident_memory_bytes=session.resident_memory_bytes if session else 0,
-                last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
-                silent_for_s=silent_s,
-            )
-        )
-    return views
 
 
 def flow_view(run: RunState | None, names: Mapping[str, str]) -> FlowView:
@@ -297,51 +301,6 @@ def flow_view(run: RunState | None, names: Mapping[str, str]) -> FlowView:
     )
 
 
-def _instance_state(draining: bool, connected: bool, silent_s: float) -> str:
-    if silent_s:
-        return "SILENT"
-    if not connected:
-        return "LOST"
-    return "DRAINING" if draining else "READY"
-
-
-def lease_views(fleet: Fleet) -> list[LeaseView]:
-    """All leases."""
-    state = fleet.event_log.state
-    return [
-        LeaseView(
-            epoch=lease.epoch,
-            state=lease.state,
-            instance=fleet.readable(lease.incarnation),
-            run=lease.run,
-            stage=lease.stage,
-            devices=lease.devices,
-            expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
-            since=lease.since,
-        )
-        for lease in state.table.leases.values()
-    ]
-
-
-def device_views(fleet: Fleet) -> list[DeviceView]:
-    """All devices that any instance may be given."""
-    table = fleet.event_log.state.table
-    names = {device for i in fleet.event_log.state.instances.values() for device in i.devices} | set(
-        table.quarantined
-    )
-    return [_device(fleet, table, name) for name in sorted(names)]
-
-
-def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
-    if quarantine := table.quarantined.get(name):
-        return DeviceView(
-            name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
-        )
-    if lease := table.holder_of(name):
-        return DeviceView(
-            name=name,
-            state="LEASED",
-            holder=fleet.readable(lease.incarnation),
-            reason=f"{lease.run} {lease.stage}",
-        )
-    return DeviceView(name=name, state="FREE", holder="", reason="")
+def finite(value: float | None) -> float | None:
+    """The figure, or None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and value - value == 0 else None

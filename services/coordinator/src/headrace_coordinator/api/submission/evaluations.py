@@ -1,13 +1,11 @@
-"""An evaluation as it is submitted: what its spec means on this fleet, as the run that carries it out."""
+"""An evaluation as the run that carries it out: what its spec means, and whose weights it asks. Pure."""
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, explain, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
@@ -15,6 +13,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
+from headrace_coordinator.api.submission.submission import Evaluated, Origin, Submission
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.suites import Suite, open_suite
@@ -28,66 +27,72 @@ _KEYS = (
 )
 
 
-class Prepared(msgspec.Struct, frozen=True):
-    """The run that carries an evaluation out."""
+def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[RunSpec, Evaluated]:
+    """The spec of the run that carries an evaluation out, and what it evaluates.
 
-    spec: RunSpec
-    evaluation: SuiteEvaluation
+    `origin` is the run whose checkpoint is evaluated, if any.
+
+    Raises:
+        Impossible: in the keys of the evaluation's spec.
+    """
+    suite = open_suite(asked.suite.name, asked.suite.options)
+    model, checkpoint, digest = asked.model, None, ""
+    if origin is not None:
+        run, checkpoint = _checkpoint(asked, origin)
+        theirs = ModelSection.model_validate(run.spec["model"])
+        model = model or theirs
+        if theirs.dtype == model.dtype:  # In another type the same masters are other weights.
+            digest = checkpoint.version.digest
+    assert model is not None
+    name = model.path or str((model.policy or {}).get("kind", ""))
+    return _run_spec(asked, model, suite), Evaluated(asked, suite, name, checkpoint, digest)
 
 
-def origin_of(asked: EvaluationSpec, origin: RunView, checkpoints: list[CheckpointView]) -> CheckpointView:
-    """The checkpoint that is evaluated; raises `Impossible` naming the ones that there are."""
+def _checkpoint(asked: EvaluationSpec, origin: Origin) -> tuple[RunView, CheckpointView]:
     assert asked.checkpoint is not None
     wanted = asked.checkpoint.step
-    if not checkpoints:
-        fix = "wait until it has one" if not origin.ended else "name a run that has one"
-        raise Impossible([problem("checkpoint.run", f"run {origin.id} has no checkpoint", fix)])
-    for found in checkpoints:
+    if origin.run is None:
+        raise Impossible([origin.unknown("checkpoint.run")])
+    if not origin.checkpoints:
+        fix = "wait until it has one" if not origin.run.ended else "name a run that has one"
+        raise Impossible([problem("checkpoint.run", f"run {origin.name} has no checkpoint", fix)])
+    for found in origin.checkpoints:
         if wanted in (None, found.step):
-            return found
-    steps = sorted({found.step for found in checkpoints})
-    close = min(steps, key=lambda step: abs(step - (wanted or 0)))
-    reason = f"run {origin.id} has no checkpoint of step {wanted}"
-    fix = f"the nearest is {close}; it has checkpoints of steps {', '.join(map(str, steps))}"
-    raise Impossible([problem("checkpoint.step", reason, fix)])
+            return origin.run, found
+    assert wanted is not None
+    raise Impossible([origin.no_checkpoint_of("checkpoint.step", wanted)])
 
 
-async def prepare(
-    asked: EvaluationSpec, origin: RunView | None, checkpoint: CheckpointView | None
-) -> Prepared:
-    """The run of an evaluation, its suite opened; raises `Impossible` in the keys of the evaluation's spec."""
-    suite = open_suite(asked.suite.name, asked.suite.options)
-    given = asked.model
-    if given is None:
-        assert origin is not None
-        given = ModelSection.model_validate(origin.spec["model"])
-    spec = _run_spec(asked, given, suite)
-    try:
-        data = await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
-    except Impossible as error:
-        raise Impossible(in_users_keys(error.problems, suite)) from error
-    count, limit = len(data.asked()), asked.suite.limit
-    if limit is not None and limit > count:
-        reason = f"the suite has {count} items"
-        raise Impossible([problem("suite.limit", reason, f"the nearest valid value is {count}")])
-    evaluation = SuiteEvaluation(
-        spec=asked.model_dump(mode="json"),
-        model=given.path or str((given.policy or {}).get("kind", "")),
-        items=min(count, limit or count),
+def suite_evaluation(submission: Submission) -> SuiteEvaluation | None:
+    """What the run of an evaluation keeps of it, once its rules hold; None of a run that trains."""
+    evaluated, data = submission.evaluated, submission.data
+    if evaluated is None:
+        return None
+    assert isinstance(data, Dataset)
+    made = SuiteEvaluation(
+        spec=evaluated.asked.model_dump(mode="json"),
+        model=evaluated.model,
+        items=len(data.asked(evaluated.asked.suite.limit)),
         versions=_versions(),
     )
-    if origin is not None and checkpoint is not None:
-        evaluation.checkpoint_run, evaluation.checkpoint_step = origin.id, checkpoint.step
-        evaluation.checkpoint_directory = str(Path(origin.run_directory) / "checkpoints" / checkpoint.name)
-        if (
-            origin.spec["model"]["dtype"] == given.dtype
-        ):  # In another type the same masters are other weights.
-            evaluation.digest = checkpoint.version.digest
-    return Prepared(spec, evaluation)
+    if (
+        submission.origin is not None
+        and submission.origin.run is not None
+        and evaluated.checkpoint is not None
+    ):
+        origin, checkpoint = submission.origin.run, evaluated.checkpoint
+        made.checkpoint_run, made.checkpoint_step = origin.id, checkpoint.step
+        made.checkpoint_directory = str(Path(origin.run_directory) / "checkpoints" / checkpoint.name)
+        made.digest = evaluated.digest
+    return made
 
 
-def in_users_keys(problems: list[KeyProblemView], suite: Suite) -> list[KeyProblemView]:
-    """Problems of the run of an evaluation as problems of the evaluation."""
+def in_users_keys(problems: list[KeyProblemView], evaluated: Evaluated | None) -> list[KeyProblemView]:
+    """Problems of a submission's run in the keys of what was asked."""
+    return problems if evaluated is None else _in_users_keys(problems, evaluated.suite)
+
+
+def _in_users_keys(problems: list[KeyProblemView], suite: Suite) -> list[KeyProblemView]:
     found = []
     for each in problems:
         key = each.key
@@ -122,7 +127,7 @@ def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSp
     try:
         return RunSpec.model_validate(sections)
     except ValidationError as error:
-        raise Impossible(in_users_keys(explain(error, RunSpec), suite)) from error
+        raise Impossible(_in_users_keys(explain(error, RunSpec), suite)) from error
 
 
 def _versions() -> dict[str, str]:

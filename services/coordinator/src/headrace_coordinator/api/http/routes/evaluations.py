@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.problems import Impossible
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     EvaluationRunListView,
@@ -14,7 +15,6 @@ from headrace_schema.resources.evaluations import (
     VideoListView,
 )
 
-from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, token_of
 from headrace_coordinator.api.http.requests import (
@@ -22,6 +22,7 @@ from headrace_coordinator.api.http.requests import (
     GivenKey,
     PageSize,
     PageToken,
+    body_of,
     key_or_new,
     keyed_response,
     known_parameters,
@@ -30,22 +31,16 @@ from headrace_coordinator.api.http.requests import (
 )
 from headrace_coordinator.projections.videos import EPISODE_MEDIA_TYPE, MEDIA_TYPE
 
-SPEC_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            media_type: {"schema": {"$ref": "#/components/schemas/EvaluationSpec"}}
-            for media_type in ("application/json", "application/yaml")
-        },
-    }
-}
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
+
 DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"model": EvaluationSpec, "description": "Only checked: the spec with every default."}
 }
 Id = Annotated[str, Query(max_length=200, description="id of an evaluation that has succeeded")]
 
 
-def evaluation_routes(control: Control) -> APIRouter:
+def evaluation_routes(coordinator: Coordinator) -> APIRouter:
     """The routes of evaluations. Their events, transcripts, pause and cancel are those of runs."""
     routes = APIRouter(
         prefix="/v1/evaluations", tags=["evaluations"], dependencies=[Depends(known_parameters)]
@@ -56,7 +51,7 @@ def evaluation_routes(control: Control) -> APIRouter:
         status_code=201,
         response_model=EvaluationRunView,
         responses=DRY_RUN_ANSWER,
-        openapi_extra=SPEC_BODY,
+        openapi_extra=body_of("EvaluationSpec"),
     )
     async def submit_evaluation(
         request: Request,
@@ -68,17 +63,20 @@ def evaluation_routes(control: Control) -> APIRouter:
         """Queues an evaluation of a model or a checkpoint on a suite."""
         asked = await read_model(request, EvaluationSpec, "the evaluation spec")
         if dry_run:
-            if problems := await control.check_evaluation(asked):
-                raise invalid(problems, "the evaluation spec")
+            try:
+                await coordinator.submissions.check(asked)
+            except Impossible as error:
+                raise invalid(error.problems, "the evaluation spec") from error
             return view_response(asked)
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.submit_evaluation(asked, key), key, 201)
+        run_id = await coordinator.submissions.submit(asked, key)
+        return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
 
     @routes.get("", response_model=EvaluationRunListView)
     async def list_suite_evaluations(page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Evaluations, newest first."""
         try:
-            shown, place = control.suite_evaluations(page_size, page_token)
+            shown, place = coordinator.suites.suite_evaluations(page_size, page_token)
         except ValueError as error:
             raise foreign_token(page_token) from error
         return view_response(EvaluationRunListView(evaluations=shown, next_page_token=token_of(place)))
@@ -86,17 +84,17 @@ def evaluation_routes(control: Control) -> APIRouter:
     @routes.get(":compare", response_model=ComparisonView)
     async def compare_evaluations(first: Id, second: Id) -> Response:
         """The differences of two evaluations of the same items: second minus first, item by item."""
-        return view_response(await control.compare_evaluations(first, second))
+        return view_response(await coordinator.suites.compare_evaluations(first, second))
 
     @routes.get("/{evaluation_id}", response_model=EvaluationRunView)
     async def get_evaluation(evaluation_id: str) -> Response:
         """One evaluation: its state and place in the queue, how far it is, and what it found."""
-        return view_response(control.suite_evaluation(evaluation_id))
+        return view_response(coordinator.suites.suite_evaluation(evaluation_id))
 
     @routes.get("/{evaluation_id}/videos", response_model=VideoListView)
     async def list_evaluation_videos(evaluation_id: str) -> Response:
         """Videos of episodes, by item; none of an evaluation that recorded none."""
-        return view_response(await control.evaluation_videos(evaluation_id))
+        return view_response(await coordinator.suites.evaluation_videos(evaluation_id))
 
     @routes.get(
         "/{evaluation_id}/videos/{video}",
@@ -105,7 +103,9 @@ def evaluation_routes(control: Control) -> APIRouter:
     )
     async def get_evaluation_video(evaluation_id: str, video: str) -> Response:
         """One video, an MP4 file (H.264)."""
-        return FileResponse(await control.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE)
+        return FileResponse(
+            await coordinator.suites.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE
+        )
 
     @routes.get(
         "/{evaluation_id}/videos/{video}/episode",
@@ -114,7 +114,7 @@ def evaluation_routes(control: Control) -> APIRouter:
     )
     async def get_evaluation_episode(evaluation_id: str, video: str) -> Response:
         """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
-        path = await control.evaluation_episode(evaluation_id, video)
+        path = await coordinator.suites.evaluation_episode(evaluation_id, video)
         return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
 
     return routes

@@ -1,20 +1,26 @@
-"""Routes of the fleet: instances, leases, scaling; and of the service itself: schema, health, metrics."""
+"""Routes of the fleet: instances and the newest lines of their logs, leases, scaling; and the schema of specs.
+
+A launcher writes an instance's log beside the coordinator's data. Containers write to their own standard error: then
+there is no file.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
 from headrace_schema.problems import choose, problem
-from headrace_schema.resources.overviews import LogView
-from headrace_schema.resources.views import DrainView, HealthView, InstanceListView, LeaseListView, ScaleView
+from headrace_schema.resources.overviews import LogLineView, LogView
+from headrace_schema.resources.views import DrainView, InstanceListView, LeaseListView, ScaleView
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import page
 from headrace_coordinator.api.http.requests import (
@@ -22,6 +28,7 @@ from headrace_coordinator.api.http.requests import (
     GivenKey,
     PageSize,
     PageToken,
+    body_of,
     key_or_new,
     keyed_response,
     known_parameters,
@@ -29,8 +36,10 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.api.http.routes.prometheus import CONTENT_TYPE, exposition
-from headrace_coordinator.api.reading.instance_logs import read_log
+from headrace_coordinator.api.refusal import Refused
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 ELSEWHERE = (
@@ -38,20 +47,15 @@ ELSEWHERE = (
     "on another host its own log"
 )
 KINDS = ("rollout", "trainer", "simulator", "reward")
+READ_BYTES = 1 << 20
+MOST_CHARACTERS = 4000
+LEVELS = ("debug", "info", "warning", "error", "critical")
+NAME = re.compile(r"[a-z]+(-[0-9]{1,6})?")
 INSTANCE_STATES = ("READY", "SILENT", "DRAINING", "LOST")
 LEASE_STATES = ("GRANTED", "HELD", "REVOKING")
 InstanceStateName = Annotated[str, Field(json_schema_extra={"enum": [*INSTANCE_STATES]})]
 LeaseStateName = Annotated[str, Field(json_schema_extra={"enum": [*LEASE_STATES]})]
 Kind = Annotated[str, PathParameter(json_schema_extra={"enum": [*KINDS]})]
-SCALE_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            media_type: {"schema": {"$ref": "#/components/schemas/ScaleRequest"}}
-            for media_type in ("application/json", "application/yaml")
-        },
-    }
-}
 
 
 class ScaleRequest(BaseModel):
@@ -62,7 +66,7 @@ class ScaleRequest(BaseModel):
     count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
 
 
-def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
+def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
     """The routes of the fleet; logs of instances are read from `logs_directory`."""
     routes = APIRouter(prefix="/v1", tags=["fleet"], dependencies=[Depends(known_parameters)])
 
@@ -75,7 +79,7 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
     ) -> Response:
         """Processes of the services."""
         states = known_states(state, INSTANCE_STATES)
-        every = sorted(control.instances(), key=lambda item: (getattr(item, order), item.name))
+        every = sorted(coordinator.reads.instances(), key=lambda item: (getattr(item, order), item.name))
         shown, token = page(
             every,
             lambda item: item.incarnation,
@@ -104,7 +108,8 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
         Its supervisor starts a new process in its place; to have fewer, scale the service.
         """
         key = key_or_new(idempotency_key)
-        return keyed_response(DrainView(instance=name, incarnation=await control.drain(name, key)), key)
+        incarnation = await coordinator.instance_changes.drain(name, key)
+        return keyed_response(DrainView(instance=name, incarnation=incarnation), key)
 
     @routes.get("/leases", response_model=LeaseListView)
     async def list_leases(
@@ -117,7 +122,7 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
     ) -> Response:
         """Leases, and on every page all devices, whatever leases are asked for."""
         states = known_states(state, LEASE_STATES)
-        every = sorted(control.leases(), key=lambda lease: lease.epoch, reverse=order == "newest")
+        every = sorted(coordinator.reads.leases(), key=lambda lease: lease.epoch, reverse=order == "newest")
         shown, token = page(
             every,
             lambda lease: str(lease.epoch),
@@ -125,17 +130,18 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
             page_token,
             lambda item: _among(states, item.state),
         )
-        view = LeaseListView(leases=shown, devices=control.devices(), next_page_token=token)
+        view = LeaseListView(leases=shown, devices=coordinator.reads.devices(), next_page_token=token)
         return view_response(view)
 
-    @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=SCALE_BODY)
+    @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=body_of("ScaleRequest"))
     async def scale_service(request: Request, kind: Kind, idempotency_key: GivenKey = None) -> Response:
         """Sets the number of processes of a kind, where a supervisor can."""
         wanted = await read_model(request, ScaleRequest, "the request to scale")
         if kind not in KINDS:
             raise invalid([problem("kind", f"there is no service {kind[:40]!r}", choose(kind, KINDS))])
         key = key_or_new(idempotency_key)
-        return keyed_response(ScaleView(kind=kind, count=await control.scale(kind, wanted.count, key)), key)
+        count = await coordinator.instance_changes.scale(kind, wanted.count, key)
+        return keyed_response(ScaleView(kind=kind, count=count), key)
 
     @routes.get("/spec-schema", response_model=dict[str, Any])
     async def get_spec_schema() -> dict[str, Any]:
@@ -149,21 +155,44 @@ def _among(states: frozenset[str], state: str) -> bool:
     return not states or state in states
 
 
-def service_routes(control: Control) -> APIRouter:
-    """The routes of the coordinator as a service; unversioned."""
-    routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
+class _Record(msgspec.Struct):
+    """What a line of `headrace_servicekit.logs` has; its other fields are not shown."""
 
-    @routes.get("/healthz", response_model=HealthView, responses={503: {"model": HealthView}})
-    async def get_health() -> Response:
-        """Store, event loop and tasks of the coordinator; 503 with the reason when unhealthy. Needs no token."""
-        health = control.health()
-        response = view_response(health)
-        response.status_code = 200 if health.status == "ok" else 503
-        return response
+    level: str
+    message: str
+    time: str = ""
+    exception: str = ""
 
-    @routes.get("/metrics", response_class=Response)
-    async def get_metrics() -> Response:
-        """Metrics of the coordinator, the fleet and the newest runs, in Prometheus' text format."""
-        return Response(exposition(control), media_type=CONTENT_TYPE)
 
-    return routes
+_decode = msgspec.json.Decoder(_Record).decode
+
+
+def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineView] | None:
+    """At most `lines` records of at least a level in the file's last READ_BYTES, oldest first; None without a file.
+
+    A line that is no record (a traceback, a library's print) has the level of the record before it.
+    """
+    path = folder / f"{name}.log"
+    if not NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - READ_BYTES)
+        file.seek(start)
+        whole = file.read(READ_BYTES).decode(errors="replace").splitlines()[1 if start else 0 :]
+    found: list[LogLineView] = []
+    for line in whole:
+        found.append(_view(line, found[-1] if found else None))
+    least = LEVELS.index(level)
+    return [each for each in found if LEVELS.index(each.level) >= least][-lines:]
+
+
+def _view(line: str, before: LogLineView | None) -> LogLineView:
+    try:
+        record = _decode(line)
+        time = datetime.fromisoformat(record.time).timestamp() if record.time else None
+    except (msgspec.DecodeError, ValueError):
+        level, time = (before.level, before.time) if before else ("info", None)
+        return LogLineView(level=level, time=time, text=line[:MOST_CHARACTERS])
+    text = f"{record.message}\n{record.exception}" if record.exception else record.message
+    level = record.level if record.level in LEVELS else "info"
+    return LogLineView(level=level, time=time, text=text[:MOST_CHARACTERS])

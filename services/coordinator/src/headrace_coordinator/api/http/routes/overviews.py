@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 from headrace_schema.resources.overviews import (
@@ -17,7 +17,6 @@ from headrace_schema.resources.overviews import (
 )
 from headrace_schema.resources.views import RunPlanView
 
-from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
 from headrace_coordinator.api.http.requests import (
     PageSize,
@@ -27,7 +26,11 @@ from headrace_coordinator.api.http.requests import (
     known_states,
     view_response,
 )
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.projections.timeline import read_timeline
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
 
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
@@ -36,7 +39,7 @@ Search = Annotated[
 ]
 
 
-def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
+def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter:
     """The routes; timelines are read from `runs_directory`/RUN."""
     routes = APIRouter(prefix="/v1", tags=["runs"], dependencies=[Depends(known_parameters)])
 
@@ -46,23 +49,28 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
     ) -> Response:
         """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id."""
         try:
-            shown, place, total = await control.summaries(page_size, page_token, known_states(state), search)
+            shown, place, total = await coordinator.reads.summaries(
+                page_size, page_token, known_states(state), search
+            )
         except ValueError as error:
             raise foreign_token(page_token) from error
         view = RunSummaryListView(
-            summaries=shown, total=total, states=control.run_states(), next_page_token=token_of(place)
+            summaries=shown,
+            total=total,
+            states=coordinator.reads.run_states(),
+            next_page_token=token_of(place),
         )
         return view_response(view)
 
     @routes.get("/runs/{run_id}/curves", response_model=CurvesView)
     async def get_curves(run_id: str, points: Points = 500) -> Response:
         """Figures of the live lineage as columns, for plots."""
-        return view_response(await control.curves(run_id, points))
+        return view_response(await coordinator.past.curves(run_id, points))
 
     @routes.get("/runs/{run_id}/flow", response_model=FlowView)
     async def get_flow(run_id: str) -> Response:
         """Where the slots of the step in hand stand between generation, scoring and learning."""
-        return view_response(control.flow(run_id))
+        return view_response(coordinator.reads.flow(run_id))
 
     @routes.get("/runs/{run_id}/newest-events", response_model=EventListView)
     async def list_newest_events(
@@ -70,13 +78,13 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
     ) -> Response:
         """Events, newest first, with the number of slots in place of lists of them."""
         before = place_of(page_token) if page_token else MAX_EVENT_ID
-        shown, place = await control.newest_events(run_id, page_size, before)
+        shown, place = await coordinator.past.newest_events(run_id, page_size, before)
         return view_response(EventListView(events=shown, next_page_token=token_of(place)))
 
     @routes.get("/runs/{run_id}/plan", response_model=RunPlanView)
     async def get_plan(run_id: str) -> Response:
         """How the run uses its devices, why, and what was predicted beside what was measured."""
-        plan = control.run(run_id).plan
+        plan = coordinator.reads.run(run_id).plan
         if plan is None:
             raise Refused("NOT_FOUND", f"run {run_id} evaluates a suite: it has no plan")
         return view_response(plan)
@@ -91,7 +99,7 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
         labels: Annotated[bool, Query(description="label each device's time: decode, train, wait …")] = False,
     ) -> Response:
         """Who held which device when, and what was done there: of the newest steps."""
-        directory = runs_directory / control.run(run_id).id
+        directory = runs_directory / coordinator.reads.run(run_id).id
         live = [
             HoldView(
                 epoch=lease.epoch,
@@ -102,7 +110,7 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
                 end=None,
                 cause="",
             )
-            for lease in control.leases()
+            for lease in coordinator.reads.leases()
             if lease.run == run_id
         ]
         return view_response(

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, Query, Request, Response
 from headrace_schema.changing import RunChange
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
     EvaluationView,
-    EventView,
     RunListView,
     RunView,
     StepView,
     TrajectoryListView,
 )
 from headrace_schema.spec import RunSpec
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from headrace_coordinator.api.control import Control
-from headrace_coordinator.api.http import sse
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
 from headrace_coordinator.api.http.requests import (
+    JSON,
     Flag,
     GivenKey,
     PageSize,
     PageToken,
     States,
+    body_of,
     key_or_new,
     keyed_response,
     known_parameters,
@@ -41,37 +38,15 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.data import Dataset
 from headrace_coordinator.projections.reading import Order, PageTokenError, read_trajectories
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
 
 NOTE = "Headrace-Note"
 """Header of what the fleet decides of a checked spec, and why."""
-MAX_EVENT_ID = 2**63 - 1
-EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
-CHANGE_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RunChange"}}},
-    }
-}
-SPEC_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            media_type: {"schema": {"$ref": "#/components/schemas/RunSpec"}}
-            for media_type in ("application/json", "application/yaml")
-        },
-    }
-}
 DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"model": RunSpec, "description": "Only checked: the spec with every default."}
-}
-EVENT_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": EventView,
-        "description": "Server-sent events; each one's data is an EventView, its id the place to go on from.",
-        "content": {sse.MEDIA_TYPE: {}},
-    }
 }
 
 
@@ -89,19 +64,22 @@ class StepListView(BaseModel):
     next_page_token: str = ""
 
 
-def run_routes(control: Control, runs_directory: Path, heartbeat_s: float) -> APIRouter:
+def run_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter:
     """The routes of runs."""
     routes = APIRouter(prefix="/v1/runs", tags=["runs"], dependencies=[Depends(known_parameters)])
-    _writes(routes, control)
-    _reads(routes, control)
-    _records(routes, control, runs_directory)
-    _events(routes, control, heartbeat_s)
+    _writes(routes, coordinator)
+    _reads(routes, coordinator)
+    _records(routes, coordinator, runs_directory)
     return routes
 
 
-def _writes(routes: APIRouter, control: Control) -> None:
+def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
     @routes.post(
-        "", status_code=201, response_model=RunView, responses=DRY_RUN_ANSWER, openapi_extra=SPEC_BODY
+        "",
+        status_code=201,
+        response_model=RunView,
+        responses=DRY_RUN_ANSWER,
+        openapi_extra=body_of("RunSpec"),
     )
     async def submit_run(
         request: Request,
@@ -112,19 +90,18 @@ def _writes(routes: APIRouter, control: Control) -> None:
     ) -> Response:
         """Queues a run. The body is a run spec as JSON; GET /v1/spec-schema describes it."""
         spec = await read_model(request, RunSpec, "the run spec")
-        # Reads and imports the data source off the loop; what is wrong with it, `check` finds in the cache.
-        with suppress(Impossible):
-            await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
         if dry_run:
-            if problems := await control.check(spec):
-                raise invalid(problems, "the run spec")
-            settled, why = control.settle(spec)
-            response = view_response(settled)
-            if why:
-                response.headers[NOTE] = why.encode("ascii", "replace").decode()
+            try:
+                submission = await coordinator.submissions.check(spec)
+            except Impossible as error:
+                raise invalid(error.problems, "the run spec") from error
+            response = view_response(submission.settled)
+            if submission.note:
+                response.headers[NOTE] = submission.note.encode("ascii", "replace").decode()
             return response
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.submit(spec, key), key, 201)
+        run_id = await coordinator.submissions.submit(spec, key)
+        return keyed_response(coordinator.reads.run(run_id), key, 201)
 
     @routes.post("/{run_id}:pause", response_model=RunView)
     async def pause_run(
@@ -132,31 +109,31 @@ def _writes(routes: APIRouter, control: Control) -> None:
         now: Annotated[Flag, Query(description="abort the step in hand instead of finishing it")] = False,
         idempotency_key: GivenKey = None,
     ) -> Response:
-        """Pauses a run and lets its devices go."""
+        """Pauses a run, which then releases its devices."""
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.pause(run_id, now, key), key)
+        return keyed_response(await coordinator.run_changes.pause(run_id, now, key), key)
 
     @routes.post("/{run_id}:resume", response_model=RunView)
     async def resume_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
         """Goes on with a paused run."""
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.resume(run_id, key), key)
+        return keyed_response(await coordinator.run_changes.resume(run_id, key), key)
 
-    @routes.post("/{run_id}:set", response_model=RunView, openapi_extra=CHANGE_BODY)
+    @routes.post("/{run_id}:set", response_model=RunView, openapi_extra=body_of("RunChange", JSON))
     async def set_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
         """Changes a run from its next step on: the number of its trainer's ranks."""
         change = await read_model(request, RunChange, "the change")
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.change(run_id, change, key), key)
+        return keyed_response(await coordinator.run_changes.change(run_id, change, key), key)
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
         """Ends a run; the checkpoints that it has stay."""
         key = key_or_new(idempotency_key)
-        return keyed_response(await control.cancel(run_id, key), key)
+        return keyed_response(await coordinator.run_changes.cancel(run_id, key), key)
 
 
-def _reads(routes: APIRouter, control: Control) -> None:
+def _reads(routes: APIRouter, coordinator: Coordinator) -> None:
     @routes.get("", response_model=RunListView)
     async def list_runs(
         page_size: PageSize = 50,
@@ -169,7 +146,9 @@ def _reads(routes: APIRouter, control: Control) -> None:
     ) -> Response:
         """Runs, without their specs unless they are asked for."""
         try:
-            shown, place = control.runs(page_size, page_token, known_states(state), order == "oldest")
+            shown, place = coordinator.reads.runs(
+                page_size, page_token, known_states(state), order == "oldest"
+            )
         except ValueError as error:
             raise foreign_token(page_token) from error
         if not full:
@@ -179,22 +158,22 @@ def _reads(routes: APIRouter, control: Control) -> None:
     @routes.get("/{run_id}", response_model=RunView)
     async def get_run(run_id: str) -> Response:
         """One run: its state, what it waits for, its evaluations and its counts."""
-        return view_response(control.run(run_id))
+        return view_response(coordinator.reads.run(run_id))
 
     @routes.get("/{run_id}/metrics", response_model=StepListView)
     async def list_steps(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Committed steps of the live lineage, oldest first."""
-        shown, place = await control.steps(run_id, page_size, place_of(page_token))
+        shown, place = await coordinator.past.steps(run_id, page_size, place_of(page_token))
         return view_response(StepListView(steps=shown, next_page_token=token_of(place)))
 
     @routes.get("/{run_id}/evaluations", response_model=EvaluationListView)
     async def list_evaluations(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Evaluations of the live lineage, oldest first; a run's own view has the first one and the newest."""
-        shown, place = await control.evaluations(run_id, page_size, place_of(page_token))
+        shown, place = await coordinator.past.evaluations(run_id, page_size, place_of(page_token))
         return view_response(EvaluationListView(evaluations=shown, next_page_token=token_of(place)))
 
 
-def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
+def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) -> None:
     @routes.get("/{run_id}/trajectories", response_model=TrajectoryListView)
     async def list_trajectories(
         run_id: str,
@@ -207,7 +186,7 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
         order: Annotated[Order, Query(description="by time, or by reward: best or worst first")] = "oldest",
     ) -> Response:
         """A sample of the settled trajectories as text."""
-        directory = runs_directory / control.run(run_id).id
+        directory = runs_directory / coordinator.reads.run(run_id).id
         try:
             found = await asyncio.to_thread(
                 read_trajectories, directory, page_token, page_size, step=step, prompt=prompt, order=order
@@ -219,7 +198,7 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
     @routes.get("/{run_id}/checkpoints", response_model=CheckpointListView)
     async def list_checkpoints(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Durable checkpoints, newest first."""
-        found = await control.checkpoints(run_id)
+        found = await coordinator.past.checkpoints(run_id)
         shown, token = page(found, lambda checkpoint: checkpoint.name, page_size, page_token)
         return view_response(CheckpointListView(checkpoints=shown, next_page_token=token))
 
@@ -228,20 +207,5 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
         run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
     ) -> Response:
         """Certificates of the updates, oldest first; those of abandoned versions are not live."""
-        shown, place = await control.certificates(run_id, page_size, place_of(page_token))
+        shown, place = await coordinator.past.certificates(run_id, page_size, place_of(page_token))
         return view_response(CertificateListView(certificates=shown, next_page_token=token_of(place)))
-
-
-def _events(routes: APIRouter, control: Control, heartbeat_s: float) -> None:
-    streams = sse.Streams(heartbeat_s)
-
-    @routes.get("/{run_id}/events", response_class=StreamingResponse, responses=EVENT_ANSWER)
-    async def stream_events(
-        run_id: str,
-        after: Annotated[EventId, Query(description="only events with a higher id")] = 0,
-        last_event_id: Annotated[EventId | None, Header(description="as `after`; takes precedence")] = None,
-    ) -> Response:
-        """Events of a run as they happen, until it has ended."""
-        run = control.run(run_id)
-        events = control.events(run.id, after if last_event_id is None else last_event_id)
-        return StreamingResponse(streams.start(events), 200, sse.HEADERS, sse.MEDIA_TYPE)

@@ -1,22 +1,97 @@
-"""Two evaluations of the same items, compared item by item from their transcripts. Synchronous."""
+"""Evaluations of suites: lists, videos, and two of the same items compared item by item from their transcripts."""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import asdict
 from pathlib import Path
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import problem
-from headrace_schema.resources.evaluations import ComparisonView, DifferenceView
+from headrace_schema.resources.evaluations import (
+    ComparisonView,
+    DifferenceView,
+    EvaluationRunView,
+    VideoListView,
+    VideoView,
+)
 from headrace_schema.resources.views import RunView
 
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.reading.presenters import evaluation_run_view
+from headrace_coordinator.api.reading.reads import Page, Reads
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import estimates
 from headrace_coordinator.projections.transcripts import Answer, Key, read_answers
+from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos
 from headrace_coordinator.run.evaluation.suite_figures import values
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite
 
 SCORE = "score"
 """Mean reward of all answers: what any two evaluations have."""
+
+
+class SuiteEvaluations:
+    """Evaluations as people read them."""
+
+    def __init__(self, event_log: EventLog, reads: Reads) -> None:
+        self._event_log = event_log
+        self._reads = reads
+
+    def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
+        """Evaluations behind evaluation `after`, newest first; ValueError when it is not one of the list."""
+        state = self._event_log.state
+        names = [
+            name
+            for name in self._reads.newest_first()
+            if (
+                state.runs[name].evaluation is not None
+                if name in state.runs
+                else state.ended[name].evaluation
+            )
+        ]
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        views = [evaluation_run_view(self._reads.run(name)) for name in shown]
+        return views, shown[-1] if start + size < len(names) else None
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        """One evaluation; NOT_FOUND names the nearest id, or says that it is a run that trains."""
+        run = self._reads.run(evaluation_id)
+        if run.suite is None:
+            raise Refused("NOT_FOUND", f"{run.id} is a run that trains; see /v1/runs/{run.id}")
+        return evaluation_run_view(run)
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        """Second minus first, item by item. INVALID for evaluations that cannot be compared, with the reason."""
+        return await asyncio.to_thread(compare, self._reads.run(first), self._reads.run(second))
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        """The videos of an evaluation; NOT_FOUND as `suite_evaluation`."""
+        found = await asyncio.to_thread(list_videos, self._evaluation_directory(evaluation_id))
+        return VideoListView(videos=[VideoView(**asdict(video)) for video in found])
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        """The file of a video; NOT_FOUND names those that there are."""
+        directory = self._evaluation_directory(evaluation_id)
+        names = [video.name for video in await asyncio.to_thread(list_videos, directory)]
+        if name not in names:
+            have = f"it has {', '.join(names[:5])}" if names else "it has none"
+            raise Refused("NOT_FOUND", f"evaluation {evaluation_id} has no video {name!r}; {have}")
+        return directory / FOLDER / name
+
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        """The file of the episode that a video shows, an ActionSegment; NOT_FOUND as `evaluation_video`."""
+        video = await self.evaluation_video(evaluation_id, name)
+        path = video.with_name(episode_name(video.name))
+        if not await asyncio.to_thread(path.is_file):
+            reason = f"evaluation {evaluation_id} kept the video {name!r} alone; evaluate again"
+            raise Refused("NOT_FOUND", reason)
+        return path
+
+    def _evaluation_directory(self, evaluation_id: str) -> Path:
+        self.suite_evaluation(evaluation_id)
+        return Path(self._reads.run(evaluation_id).run_directory)
 
 
 def compare(first: RunView, second: RunView) -> ComparisonView:

@@ -1,18 +1,17 @@
-"""Changes the number of processes of a kind through the supervisor that can.
+"""What a user changes of the fleet: takes an instance out of use, sets the number of processes of a kind.
 
-Each Idempotency-Key sends one command. Does not know what a host can hold: its supervisor decides that.
+Does not know what a host can hold: its supervisor decides that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
 
-from headrace_schema.problems import problem
+from headrace_schema.problems import nearest, problem
 
-from headrace_coordinator.api.control import Refused
-from headrace_coordinator.domain import events as ev
+from headrace_coordinator.api.idempotency import Keys, conflict, digest
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import Supervisor
 
@@ -20,14 +19,45 @@ ANSWER_S = 30.0
 """How long a supervisor may take to check and accept a number; the processes are not waited for."""
 
 
-class Scaling:
-    """Scale commands in flight. `known(key, body)` names what a key made; it raises `Refused` for another body."""
+class InstanceChanges:
+    """Each Idempotency-Key sends one command."""
 
-    def __init__(self, fleet: Fleet, known: Callable[[str, str], str]) -> None:
+    def __init__(self, fleet: Fleet, keys: Keys) -> None:
         self._fleet = fleet
-        self._known = known
+        self._keys = keys
         self._in_flight: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """By key: what is asked for, and the command to the supervisor."""
         self._answers: dict[str, asyncio.Future[str]] = {}
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        """Takes an instance out of use in order; its process then ends. Returns its incarnation.
+
+        The key is recorded with the incarnation: a later process of the name is another.
+
+        Raises:
+            Refused: NOT_FOUND, naming the nearest instance; UNAVAILABLE for one that is not connected.
+        """
+        body = digest(["drain", name])
+        async with self._keys.held(idempotency_key):
+            incarnation = self._keys.made(idempotency_key, body)
+            if not incarnation:
+                incarnation = self._drainable(name)
+                used = self._keys.used(idempotency_key, body, incarnation)
+                await self._fleet.drain(incarnation, used)
+        return incarnation
+
+    def _drainable(self, name: str) -> str:
+        """The incarnation of a connected instance."""
+        instances = self._fleet.event_log.state.instances.values()
+        known = [i.incarnation for i in instances if i.instance == name]
+        if not known:
+            close = nearest(name, {i.instance for i in instances})
+            message = f"there is no instance {name[:40]!r}" + (f"; did you mean {close}?" if close else "")
+            raise Refused("NOT_FOUND", message)
+        alive = [incarnation for incarnation in known if self._fleet.alive(incarnation)]
+        if not alive:
+            raise Refused("UNAVAILABLE", f"{name} is not connected: it cannot be told to drain; try again")
+        return alive[-1]
 
     async def scale(self, kind: str, count: int, key: str) -> int:
         """Returns `count` once the supervisor has accepted it and the key is durable.
@@ -39,11 +69,11 @@ class Scaling:
                 CONFLICT for a key of another request.
         """
         body = f"scale {kind}={count}"
-        if self._known(key, body):
+        if self._keys.made(key, body):
             return count
         used_for, command = self._in_flight.get(key, (body, None))
         if used_for != body:
-            raise Refused("CONFLICT", f"Idempotency-Key {key} was used for another request; use a new key")
+            raise conflict(key)
         if command is None:
             command = asyncio.create_task(self._command(kind, count, key, body), name=body)
             self._in_flight[key] = body, command
@@ -56,10 +86,7 @@ class Scaling:
         if error := await self._ask(supervisor, kind, count):
             fix = "ask for a number that the host can hold"
             raise Refused("INVALID", error, [problem("count", error, fix)])
-        event_log = self._fleet.event_log
-        await event_log.commit(
-            ev.KeyUsed(at=event_log.now(), key=key, body=body, resource=f"services/{kind}")
-        )
+        await self._fleet.event_log.commit(self._keys.used(key, body, f"services/{kind}"))
 
     def _supervisor_of(self, kind: str) -> Supervisor:
         for supervisor in self._fleet.supervisors.values():

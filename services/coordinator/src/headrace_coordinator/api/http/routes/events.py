@@ -1,4 +1,4 @@
-"""Events as a stream (WHATWG HTML, section 9.2): ids to go on from, comments while nothing happens."""
+"""Events of a run as a stream (WHATWG HTML, section 9.2): ids to go on from, comments while nothing happens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi.responses import StreamingResponse
 from headrace_schema.resources.views import EventView
+from pydantic import Field
 
-from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.http.requests import known_parameters
+from headrace_coordinator.api.refusal import Refused
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
 
 log = logging.getLogger(__name__)
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -18,6 +26,34 @@ RETRY_MS = 1000
 MAX_STREAMS = 256
 # No line ends to the standard, but to clients that split text as Python does (httpx). In JSON: in strings.
 LINE_SEPARATORS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
+MAX_EVENT_ID = 2**63 - 1
+EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
+EVENT_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": EventView,
+        "description": "Server-sent events; each one's data is an EventView, its id the place to go on from.",
+        "content": {MEDIA_TYPE: {}},
+    }
+}
+
+
+def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
+    """The route of a run's events."""
+    routes = APIRouter(prefix="/v1/runs", tags=["runs"], dependencies=[Depends(known_parameters)])
+    streams = Streams(heartbeat_s)
+
+    @routes.get("/{run_id}/events", response_class=StreamingResponse, responses=EVENT_ANSWER)
+    async def stream_events(
+        run_id: str,
+        after: Annotated[EventId, Query(description="only events with a higher id")] = 0,
+        last_event_id: Annotated[EventId | None, Header(description="as `after`; takes precedence")] = None,
+    ) -> Response:
+        """Events of a run as they happen, until it has ended."""
+        run = coordinator.reads.run(run_id)
+        events = coordinator.past.events(run.id, after if last_event_id is None else last_event_id)
+        return StreamingResponse(streams.start(events), 200, HEADERS, MEDIA_TYPE)
+
+    return routes
 
 
 class Streams:

@@ -1,39 +1,91 @@
-"""The fleet and the newest runs as Prometheus gauges, made from views when they are asked for."""
+"""Routes of the coordinator itself: health, metrics of the fleet and the newest runs, dry runs of plans."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from headrace_schema.resources.views import RunView
+from fastapi import APIRouter, Depends, Request, Response
+from headrace_planner import PlanError
+from headrace_planner.documents import PlanRequest
+from headrace_planner.explaining import explain
+from headrace_schema.problems import as_views
+from headrace_schema.resources.views import HealthView, RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.http.errors import invalid
+from headrace_coordinator.api.http.requests import JSON, body_of, known_parameters, read_model, view_response
+from headrace_coordinator.api.refusal import Refused
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+if TYPE_CHECKING:
+    from headrace_coordinator.api.reading.reads import Reads
+    from headrace_coordinator.app import Coordinator
+
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.
 
 
-def exposition(control: Control) -> bytes:
+def service_routes(coordinator: Coordinator) -> APIRouter:
+    """The routes of the coordinator as a service; unversioned."""
+    routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
+
+    @routes.get("/healthz", response_model=HealthView, responses={503: {"model": HealthView}})
+    async def get_health() -> Response:
+        """Store, event loop and tasks of the coordinator; 503 with the reason when unhealthy. Needs no token."""
+        health = coordinator.vitals.view()
+        response = view_response(health)
+        response.status_code = 200 if health.status == "ok" else 503
+        return response
+
+    @routes.get("/metrics", response_class=Response)
+    async def get_metrics() -> Response:
+        """Metrics of the coordinator, the fleet and the newest runs, in Prometheus' text format."""
+        return Response(_exposition(coordinator.reads), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def plan_routes() -> APIRouter:
+    """The route of plans. One search runs at a time; it takes a core for seconds."""
+    routes = APIRouter(prefix="/v1", tags=["plans"], dependencies=[Depends(known_parameters)])
+    searching = asyncio.Lock()
+
+    @routes.post("/plans", response_model=dict[str, Any], openapi_extra=body_of("PlanRequest", JSON))
+    async def predict_plan(request: Request) -> dict[str, Any]:
+        """Predicts the fastest use of devices for a workflow and its profiles, and explains it. Starts nothing."""
+        wanted = await read_model(request, PlanRequest, "the request for a plan")
+        if searching.locked():
+            raise Refused("UNAVAILABLE", "another plan is being searched for; try again")
+        async with searching:
+            try:
+                return await asyncio.to_thread(explain, wanted)
+            except PlanError as error:
+                raise invalid(as_views(error.problems), "the request for a plan") from error
+
+    return routes
+
+
+def _exposition(reads: Reads) -> bytes:
     """The process's own metrics, then those of the fleet and of runs."""
     registry = CollectorRegistry()
-    registry.register(FleetCollector(control))
+    registry.register(_FleetCollector(reads))
     return generate_latest(REGISTRY) + generate_latest(registry)
 
 
-class FleetCollector(Collector):
-    """Gauges over what `Control` shows."""
+class _FleetCollector(Collector):
+    """Gauges, made from views when they are asked for."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All families."""
-        (runs, _), instances = self._control.runs(RUNS_SHOWN), self._control.instances()
+        (runs, _), instances = self._reads.runs(RUNS_SHOWN), self._reads.instances()
         states = GaugeMetricFamily("headrace_runs", "Runs by state", labels=["state"])
-        for state, count in sorted(self._control.run_states().items()):
+        for state, count in sorted(self._reads.run_states().items()):
             states.add_metric([state], count)
         yield states
         yield _counted(
@@ -42,7 +94,7 @@ class FleetCollector(Collector):
             ["kind", "state"],
             ((item.kind, item.state) for item in instances),
         )
-        leases, devices = self._control.leases(), self._control.devices()
+        leases, devices = self._reads.leases(), self._reads.devices()
         yield _counted("headrace_leases", "Leases by state", ["state"], ((item.state,) for item in leases))
         yield _counted("headrace_devices", "Devices by state", ["state"], ((item.state,) for item in devices))
         memory = GaugeMetricFamily(

@@ -1,4 +1,4 @@
-"""`Control` in memory, without runs or a fleet, for tests of the HTTP API."""
+"""A coordinator in memory, without a store or a fleet, for tests of the HTTP API: it is all of its parts itself."""
 
 import asyncio
 from collections import Counter
@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.api.control import Page, Refused
-from headrace_coordinator.api.reading.overviews import summary
-from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.reading.presenters import run_summary_view
+from headrace_coordinator.api.reading.reads import Page
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import problems_of
+from headrace_coordinator.api.submission.submission import Submission
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.problems import nearest
+from headrace_schema.problems import Impossible, nearest
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.resources.overviews import CurvesView, FlowView
 from headrace_schema.resources.views import (
@@ -23,13 +26,13 @@ from headrace_schema.resources.views import (
     EventView,
     HealthView,
     InstanceView,
-    KeyProblemView,
     LeaseView,
     PolicyView,
     RunView,
     StepView,
 )
 from headrace_schema.spec import RunSpec
+from submission_parts import submission_of
 
 SPEC: dict[str, Any] = {
     "name": "sums",
@@ -40,7 +43,7 @@ SPEC: dict[str, Any] = {
 ENDED = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 
-class FakeControl:
+class FakeCoordinator:
     """Keeps runs, keys and events in memory; moves a run only when a request or a test says so."""
 
     def __init__(self) -> None:
@@ -49,36 +52,43 @@ class FakeControl:
         self.log: dict[str, list[EventView]] = {}
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
-        self.vitals = HealthView(status="ok")
+        self.health = HealthView(status="ok")
+        self.reads = self.past = self.suites = self.submissions = self
+        self.run_changes = self.instance_changes = self.vitals = self
 
-    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+    async def check(self, asked: RunSpec | EvaluationSpec) -> Submission | None:
+        """Raises `Impossible`; a submission of a run."""
+        if isinstance(asked, EvaluationSpec):
+            return None
         capabilities = {
             "rollout": {"engines": frozenset({"transformers"})},
             "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
             "reward": {"scorers": frozenset({"exact", "last_number"})},
         }
         counts = {"rollout": 1, "trainer": 1, "reward": 1}
-        return check(self.settle(spec)[0], FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"]))
+        fleet = FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"])
+        submission = submission_of(asked, fleet)
+        if problems := problems_of(submission):
+            raise Impossible(problems)
+        return submission
 
-    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
-        if spec.rollout.engine != "auto":
-            return spec, ""
-        rollout = spec.rollout.model_copy(update={"engine": "transformers"})
-        return spec.model_copy(update={"rollout": rollout}), "auto takes transformers"
-
-    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
-        body = spec.model_dump_json()
+    async def submit(self, asked: RunSpec | EvaluationSpec, idempotency_key: str) -> str:
+        if isinstance(asked, EvaluationSpec):
+            raise Refused("INVALID", "the fleet cannot make this evaluation")
+        body = asked.model_dump_json()
         if known := self.keys.get(idempotency_key):
             if known[1] != body:
                 raise Refused("CONFLICT", "the key was used for another spec")
-            return self.records[known[0]]
-        if problems := await self.check(spec):
-            raise Refused("INVALID", "the fleet cannot run this", problems)
-        run_id = f"{spec.name}-{len(self.records)}"
+            return known[0]
+        try:
+            await self.check(asked)
+        except Impossible as error:
+            raise Refused("INVALID", "the fleet cannot run this", error.problems) from error
+        run_id = f"{asked.name}-{len(self.records)}"
         self.keys[idempotency_key] = (run_id, body)
-        self.records[run_id] = run_view(run_id, spec)
+        self.records[run_id] = run_view(run_id, asked)
         self.log[run_id] = []
-        return self.records[run_id]
+        return run_id
 
     async def emit(self, run_id: str, type: str, state: str = "RUNNING", **data: Any) -> None:
         """Adds an event and moves the run."""
@@ -104,18 +114,12 @@ class FakeControl:
             if search in name and (not states or self.records[name].state in states)
         ]
         start = names.index(after) + 1 if after else 0
-        shown = [summary(self.run(name), [0.25, None]) for name in names[start : start + size]]
+        shown = [run_summary_view(self.run(name), [0.25, None]) for name in names[start : start + size]]
         return shown, shown[-1].id if start + size < len(names) else None, len(names)
 
     async def curves(self, run_id: str, points: int) -> CurvesView:
         self.run(run_id)
         return CurvesView(steps=[1], series={"train/reward": [None]}, evaluations=[], total=1, event=0)
-
-    async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:
-        return []
-
-    async def submit_evaluation(self, asked: EvaluationSpec, idempotency_key: str) -> EvaluationRunView:
-        raise Refused("INVALID", "the fleet cannot make this evaluation")
 
     def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
         if after:
@@ -241,8 +245,8 @@ class FakeControl:
     def devices(self) -> list[DeviceView]:
         return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
 
-    def health(self) -> HealthView:
-        return self.vitals
+    def view(self) -> HealthView:
+        return self.health
 
     async def drain(self, name: str, idempotency_key: str) -> str:
         for instance in self.instances():

@@ -1,0 +1,160 @@
+"""What is past of a run, from its history files, by page: events, steps, evaluations, certificates, checkpoints.
+
+A page is (entries, position to go on from, or None at the end).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from headrace_schema.resources.overviews import CurvesView
+from headrace_schema.resources.views import (
+    CertificateView,
+    CheckpointView,
+    EvaluationView,
+    EventView,
+    StepView,
+)
+
+from headrace_coordinator.api.reading.curves import read_curves
+from headrace_coordinator.api.reading.presenters import (
+    brief_event_view,
+    certificate_view,
+    evaluation_view,
+    event_view,
+    policy_view,
+    step_view,
+)
+from headrace_coordinator.api.reading.reads import Page, Reads
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.ledger.compact import count, count_drops
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.store.run_files import RunFiles
+
+T = TypeVar("T")
+E = TypeVar("E", ev.StepCommitted, ev.Evaluated)
+LOOK_S = 5.0
+SLOTS_A_PAGE = 20_000
+"""Slots in a page of certificates: it ends with the one that reaches so many."""
+
+
+class Past:
+    """The histories of runs, archived ones included; NOT_FOUND for a run that there is not."""
+
+    def __init__(self, event_log: EventLog, reads: Reads) -> None:
+        self._event_log = event_log
+        self._reads = reads
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        """Events with ids above `after`, then live ones; ends when the run has ended and all were sent."""
+        self._reads.run(run_id)
+        history = self._event_log.history
+        while True:
+            news = history.news.next()
+            items = await history.page(run_id, after)
+            for item in items:
+                yield event_view(item)
+                after = item[0]
+            if not items:
+                run = self._event_log.state.runs.get(run_id)
+                if (run is None or run.state in run_states.TERMINAL) and history.complete(run_id, after):
+                    return
+                await asyncio.wait({news}, timeout=LOOK_S)
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
+        """Events with ids below `before`, newest first, with the number of slots in place of lists of them."""
+
+        def look(files: RunFiles) -> Page[EventView, int]:
+            lines = files.segments.before(before, size + 1)
+            views = [brief_event_view(number, ev.decode(data)) for number, data in lines[:size]]
+            return views, views[-1].id if len(lines) > size else None
+
+        return await self._look(run_id, look)
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        """Figures of at most `points` steps of the live lineage."""
+        return await self._look(run_id, lambda files: read_curves(files, points))
+
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
+        """Committed steps of the live lineage behind a position, oldest first."""
+
+        def look(files: RunFiles) -> Page[StepView, int]:
+            found = files.pages(files.steps, files.live_steps(), after)
+            committed = ((place, event) for place, event in found if isinstance(event, ev.StepCommitted))
+            return _page(committed, size, lambda event: step_view(event.view))
+
+        return await self._look(run_id, look)
+
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
+        """Evaluations of the live lineage behind a position, oldest first."""
+
+        def look(files: RunFiles) -> Page[EvaluationView, int]:
+            found = files.pages(files.evaluations, files.live_evaluations(), after)
+            made = ((place, event) for place, event in found if isinstance(event, ev.Evaluated))
+            return _page(made, size, lambda event: evaluation_view(event.view))
+
+        return await self._look(run_id, look)
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        """Certificates behind a position, oldest first, abandoned ones included; fewer where they are large."""
+
+        def look(files: RunFiles) -> Page[CertificateView, int]:
+            live = files.live_steps()
+            found = files.pages(files.steps, [(0, len(files.steps))], after)
+            shown: list[CertificateView] = []
+            slots, last = 0, after
+            for place, event in found:
+                if not isinstance(event, ev.StepCommitted):
+                    continue
+                if len(shown) == size or slots >= SLOTS_A_PAGE:
+                    return shown, last
+                certificate, last = event.certificate, place
+                slots += count(certificate.trained) + count_drops(certificate.dropped)
+                shown.append(certificate_view(certificate, any(low <= place < high for low, high in live)))
+            return shown, None
+
+        return await self._look(run_id, look)
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        """Durable checkpoints, newest first: those that the ledger knows and that still have their directory."""
+        run = self._reads.run(run_id)
+        keep, directory = run.spec["checkpoint"]["keep"], Path(run.run_directory) / "checkpoints"
+
+        def look(files: RunFiles) -> list[CheckpointView]:
+            end, views = len(files.checkpoints), []
+            for record in reversed(files.checkpoints.read(max(0, end - keep), end)):
+                event, version = files.event(record), files.version(record.number)
+                if not isinstance(event, ev.CheckpointSaved) or version is None:
+                    continue
+                if directory.is_dir() and not (directory / event.name).is_dir():
+                    continue  # It was set aside, or deleted.
+                views.append(
+                    CheckpointView(
+                        name=event.name,
+                        version=policy_view(version),
+                        step=event.step,
+                        size_bytes=_size(directory / event.name),
+                    )
+                )
+            return views
+
+        return await self._look(run_id, look)
+
+    async def _look(self, run_id: str, look: Callable[[RunFiles], T]) -> T:
+        self._reads.run(run_id)
+        return await self._event_log.history.read(run_id, look)
+
+
+def _page(found: Iterator[tuple[int, E]], size: int, view: Callable[[E], T]) -> Page[T, int]:
+    shown = list(islice(found, size))
+    more = bool(shown) and next(found, None) is not None
+    return [view(event) for _, event in shown], shown[-1][0] if more else None
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

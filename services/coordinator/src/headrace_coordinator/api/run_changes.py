@@ -1,0 +1,139 @@
+"""What a user changes of a run: its intent, and its ranks while it works. The run's controller follows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+from headrace_schema.changing import RunChange
+from headrace_schema.problems import explain, problem
+from headrace_schema.resources.views import KeyProblemView, RunView
+from headrace_schema.rules.learning import model_ranks
+from headrace_schema.sections.learning import TrainerSection
+from headrace_schema.spec import RunSpec
+from pydantic import ValidationError
+
+from headrace_coordinator.api.idempotency import Keys, digest
+from headrace_coordinator.api.reading.reads import Reads
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.submission.device_rules import size_problems
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import run_states, runs
+from headrace_coordinator.domain.devices.scheduling import plan_regroup
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.state import State
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.waits import WaitTimeout
+
+INTENT_SHOWN_S = 2.0
+"""How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
+KEY = "trainer.ranks"
+
+
+class RunChanges:
+    """Writes return the run once they are durable."""
+
+    def __init__(self, event_log: EventLog, reads: Reads, keys: Keys) -> None:
+        self._event_log = event_log
+        self._reads = reads
+        self._keys = keys
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        """Pauses after the current step, or at once (the step's attempt is aborted)."""
+        intent = run_states.PAUSE_NOW if now else run_states.PAUSE
+        return await self._intend(run_id, intent, idempotency_key, f"pause now={now}")
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        """Goes on with a paused run."""
+        return await self._intend(run_id, run_states.RUN, idempotency_key, "resume")
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        """Ends a run; the checkpoints that it has stay."""
+        return await self._intend(run_id, run_states.CANCEL, idempotency_key, "cancel")
+
+    async def _intend(self, run_id: str, intent: str, key: str, request: str) -> RunView:
+        """Records what the user wants, and the key with it."""
+        body = digest([run_id, request])
+        if self._keys.made(key, body):
+            return self._reads.run(run_id)
+        run = self._reads.find(run_id)
+        try:
+            events = runs.plan_intent(run, intent, "user", f"{intent} asked for", self._event_log.now())
+        except run_states.IllegalIntent as error:
+            raise Refused("CONFLICT", str(error)) from error
+        await self._event_log.commit(*events, self._keys.used(key, body, run_id))
+        with contextlib.suppress(WaitTimeout):
+            await self._event_log.wait_until(
+                lambda: runs.next_action(run).kind != run_states.MOVE, INTENT_SHOWN_S, "the run to follow"
+            )
+        return self._reads.run(run_id)
+
+    async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
+        """Changes a run from its next step on. INVALID or CONFLICT where that does not fit, with what would."""
+        body = digest([run_id, change.model_dump(mode="json")])
+        async with self._keys.held(idempotency_key):
+            if not self._keys.made(idempotency_key, body):
+                run, ranks = self._reads.find(run_id), change.trainer.ranks
+                fleet = FleetView.of(self._reads.instances())
+                events = plan_ranks(self._event_log.state, run, ranks, fleet, self._event_log.now())
+                used = self._keys.used(idempotency_key, body, run_id)
+                await self._event_log.commit(*events, used)
+        return self._reads.run(run_id)
+
+
+def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: float) -> list[ev.Event]:
+    """The event with which a run's trainer group should get `ranks` ranks; nothing when that is wanted already.
+
+    Raises Refused: CONFLICT by the run's state or what others hold, INVALID for what never fits this run.
+    """
+    if run.state in run_states.TERMINAL or run.intent == run_states.CANCEL:
+        raise Refused("CONFLICT", f"run {run.id} is {run.state}; nothing can change it any more")
+    if run.evaluation is not None:
+        raise _invalid(problem(KEY, "an evaluation trains nothing", "set it on a run that trains"))
+    if len(run.sizes) > 1:
+        reason = "the run takes and gives back ranks by itself, as its trainer.min_ranks and max_ranks say"
+        raise _invalid(problem(KEY, reason, "scale the trainers, or submit a run without them"))
+    if ranks == (run.wanted_ranks or run.ranks):
+        return []
+    if ranks != run.ranks:
+        _check_fits(state, run, ranks, fleet, now)
+    reason = f"{KEY}: {ranks} is wanted"
+    return [ev.RanksWanted(at=now, run=run.id, ranks=ranks, author="user", reason=reason)]
+
+
+def _check_fits(state: State, run: RunState, ranks: int, fleet: FleetView, now: float) -> None:
+    spec = _changed(run, ranks)
+    if run.grant is None:
+        if problems := size_problems(spec, fleet):
+            raise _invalid(*problems)
+        return
+    missing = plan_regroup(state, run.id, ranks, "", now)
+    if isinstance(missing, str):
+        more = f"; start more with `headrace scale trainer={fleet.instances.get('trainer', 0) + ranks - run.ranks}`"
+        raise Refused(
+            "CONFLICT", f"{KEY}: {ranks} needs {missing}{more if 'trainer instance' in missing else ''}"
+        )
+
+
+def _changed(run: RunState, ranks: int) -> RunSpec:
+    """The spec as if it had been submitted with so many ranks; raises Refused INVALID."""
+    algorithm = run.spec["algorithm"]
+    prompts: int = algorithm["prompts_per_step"]
+    if run.spec.get("deterministic"):
+        raise _invalid(problem(KEY, "a deterministic run keeps its ranks", "submit a run with other ones"))
+    model = model_ranks(TrainerSection.model_validate(run.spec["trainer"]))
+    if ranks % model == 0 and prompts % (ranks // model):
+        fitting = ", ".join(str(n * model) for n in range(1, prompts + 1) if prompts % n == 0)
+        reason = f"{ranks} ranks cannot share the {prompts} groups of a step evenly"
+        raise _invalid(problem(KEY, reason, f"use one of: {fitting}"))
+    spec = copy.deepcopy(run.spec)
+    spec["trainer"]["ranks"] = ranks
+    try:
+        return RunSpec.model_validate(spec)
+    except ValidationError as error:
+        raise _invalid(*explain(error, RunSpec)) from error
+
+
+def _invalid(*problems: KeyProblemView) -> Refused:
+    return Refused("INVALID", f"the run cannot have {KEY} changed like this", list(problems))

@@ -1,0 +1,146 @@
+"""Whether the fleet has the instances and the devices that a spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from headrace_schema.problems import choose, problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules import acting
+from headrace_schema.sections.running import APART, SIDES
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.domain.devices.places import named_devices
+
+
+def instances(submission: Submission) -> Iterator[KeyProblemView]:
+    """Numbers of instances that are not ready."""
+    spec, fleet = submission.spec, submission.fleet
+    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
+    wanted = [
+        ("rollout.instances", "rollout", spec.rollout.instances),
+        *([("reply.instances", "rollout", spec.rollout.instances + reply)] if reply else []),
+        ("trainer.ranks", "trainer", spec.trainer.ranks),
+        ("reward.scorers", "reward", 1),
+        *([("environment", "simulator", 1)] if spec.environment else []),
+    ]
+    for key, kind, count in wanted:
+        ready = fleet.instances.get(kind, 0)
+        if count <= ready:
+            continue
+        more = f"start more with `headrace scale {kind}={count}` (containers: `docker compose up -d --scale`)"
+        reason = f"{count} {kind} instances are wanted and {ready} are ready"
+        if key == "reply.instances":
+            if spec.rollout.instances > ready:
+                continue  # The problem of rollout.instances says it.
+            reason = f"{count} rollout instances are wanted, {reply} of them to reply, and {ready} are ready"
+            yield problem(key, reason, f"{more}, or remove placement.reply: each rollout then replies itself")
+            continue
+        yield problem(key, reason, f"the nearest valid value is {ready}; or {more}" if ready else more)
+
+
+def devices(submission: Submission) -> Iterator[KeyProblemView]:
+    """Named devices that do not exist, sides that overlap, and numbers of devices that are not there."""
+    spec, fleet = submission.spec, submission.fleet
+    placement = spec.placement
+    shown = {device.rpartition("/")[2] for device in fleet.devices}
+    meant: dict[str, list[str]] = {}
+    for key in SIDES:
+        names: list[str] = getattr(placement, key)
+        meant[key] = named_devices(names, fleet.devices, fleet.hosts)
+        for index, name in enumerate(names):
+            if not named_devices([name], fleet.devices, fleet.hosts):
+                fix = choose(
+                    name, shown, extra="" if shown else "wait until an instance has registered devices"
+                )
+                yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
+    apart = placement.mode in APART
+    if apart and (both := sorted({*meant["rollout"]} & {*meant["trainer"]})):
+        yield problem(
+            "placement.trainer",
+            f"{', '.join(both)} generates too; {placement.mode} placement needs disjoint devices",
+            "name other devices, or set placement.mode: collocated",
+        )
+        return
+    if any(name.startswith("gpu:") for name in shown):
+        yield from _on_gpus(spec)
+    if placement.simulator:
+        yield from _simulators(spec, fleet, meant)
+        return
+    if placement.reply:
+        yield from _repliers(spec, meant)
+        return
+    generate = max(len(meant["rollout"]), spec.rollout.instances)
+    learn = max(len(meant["trainer"]), spec.trainer.ranks)
+    needed, there = generate + learn if apart else max(generate, learn), len(fleet.devices)
+    if needed > there:
+        parts = f"{generate} to generate {'and' if apart else 'in turns with'} {learn} to learn"
+        yield problem(
+            "placement.mode",
+            f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
+            _fitting(spec.rollout.instances, spec.trainer.ranks, there, apart=apart),
+        )
+
+
+def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
+    replies, mode = meant["reply"], spec.placement.mode
+    if both := sorted({*replies} & {*meant["rollout"]}):
+        yield acting.overlaps_rollout(both)
+    if mode in APART and (both := sorted({*replies} & {*meant["trainer"]})):
+        yield acting.overlaps_trainer(acting.REPLY, both, mode)
+    if spec.reply is not None and replies and len(replies) < spec.reply.instances:
+        yield acting.too_few_to_reply(len(replies), spec.reply.instances)
+
+
+def _simulators(
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
+) -> Iterator[KeyProblemView]:
+    there = [device for device in fleet.devices if device in fleet.simulate]
+    simulates = named_devices(spec.placement.simulator, there, fleet.hosts)
+    both_sides = {*meant["rollout"], *simulates}
+    for index, name in enumerate(spec.placement.simulator):
+        if named_devices([name], fleet.devices, fleet.hosts) and not named_devices(
+            [name], there, fleet.hosts
+        ):
+            fix = "name a device that one sees, or start simulators with --devices auto"
+            yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
+    if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
+        yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
+    if simulates and len(both_sides) <= spec.rollout.instances:
+        yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
+
+
+def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if placement.mode == "hybrid":
+        yield problem(
+            "placement.mode",
+            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
+            "set placement.mode: disaggregated, or collocated with trainer.helpers",
+        )
+    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
+        reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
+        yield problem("placement.memory", reason, "set placement.memory: offloaded")
+
+
+def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool) -> str:
+    """What of a run would fit on so many devices."""
+    ways = []
+    if apart and max(rollouts, ranks) <= devices:
+        ways.append("set placement.mode: collocated")
+    most = max(1, devices - ranks if apart else devices)
+    fewer = [f"rollout.instances: {min(rollouts, most)}"] if rollouts > most else []
+    left = max(1, devices - min(rollouts, most) if apart else devices)
+    fewer += [f"trainer.ranks: {left}"] if ranks > left else []
+    enough = devices >= 2 if apart else devices >= 1
+    if fewer and enough:
+        ways.append(f"take {', '.join(fewer)}")
+    return ", or ".join(ways) or "start the fleet with more devices (`headrace up --devices`)"
+
+
+def size_problems(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
+    """Problems of the numbers of instances and devices alone."""
+    submission = Submission(spec, fleet)
+    return [*instances(submission), *devices(submission)]

@@ -1,0 +1,103 @@
+"""What there is to run on, and which engine a run takes of it.
+
+Pure but for one read: a local model's config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace_schema.resources.views import InstanceView
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.domain.devices.places import named_devices
+
+AUTO, BUILT_IN = "auto", "transformers"
+EXTRAS = ("vllm", "sglang")
+"""Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
+ATTENTION = {"full_attention", "sliding_attention"}
+"""Kinds of layers that the built-in engine runs."""
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """What there is to run on. Capabilities by kind and facet: trainer → algorithms → {grpo, …}."""
+
+    capabilities: Mapping[str, Mapping[str, frozenset[str]]]
+    instances: Mapping[str, int]
+    devices: Sequence[str]
+    hosts: Mapping[str, set[str]] = field(default_factory=dict)
+    """Device → hosts of the instances that see it."""
+    simulate: Collection[str] = ()
+    """Devices that simulators see."""
+
+    @classmethod
+    def of(cls, instances: Iterable[InstanceView]) -> FleetView:
+        """The union over instances that are at work, silent ones included."""
+        capabilities: dict[str, dict[str, frozenset[str]]] = {}
+        counts: dict[str, int] = {}
+        hosts: dict[str, set[str]] = {}
+        simulate: set[str] = set()
+        for instance in instances:
+            if instance.state not in ("READY", "SILENT"):
+                continue
+            for name in instance.devices:
+                hosts.setdefault(name, set()).add(instance.host)
+            if instance.kind == "simulator":
+                simulate |= {*instance.devices}
+            counts[instance.kind] = counts.get(instance.kind, 0) + 1
+            facets = capabilities.setdefault(instance.kind, {})
+            for facet, names in instance.capabilities.items():
+                facets[facet] = facets.get(facet, frozenset()) | set(names)
+        return cls(capabilities, counts, list(hosts), hosts, simulate)
+
+    def names(self, kind: str, facet: str) -> frozenset[str]:
+        """Capabilities of one kind and facet."""
+        return self.capabilities.get(kind, {}).get(facet, frozenset())
+
+    def offers(self, engine: str, feature: str) -> bool:
+        """Whether an engine has a feature; instances of a release that registers none count as having all."""
+        listed = self.names("rollout", "engine_features")
+        return not listed or f"{engine}:{feature}" in listed
+
+
+def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
+    """(engine, why it is that one) where `rollout.engine` is auto, else (the named engine, "")."""
+    if spec.rollout.engine != AUTO:
+        return spec.rollout.engine, ""
+    name, why = _preferred(spec, fleet)
+    return name, f"rollout.engine: auto takes {name}: {why}"
+
+
+def _preferred(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
+    known = fleet.names("rollout", "engines")
+    extras = [name for name in EXTRAS if name in known]
+    if not extras:
+        return BUILT_IN, f"no rollout instance has {' or '.join(EXTRAS)} installed"
+    if spec.deterministic:
+        return BUILT_IN, f"deterministic: true, which {' and '.join(extras)} cannot promise"
+    if spec.model.gguf_file is not None:
+        return BUILT_IN, "the model is a GGUF file"
+    if other := _unusual_layers(spec.model.path):
+        return extras[0], f"the model has {', '.join(sorted(other))} layers, which {BUILT_IN} cannot run"
+    if not _has_gpus(spec, fleet):
+        return BUILT_IN, f"the run has no GPU, and without one {extras[0]} takes longer to start"
+    return extras[0], "it is installed and the run has GPUs"
+
+
+def _has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
+    named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
+    devices = named or fleet.devices
+    return any(device.rpartition("/")[2].startswith("gpu") for device in devices)
+
+
+def _unusual_layers(path: str) -> set[str]:
+    try:
+        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        kinds = config.get("text_config", config).get("layer_types") or ()
+        return {str(kind) for kind in kinds} - ATTENTION
+    except (OSError, ValueError, AttributeError, TypeError):  # an id, or what a rule finds wrong
+        return set()

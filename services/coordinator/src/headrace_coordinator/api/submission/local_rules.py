@@ -1,0 +1,171 @@
+"""What no instance mends: a spec's model directory, data, trackers, the run that it forks, the suite that it asks.
+
+Reads local model directories; everything else has been read into the submission.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace_schema.problems import Impossible, choose, nearest, problem
+from headrace_schema.resources.views import KeyProblemView, RunView
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.trackers import tracker_problems
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+BATCH_SHAPE = ("group_size", "prompts_per_step")
+"""Keys of `algorithm` that say which prompts a step has: with others, step N would not begin where the origin ended."""
+
+
+def models(submission: Submission) -> Iterator[KeyProblemView]:
+    """Directories of models that are not there, or hold none."""
+    yield from _model_directory(submission.spec.model, "model")
+    if submission.spec.trainer.reference:
+        yield from _model_directory(submission.spec.trainer.reference, "trainer.reference")
+
+
+def data(submission: Submission) -> Iterator[KeyProblemView]:
+    """Why the data cannot be read, and what its items lack."""
+    spec, opened = submission.spec, submission.data
+    if isinstance(opened, Impossible):
+        yield from opened.problems
+        return
+    assert opened is not None
+    if spec.evaluation.baseline_prefill is not None:
+        try:
+            opened.check_template(spec.evaluation.baseline_prefill, "evaluation.baseline_prefill")
+        except Impossible as error:
+            yield from error.problems
+            return
+    answers = spec.workflow != "embodied" and spec.trainer.warmup.steps
+    if answers and (unanswered := opened.unanswered()):
+        reason = f"{unanswered} of {opened.train_size} training items have no answer to learn from"
+        yield problem(
+            "trainer.warmup.steps", reason, "give every item an answer, or set trainer.warmup.steps: 0"
+        )
+
+
+def trackers(submission: Submission) -> Iterator[KeyProblemView]:
+    """Trackers that cannot be had."""
+    yield from tracker_problems(submission.spec.tracking)
+
+
+def suite_limit(submission: Submission) -> Iterator[KeyProblemView]:
+    """An evaluation that asks more items than its suite has."""
+    if submission.evaluated is None or submission.data is None or isinstance(submission.data, Impossible):
+        return
+    count, limit = len(submission.data.asked()), submission.evaluated.asked.suite.limit
+    if limit is not None and limit > count:
+        yield problem("suite.limit", f"the suite has {count} items", f"the nearest valid value is {count}")
+
+
+def fork(submission: Submission) -> Iterator[KeyProblemView]:
+    """Why a spec cannot continue from the checkpoint of another run that it names.
+
+    Model and optimizer are the trainer's to compare, when it reads the checkpoint.
+    """
+    spec, origin = submission.spec, submission.origin
+    if spec.from_checkpoint is None or origin is None:
+        return
+    wanted = spec.from_checkpoint.step
+    if origin.run is None:
+        yield origin.unknown("from_checkpoint.run")
+        return
+    if not origin.steps:
+        if origin.saving and wanted is None:
+            yield from _batch_shape(spec, origin.run)
+            return
+        reason = f"run {origin.name} has no checkpoint"
+        yield problem("from_checkpoint.run", reason, _how_to_get_one(origin.run))
+        return
+    yield from _batch_shape(spec, origin.run)
+    if wanted is not None and wanted not in origin.steps:
+        yield origin.no_checkpoint_of("from_checkpoint.step", wanted)
+        return
+    start = origin.steps[0] if wanted is None else wanted
+    if spec.steps <= start:
+        earlier = sorted({step for step in origin.steps if step < spec.steps})
+        instead = f", or an earlier checkpoint: {', '.join(map(str, earlier))}" if earlier else ""
+        reason = f"{spec.steps} steps leave nothing to do after the checkpoint of step {start}"
+        yield problem("steps", reason, f"the nearest valid value is {start + 1}{instead}")
+
+
+def _batch_shape(spec: RunSpec, origin: RunView) -> list[KeyProblemView]:
+    return [
+        problem(
+            f"algorithm.{key}",
+            f"{mine} is not the {theirs} of run {origin.id}, so its steps would have other prompts",
+            f"set it to {theirs}",
+        )
+        for key in BATCH_SHAPE
+        if (mine := getattr(spec.algorithm, key)) != (theirs := origin.spec["algorithm"][key])
+    ]
+
+
+def _how_to_get_one(origin: RunView) -> str:
+    if origin.ended:
+        return "name a run that has one"
+    return f"wait until it has one, or make one with: headrace run pause {origin.id}"
+
+
+def _model_directory(model: ModelSection, section: str) -> Iterator[KeyProblemView]:
+    if model.policy is not None:
+        return  # A new robot policy: the services that build it say what is wrong with it.
+    given, file = model.path, model.gguf_file
+    path = Path(given).expanduser()
+    try:
+        local = given.startswith(("./", "../", "/", "~")) or path.exists()
+        if not local:
+            if not HUB_ID.fullmatch(given):
+                reason = f"{given!r} is neither a local directory nor a Hugging Face id (owner/name)"
+                yield problem(f"{section}.path", reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
+        elif not path.is_dir():
+            what = "is a file, not a directory" if path.exists() else "does not exist"
+            yield problem(f"{section}.path", f"{given} {what}", _neighbour(path))
+        elif file is not None:
+            if not (path / file).is_file():
+                files = [entry.name for entry in path.glob("*.gguf")]
+                yield problem(f"{section}.gguf_file", f"{given} holds no file {file}", choose(file, files))
+        elif not _holds_a_model(path):
+            yield _incomplete(path, given, section)
+    except (OSError, ValueError) as error:
+        yield problem(f"{section}.path", f"{given!r} cannot be read: {error}", "name a readable directory")
+
+
+def _holds_a_model(path: Path) -> bool:
+    if (path / "policy.json").is_file():
+        return (path / "model.safetensors").is_file()
+    return (path / "config.json").is_file() and any(
+        entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(".safetensors.index.json")
+        for entry in path.iterdir()
+    )
+
+
+def _incomplete(path: Path, given: str, section: str) -> KeyProblemView:
+    gguf = sorted(entry.name for entry in path.glob("*.gguf"))
+    if gguf:
+        return problem(
+            f"{section}.gguf_file", f"{given} holds GGUF weights", f"set {section}.gguf_file: {gguf[0]}"
+        )
+    missing = "safetensors weights" if (path / "config.json").is_file() else "config.json"
+    reason = f"{given} is no model directory: it has no {missing}"
+    inside = sorted(entry.parent.name for entry in path.glob("*/config.json"))
+    fix = f"did you mean {path / inside[0]}?" if inside else "name a directory in Hugging Face format"
+    return problem(f"{section}.path", reason, fix)
+
+
+def _neighbour(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    close = nearest(path.name, names) if folder == path.parent else None
+    if close:
+        return f"did you mean {folder / close}?"
+    return f"name a directory that the coordinator's host has; the nearest that exists is {folder}"

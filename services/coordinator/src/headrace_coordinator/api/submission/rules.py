@@ -1,0 +1,191 @@
+"""All rules of a submission, in one ordered list; here those of what plug-ins instances have, and take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from headrace_schema.from_json_schema import check_options
+from headrace_schema.problems import choose, problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.spec import RunSpec
+from headrace_servicekit.registry import read_capabilities
+
+from headrace_coordinator.api.submission import local_rules
+from headrace_coordinator.api.submission.device_rules import devices, instances
+from headrace_coordinator.api.submission.fleet_view import EXTRAS
+from headrace_coordinator.api.submission.submission import Submission
+
+BACKEND_EXTRAS = ("megatron",)
+"""Training backends that are an extra of headrace-trainer."""
+LEARNING = ("trainer.", "algorithm.", "optimizer.")
+"""Sections that a run reads only where it trains."""
+Rule = Callable[[Submission], Iterator[KeyProblemView]]
+_VERSION = re.compile(r"-v\d+$")
+
+
+def engine(submission: Submission) -> Iterator[KeyProblemView]:
+    """An engine that no instance can run, and needs of the spec that the engine lacks."""
+    spec, fleet, name = submission.spec, submission.fleet, submission.engine
+    known = fleet.names("rollout", "engines")
+    if not known:  # Without a ready instance there are no names to compare with: a problem of its own.
+        return
+    if name not in known:
+        reason = f"no rollout instance has {name!r} among its engines"
+        fix = choose(name, known)
+        if name in EXTRAS:
+            fix = (
+                f"install headrace-rollout[{name}] where a rollout instance runs and restart that, or set "
+                f"rollout.engine: {' or '.join(sorted(known))}"
+            )
+        yield problem("rollout.engine", reason, fix)
+    elif spec.deterministic and not fleet.offers(name, "deterministic"):
+        fit = [other for other in sorted(known) if fleet.offers(other, "deterministic")]
+        yield problem(
+            "deterministic",
+            f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
+            f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
+        )
+
+
+def answers(submission: Submission) -> Iterator[KeyProblemView]:
+    """Distributions of an evaluation's answers that its engine would sample otherwise than asked."""
+    fleet, engine = submission.fleet, submission.engine
+    known = fleet.names("rollout", "engines")
+    if submission.evaluated is None or (known and engine not in known):
+        return
+    asked = submission.evaluated.asked.sampling
+    if asked.top_p < 1 and (asked.top_k or asked.min_p) and not fleet.offers(engine, "top_p_after_others"):
+        reason = f"rollout.engine: {engine} counts top-p over all tokens, not over those that top_k and min_p leave"
+        yield problem("sampling.top_p", reason, "set top_p: 1, or top_k: 0 and min_p: 0")
+    if asked.repetition_penalty != 1 and not fleet.offers(engine, "penalty_counts_prompt"):
+        reason = f"rollout.engine: {engine} counts no tokens of the prompt for it"
+        yield problem("sampling.repetition_penalty", reason, "set 1")
+
+
+def names(submission: Submission) -> Iterator[KeyProblemView]:
+    """Backends, algorithms and scorers that no instance has."""
+    spec, fleet = submission.spec, submission.fleet
+    wanted = [
+        ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
+        ("algorithm.name", spec.algorithm.name, "trainer", f"{_registry(spec)}s"),
+    ]
+    if spec.environment:
+        wanted.append(("environment.backend", spec.environment.backend, "simulator", "backends"))
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
+            if ".py:" not in scorer.name:  # A user's own file: the scorer check tries it.
+                wanted.append((f"reward.{part}[{index}].name", scorer.name, "reward", "scorers"))
+    for key, name, kind, facet in wanted:
+        known = fleet.names(kind, facet)
+        # A kind without a ready instance is a problem of its own and has no names to compare with.
+        if known and name not in known:
+            fix = choose(name, known)
+            if key == "trainer.backend" and name in BACKEND_EXTRAS:
+                fix = f"install headrace-trainer[{name}] where the trainers run and restart them; {fix}"
+            yield problem(key, f"no {kind} instance has {name!r} among its {facet}", fix)
+
+
+def _registry(spec: RunSpec) -> str:
+    """Which of a trainer's registries the algorithm is in."""
+    return "episode_algorithm" if spec.environment else "algorithm"
+
+
+def options(submission: Submission) -> Iterator[KeyProblemView]:
+    """Options that do not fit the JSON Schemas that instances register.
+
+    Where there is no schema, the service checks when the run opens.
+    """
+    spec, fleet = submission.spec, submission.fleet
+    chosen = [
+        (
+            "algorithm.options",
+            spec.algorithm.name,
+            spec.algorithm.options,
+            "trainer",
+            f"{_registry(spec)}_options",
+        ),
+        (
+            "trainer.backend_options",
+            spec.trainer.backend,
+            spec.trainer.backend_options,
+            "trainer",
+            "backend_options",
+        ),
+        (
+            "rollout.engine_options",
+            submission.engine,
+            spec.rollout.engine_options,
+            "rollout",
+            "engine_options",
+        ),
+    ]
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
+            key = f"reward.{part}[{index}].options"
+            chosen.append((key, scorer.name, scorer.options, "reward", "scorer_options"))
+    for key, name, given, kind, facet in chosen:
+        # Instances of two releases may register two schemas: the options must suit one of them.
+        schemas = [
+            read_capabilities([text]).get(name)
+            for text in sorted(fleet.names(kind, facet))
+            if text.startswith(f"{name}=")
+        ]
+        found = [check_options(schema, given, key) for schema in schemas if schema is not None]
+        if found and all(found):
+            yield from found[0]
+
+
+def tasks(submission: Submission) -> Iterator[KeyProblemView]:
+    """Tasks of an embodied run that no simulator has; none where no simulator lists its tasks.
+
+    A task's name behind the "/" of SUITE/TASK, a version, a user's own file and a name behind a module's are known to
+    the backend alone: it says what is wrong with them when the run opens. So are sizes of actions and observations.
+    """
+    environment = submission.spec.environment
+    if environment is None:
+        return
+    known: set[str] = set()
+    for text in submission.fleet.names("simulator", "tasks"):
+        known |= {*map(str, read_capabilities([text]).get(environment.backend, ()))}
+    for index, task in enumerate(environment.tasks if known else ()):
+        name = environment.variant_of(task)[0]
+        if ":" in name or _has(name, known):
+            continue
+        reason = f"no simulator instance has the task {name!r} of {environment.backend}"
+        yield problem(f"environment.tasks[{index}]", reason, choose(name, known))
+
+
+def _has(name: str, known: set[str]) -> bool:
+    suite, _, index = name.partition("/")
+    if index.isdecimal() and any(each.startswith(f"{suite}/") for each in known):
+        return name in known  # of a suite that is listed by index, such as LIBERO's
+    stem = _stem(name)
+    return any(_stem(each) == stem for each in known)
+
+
+def _stem(name: str) -> str:
+    return _VERSION.sub("", name.partition("/")[0])
+
+
+OF_FLEET: tuple[Rule, ...] = (engine, answers, names, options, tasks, instances, devices)
+"""What another fleet would satisfy."""
+LOCAL: tuple[Rule, ...] = (
+    local_rules.models,
+    local_rules.data,
+    local_rules.trackers,
+    local_rules.fork,
+    local_rules.suite_limit,
+)
+"""What no instance mends."""
+RULES = (*OF_FLEET, *LOCAL)
+
+
+def problems_of(submission: Submission, rules: tuple[Rule, ...] = RULES) -> list[KeyProblemView]:
+    """Every problem of a submission, with the nearest valid value; empty when the run could start.
+
+    An evaluation trains nothing and needs no trainer.
+    """
+    found = [each for rule in rules for each in rule(submission)]
+    trains = submission.evaluated is None
+    return [each for each in found if trains or not each.key.startswith(LEARNING)]

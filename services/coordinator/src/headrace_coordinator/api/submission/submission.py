@@ -1,0 +1,96 @@
+"""What somebody submits, with all that its rules look at: read once, before they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.problems import Impossible, nearest, problem
+from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.suites import Suite
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Another run that a spec names, and its checkpoints, newest first."""
+
+    name: str
+    run: RunView | None
+    """None: there is no run of this name."""
+    known: Sequence[str] = ()
+    """Runs that there are."""
+    checkpoints: Sequence[CheckpointView] = ()
+    saving: bool = False
+    """It has saved checkpoints and goes on. With `checkpoint.keep: 1` the one that is known is deleted before the next
+    one is: a fork that names no step begins with whichever is there when it starts."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints, newest first."""
+        return [checkpoint.step for checkpoint in self.checkpoints]
+
+    def unknown(self, key: str) -> KeyProblemView:
+        """The problem of a run that does not exist."""
+        close = nearest(self.name, self.known)
+        fix = f"did you mean {close}?" if close else "name a run that `headrace run list` shows"
+        return problem(key, f"there is no run {self.name}", fix)
+
+    def no_checkpoint_of(self, key: str, step: int) -> KeyProblemView:
+        """The problem of a step that no checkpoint is of."""
+        steps = sorted(set(self.steps))
+        close = min(steps, key=lambda each: abs(each - step))
+        fix = f"the nearest is {close}; it has checkpoints of steps {', '.join(map(str, steps))}"
+        return problem(key, f"run {self.name} has no checkpoint of step {step}", fix)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation asks, and of which weights."""
+
+    asked: EvaluationSpec
+    suite: Suite
+    model: str
+    """The model as people name it."""
+    checkpoint: CheckpointView | None = None
+    """Of the submission's origin; None: the model's own weights."""
+    digest: str = ""
+    """Of the weights, where it is known before they are read."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that somebody wants, or the run that carries out an evaluation."""
+
+    spec: RunSpec
+    fleet: FleetView
+    data: Dataset | Impossible | None = None
+    """The opened data, or why it cannot be opened; None where only numbers are asked about."""
+    origin: Origin | None = None
+    """The run that the spec forks, or whose checkpoint is evaluated."""
+    evaluated: Evaluated | None = None
+
+    @cached_property
+    def _choice(self) -> tuple[str, str]:
+        return choose_engine(self.spec, self.fleet)
+
+    @property
+    def engine(self) -> str:
+        """The engine that the run takes."""
+        return self._choice[0]
+
+    @property
+    def note(self) -> str:
+        """Why it takes that engine, where the spec leaves it to the fleet."""
+        return self._choice[1]
+
+    @property
+    def settled(self) -> RunSpec:
+        """The spec with the engine in place of `auto`."""
+        rollout = self.spec.rollout.model_copy(update={"engine": self.engine})
+        return self.spec.model_copy(update={"rollout": rollout})

@@ -1,0 +1,155 @@
+"""Takes runs and evaluations: resolves a spec once, asks the rules, then instances, and queues the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.problems import Impossible
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.api.idempotency import Keys, digest
+from headrace_coordinator.api.reading.past import Past
+from headrace_coordinator.api.reading.reads import Reads
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.submission.evaluations import (
+    in_users_keys,
+    resolve_evaluation,
+    suite_evaluation,
+)
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.instance_checks import check_environment, check_scorers
+from headrace_coordinator.api.submission.local_rules import fork
+from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
+from headrace_coordinator.api.submission.submission import Origin, Submission
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import run_states
+from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
+from headrace_coordinator.waits import WaitTimeout
+
+NAMES_COMPARED = 200
+"""Newest runs that the name of an unknown one is compared with."""
+
+
+class Submissions:
+    """There is one way for a run and for an evaluation, which is a run without trainers."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trials: set[str],
+        reads: Reads,
+        past: Past,
+        keys: Keys,
+        data_dir: Path,
+        open_dataset: Callable[[RunSpec], Awaitable[Dataset]],
+        new_id: Callable[[], str],
+    ) -> None:
+        """`trials` are names under which instances are asked before there is a run."""
+        self._event_log = fleet.event_log
+        self._fleet = fleet
+        self._trials = trials
+        self._reads = reads
+        self._past = past
+        self._keys = keys
+        self._data_dir = data_dir
+        self._open_dataset = open_dataset
+        self._new_id = new_id
+
+    async def submit(self, asked: RunSpec | EvaluationSpec, idempotency_key: str) -> str:
+        """Queues a run and returns its id once that is durable.
+
+        The same key with the same spec returns the same run.
+
+        Raises:
+            Refused: INVALID with every problem; CONFLICT for a key of another request.
+        """
+        trains, request = isinstance(asked, RunSpec), asked.model_dump(mode="json")
+        body = digest(request if trains else ["evaluation", request])
+        async with self._keys.held(idempotency_key):
+            if made := self._keys.made(idempotency_key, body):
+                return made
+            try:
+                submission = await self.check(asked)
+            except Impossible as error:
+                what = "run this spec" if trains else "make this evaluation"
+                raise Refused("INVALID", f"the fleet cannot {what}", error.problems) from error
+            return await self._queue(submission, idempotency_key, body)
+
+    async def check(self, asked: RunSpec | EvaluationSpec) -> Submission:
+        """What could start on the fleet as it is now; an instance that is just being restarted is waited for.
+
+        Raises:
+            Impossible: with every problem, in the keys of what was asked.
+        """
+        submission = await self._resolve(asked)
+        if (
+            self._fleet.restarting()
+            and problems_of(submission, OF_FLEET)
+            and not problems_of(submission, LOCAL)
+        ):
+            submission = await self._once_restarted(submission)
+        problems = problems_of(submission)
+        problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
+        problems = problems or await check_environment(submission.spec, self._fleet, self._trials)
+        problems = problems or await self._changed_origin(submission)
+        if problems:
+            raise Impossible(in_users_keys(problems, submission.evaluated))
+        return submission
+
+    async def _resolve(self, asked: RunSpec | EvaluationSpec) -> Submission:
+        named = asked.from_checkpoint if isinstance(asked, RunSpec) else asked.checkpoint
+        origin = await self._origin(named.run) if named is not None else None
+        spec, evaluated = (asked, None) if isinstance(asked, RunSpec) else resolve_evaluation(asked, origin)
+        data: Dataset | Impossible
+        try:
+            data = await self._open_dataset(spec)
+        except Impossible as error:
+            data = error
+        return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated)
+
+    async def _origin(self, name: str) -> Origin:
+        names = self._reads.newest_first()
+        if name not in names:
+            return Origin(name, None, names[:NAMES_COMPARED])
+        live = self._event_log.state.runs.get(name)
+        saving = live is not None and live.state not in run_states.TERMINAL and live.last_checkpoint > 0
+        return Origin(name, self._reads.run(name), names, await self._past.checkpoints(name), saving)
+
+    async def _once_restarted(self, submission: Submission) -> Submission:
+        def again() -> Submission:
+            return replace(submission, fleet=FleetView.of(self._reads.instances()))
+
+        with contextlib.suppress(WaitTimeout):
+            await self._event_log.wait_until(
+                lambda: not problems_of(again(), OF_FLEET), RESTART_S, "instances to be restarted"
+            )
+        return again()
+
+    async def _changed_origin(self, submission: Submission) -> list[KeyProblemView]:
+        """The checks may take a minute, in which the origin of a fork goes on and deletes checkpoints."""
+        if submission.spec.from_checkpoint is None:
+            return []
+        origin = await self._origin(submission.spec.from_checkpoint.run)
+        return problems_of(replace(submission, origin=origin), (fork,))
+
+    async def _queue(self, submission: Submission, key: str, body: str) -> str:
+        spec, now = submission.settled, self._event_log.now()
+        run = f"{spec.name}-{self._new_id()}"
+        evaluation = suite_evaluation(submission)
+        submitted = ev.RunSubmitted(
+            at=now,
+            run=run,
+            spec=spec.model_dump(mode="json"),
+            directory=str(self._data_dir / "runs" / run),
+            evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
+        )
+        notes = [ev.Noted(at=now, run=run, text=submission.note)] if submission.note else []
+        await self._event_log.commit(submitted, self._keys.used(key, body, run), *notes)
+        return run

@@ -1,0 +1,60 @@
+"""The coordinator's process: what owns the event log, the fleet and the scheduler, and what answers its users."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.idempotency import Keys
+from headrace_coordinator.api.instance_changes import InstanceChanges
+from headrace_coordinator.api.reading.past import Past
+from headrace_coordinator.api.reading.reads import Reads
+from headrace_coordinator.api.reading.suites import SuiteEvaluations
+from headrace_coordinator.api.run_changes import RunChanges
+from headrace_coordinator.api.submission.submissions import Submissions
+from headrace_coordinator.data.dataset import open_dataset
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.reconciler import Reconciler
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.vitals import Vitals
+
+
+class Coordinator:
+    """Its parts; each route of the HTTP API uses the one that it is about.
+
+    Writes return once they are durable (G8).
+    """
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        fleet: Fleet,
+        data_dir: Path,
+        make_projection: MakeProjection = RunProjection,
+        open_dataset: OpenDataset = open_dataset,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
+    ) -> None:
+        self.event_log = event_log
+        self.fleet = fleet
+        self.vitals = Vitals(event_log)
+        self.scheduler = Scheduler(event_log, fleet, make_projection, open_dataset)
+        self.reconciler = Reconciler(fleet)
+        self.archive = Archive(event_log, lambda run: run in self.scheduler.tasks)
+        self.reads = Reads(event_log, fleet, self.scheduler, self.archive)
+        self.past = Past(event_log, self.reads)
+        self.suites = SuiteEvaluations(event_log, self.reads)
+        keys = Keys(event_log)
+        self.submissions = Submissions(
+            fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, open_dataset, new_id
+        )
+        self.run_changes = RunChanges(event_log, self.reads, keys)
+        self.instance_changes = InstanceChanges(fleet, keys)
+
+    async def stop(self) -> None:
+        """Ends the controllers where they are; a restart resumes their runs."""
+        await self.scheduler.stop()
+        await self.reconciler.stop()
