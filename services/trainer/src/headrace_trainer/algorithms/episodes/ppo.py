@@ -41,7 +41,7 @@ class EpisodePpo(Ppo):
         return episode_passes(self.options)
 
     def denominator(self, tokens: float, sequences: float) -> float:
-        """What a minibatch's sum is divided by: its units, or its episodes."""
+        """See `unit_denominator`."""
         return unit_denominator(self.aggregation, tokens, sequences)
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:

@@ -20,7 +20,7 @@ class Cispo(PolicyGradient[CispoOptions]):
         return group_relative(outcomes, self.options)
 
     def terms(self, batch: TokenBatch) -> Terms:
-        """CISPO's: the weight of a token is clipped, not its gradient."""
+        """See `cispo_terms`."""
         return cispo_terms(
             batch.log_probs_K,
             batch.old_log_probs_K,

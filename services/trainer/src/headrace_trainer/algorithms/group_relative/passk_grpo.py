@@ -16,7 +16,7 @@ class PassKGrpo(ClippedPolicyGradient[GrpoOptions]):
     least_group = 2
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
-        """The best answer of a group has its lead over the second; the others have 0."""
+        """See `passk_grpo_advantages`."""
         found_BT: Tensor = passk_grpo_advantages(
             outcomes.rewards_B,
             outcomes.groups_B,

@@ -20,7 +20,7 @@ class Sapo(PolicyGradient[SapoOptions]):
         return group_relative(outcomes, self.options)
 
     def terms(self, batch: TokenBatch) -> Terms:
-        """SAPO's: a soft gate in place of the clip."""
+        """See `sapo_terms`."""
         return sapo_terms(
             batch.log_probs_K,
             batch.old_log_probs_K,

@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import GpgOptions
 
 
 class Gpg(PolicyGradient[GpgOptions]):
-    """GPG: group-centred rewards; the scale without `alpha` is the whole batch's."""
+    """See `gpg_advantages`; its scale without `alpha` is the whole batch's."""
 
     least_group = 2
 

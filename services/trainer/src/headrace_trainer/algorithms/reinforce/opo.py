@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import PpoOptions
 
 
 class Opo(ClippedPolicyGradient[PpoOptions]):
-    """OPO: a reward against its group's mean, weighed by answer length."""
+    """See `opo_advantages`."""
 
     least_group = 2
 

@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import RewardedOptions
 
 
 class Reinforce(ClippedPolicyGradient[RewardedOptions]):
-    """REINFORCE: raw rewards without a baseline; groups do not matter."""
+    """See `raw_advantages`; groups do not matter."""
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """A sample's reward at each of its tokens; with KL rewards the rewards to come."""

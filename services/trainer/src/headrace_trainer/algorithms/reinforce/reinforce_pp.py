@@ -19,7 +19,7 @@ from headrace_trainer.algorithms.plugins import ReinforcePpOptions, RewardedOpti
 
 
 class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
-    """REINFORCE++: returns whitened over the batch's tokens; groups do not matter."""
+    """See `reinforce_plus_plus_advantages`; groups do not matter."""
 
     compares = Barrier.BATCH
 
@@ -35,7 +35,7 @@ class ReinforcePp(ClippedPolicyGradient[ReinforcePpOptions]):
 
 
 class ReinforcePpBaseline(ClippedPolicyGradient[RewardedOptions]):
-    """REINFORCE++ with baseline: group-centred rewards, whitened over the batch."""
+    """See `reinforce_plus_plus_baseline_advantages`."""
 
     least_group = 2
     compares = Barrier.BATCH

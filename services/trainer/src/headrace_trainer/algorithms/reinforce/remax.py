@@ -11,10 +11,7 @@ from headrace_trainer.algorithms.plugins import RewardedOptions
 
 
 class Remax(ClippedPolicyGradient[RewardedOptions]):
-    """ReMax: a reward against that of the prompt's greedy answer.
-
-    With KL rewards the returns have them and the baseline does not, as in verl.
-    """
+    """See `remax_advantages`; with KL rewards the returns have them and the baseline does not, as in verl."""
 
     least_group = 2
     greedy_first = True

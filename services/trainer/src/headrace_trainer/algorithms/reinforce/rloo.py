@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.plugins import GroupRewardedOptions
 
 
 class Rloo(ClippedPolicyGradient[GroupRewardedOptions]):
-    """RLOO: a reward against the mean of its group's others."""
+    """See `rloo_advantages`."""
 
     least_group = 2
 
