@@ -57,6 +57,7 @@ REPLACED = [
     (_phrase("lease desk") + "|LeaseDesk", "lease manager"),
     (_word("allotment"), "grant"),
     (_phrase("let go", "lets go", "letting go", "let goes"), LEASE),
+    (r"\blet(?:s|ting)? (?:its|their|the|these|those|all) \w+ go\b(?! on)", LEASE),
     (_phrase("stands? down", "standing down", "stood down"), LEASE),
     (_phrase("gives? up(?! to)", "giving up(?! to)", "gave up(?! to)", "given up(?! to)"), LEASE),
     (r"\bmistakes\b", "errors, problems"),

@@ -24,7 +24,7 @@ def test_a_slow_start_that_works_is_waited_for_up_to_the_limit():
     assert world.after(50, work=2) == "not ready after 600 s (--timeout): rollout-0"
 
 
-def test_a_start_that_stands_still_is_given_up():
+def test_a_start_without_progress_is_stopped():
     world = World()
     assert world.after(1, work=5) == ""
     assert world.after(STANDSTILL_S - 1, work=0.5) == ""

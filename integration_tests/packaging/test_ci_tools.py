@@ -158,6 +158,7 @@ REPLACED = [
     "lease desk",
     "await placement.let_go(trainer)",
     "a rollout lets go of its lease",
+    "a paused run lets its devices go",
     "self._stand_down_rollouts()",
     "it gave up after three",
     "_give_up_at = 3",

@@ -148,7 +148,7 @@ async def test_without_renewal_the_fence_closes_before_the_ttl_and_opens_again(f
     await until(lambda: instance.fence.holds(7), "the lease again")
 
 
-async def test_a_stale_epoch_is_given_up(fleet, instances, until):
+async def test_a_lease_of_a_stale_epoch_is_released(fleet, instances, until):
     instance = await instances(fleet.address)
     fleet.grant(7)
     await until(lambda: instance.fence.holds(7), "the lease")

@@ -76,7 +76,7 @@ def test_a_lease_past_its_deadline_is_quiesced_keeps_its_place_and_comes_back():
     assert effects == [leases.Hold(7, 45.0)] and state.holdings[7].phase is Phase.HELD
 
 
-def test_a_stale_epoch_is_forgotten_at_once_and_given_up():
+def test_a_stale_epoch_is_released_at_once():
     state, effects = run(
         leases.HeartbeatSent(1, 5.0), leases.HeartbeatAcked(1, at=6.0, stale=(7, 99)), state=held()
     )
@@ -85,7 +85,7 @@ def test_a_stale_epoch_is_forgotten_at_once_and_given_up():
     assert effects == [leases.Drop(7), leases.TellReleased(7, leases.Memory(1234, 99))] and not state.holdings
 
 
-def test_a_stale_epoch_of_register_is_given_up():
+def test_a_stale_epoch_of_register_is_released():
     _, effects = run(leases.SessionOpened(9.0, TTL, stale_epochs=(7,)), state=held())
     assert effects == [leases.Drop(7), leases.Release(7, 0.0)]
 

@@ -75,7 +75,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_reader_that_dies_lets_go(segment, tmp_path):
+def test_a_reader_that_dies_releases_its_segment(segment, tmp_path):
     command = [sys.executable, "-c", READER, str(tmp_path / "file"), str(SIZE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         assert reader.stdout.readline() == b"holds\n"

@@ -166,7 +166,7 @@ def make_backend(
 
 @pytest.fixture
 def sequences() -> Callable[..., list[Sequence]]:
-    """See `random_sequences`."""
+    """Makes random sequences."""
     return random_sequences
 
 
@@ -223,13 +223,13 @@ def make_group() -> Callable[..., Group]:
 
 @pytest.fixture
 def make_settled() -> Callable[..., trainer_pb2.SettledGroup]:
-    """See `settled_group`."""
+    """Makes a settled group."""
     return settled_group
 
 
 @pytest.fixture
 def settled_digest() -> Callable[..., str]:
-    """See `digest_of`."""
+    """Makes the digest of a settled group."""
     return digest_of
 
 

@@ -47,13 +47,11 @@ class Reach:
     _state: np.ndarray = field(default_factory=lambda: np.zeros(6))
 
     def reset(self, seed: int) -> np.ndarray:
-        """See `World`."""
         place, goal = np.split(np.random.default_rng(seed).uniform(-1, 1, 4), 2)
         self._state = np.concatenate([place, np.zeros(2), goal])
         return self._state
 
     def step(self, action_A: np.ndarray) -> tuple[np.ndarray, float, bool, bool]:
-        """See `World`."""
         place, velocity, goal = np.split(self._state, 3)
         velocity = 0.5 * velocity + 0.15 * action_A
         self._state = np.concatenate([place + velocity, velocity, goal])

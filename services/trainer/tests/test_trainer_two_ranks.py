@@ -113,7 +113,7 @@ async def weights(client, number) -> np.ndarray:
     return np.frombuffer(await client.body(number), dtype=np.float32)
 
 
-async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
+async def test_a_rank_alone_fails_at_its_deadline(client, make_config):
     await client.open_run(make_config(**SETTINGS))
     started = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -21,8 +21,8 @@ from headrace_planner.elastic.policy import (
     Move,
     Role,
     Rollout,
-    helper_gives_up,
     helpers_until,
+    owners_finish_sooner,
     plan_elastic,
 )
 
@@ -301,7 +301,7 @@ class ElasticStep:
             return False
         start, groups = helper.begun
         weight = sum(group.weight for group in groups)
-        if not helper_gives_up(self.terms, helper.free - when, weight):
+        if not owners_finish_sooner(self.terms, helper.free - when, weight):
             return False
         for track in helper.tracks:
             track.until(start, self.learn, Label.WAIT_DATA)

@@ -125,7 +125,7 @@ def decode_after(state: ElasticState, moves: int) -> float:
     return outlook.decode_s(survivors) + resume_s
 
 
-def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
+def owners_finish_sooner(terms: Terms, remaining_s: float, items: float) -> bool:
     """Whether owners that are ready should learn a helper's unfinished group of `items` (of mean length) themselves."""
     return remaining_s > terms.learn.seconds(items, terms.owners)
 
