@@ -155,7 +155,7 @@ async def test_no_value_of_the_monotonic_clock_is_written(lease_manager):
     lease_manager.live(3, beats=True)
     lease_manager.event_log.post(ev.LeaseRevoking(at=lease_manager.event_log.now(), epoch=1))
     lease_manager.live(TTL + 3, beats=False)
-    written = b"".join(entry.payload for _, entry, _ in lease_manager.event_log._pending)
+    written = b"".join(payload for _, payload, _ in lease_manager.event_log._pending)
     assert b"9876" not in written and b'"LeaseEnded"' in written
 
 
