@@ -12,11 +12,11 @@ def members(wheel):
 
 def test_there_is_a_wheel_for_every_pyproject_file(wheels, repository):
     folders = {path.parent.relative_to(repository).parts for path in repository.glob("*/**/pyproject.toml")}
-    # A package in examples is a user's, as it were.
+    # A package in examples is a user's, as it were; what lies in tools is for development, in no wheel.
     folders = {
         folder
         for folder in folders
-        if folder[0] != "examples" and not any(part.startswith(".") for part in folder)
+        if folder[0] not in ("examples", "tools") and not any(part.startswith(".") for part in folder)
     }
     assert len(wheels) == len(folders)
 
