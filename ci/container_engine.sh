@@ -14,11 +14,9 @@ set -euo pipefail
 work=${DOCKER_WORK:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.cache/docker}
 export DOCKER_CONFIG=${DOCKER_CONFIG:-$work/config}
 mkdir -p "$work" "$DOCKER_CONFIG/cli-plugins"
-archive=http://deb.debian.org/debian
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-if [ -f /etc/apt/sources.list.d/debian.sources ]; then # the mirror that this machine is set up for
-  archive=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources)
-fi
+# The mirror that this machine is set up for, whatever form its list of sources has.
+archive=$(apt-get indextargets --format '$(SITE)' | sed -n '/security/d; p; q')
 
 answers() { docker info >/dev/null 2>&1; }
 
