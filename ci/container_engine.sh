@@ -16,7 +16,7 @@ export DOCKER_CONFIG=${DOCKER_CONFIG:-$work/config}
 mkdir -p "$work" "$DOCKER_CONFIG/cli-plugins"
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 # The mirror that this machine is set up for, whatever form its list of sources has.
-archive=$(apt-get indextargets --format '$(SITE)' | sed -n '/security/d; p; q')
+archive=$(apt-get indextargets --format '$(SITE)' | awk '!/security/ && !found {print; found = 1}')
 
 answers() { docker info >/dev/null 2>&1; }
 
