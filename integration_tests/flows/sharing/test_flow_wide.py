@@ -89,7 +89,7 @@ def test_a_run_takes_a_second_rank_and_gives_it_back_between_steps(wide, spec_of
     assert all(certificate.max_staleness == 0 for certificate in found.live)
     events = wide.events(run)
     assert [event.data["ranks"] for event in events if event.type == "trainers_changed"] == [2, 1]
-    assert [len(event.data["members"]) for event in events if event.type == "trainer_group_formed"] == [
+    assert [len(event.data["trainers"]) for event in events if event.type == "trainer_group_formed"] == [
         1,
         2,
         1,
