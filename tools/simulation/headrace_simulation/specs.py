@@ -190,7 +190,11 @@ def ranged(spec: RunSpec, seed: int) -> RunSpec:
     if fixed or not regroups(seed) or own.random() < 0.3:
         return spec
     fields = spec.model_dump(mode="json")
-    fields["trainer"] |= {"min_ranks": own.choice([1, ranks]), "max_ranks": ranks + own.choice([0, 1, 2])}
+    fewest, most = own.choice([1, ranks]), ranks + own.choice([0, 1, 2])
+    devices = spec.placement.trainer
+    if devices and "all" not in devices:
+        most = min(most, len(devices))  # A spec that names fewer devices than ranks is refused.
+    fields["trainer"] |= {"min_ranks": fewest, "max_ranks": most}
     return RunSpec.model_validate(fields)
 
 

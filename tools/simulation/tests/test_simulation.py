@@ -322,3 +322,11 @@ def test_a_lease_that_is_away_as_a_rollout_is_asked_is_no_recovery(monkeypatch, 
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and len(lapsed) == 3
     assert outcome.recoveries == 0
+
+
+@pytest.mark.parametrize("seed", [237, 397])
+def test_a_group_that_may_grow_has_devices_for_it(seed):
+    """Both seeds drew more ranks than devices that the spec names, which ended the nightly run at once."""
+    for spec in World(seed).specs:
+        named = spec.placement.trainer
+        assert not named or "all" in named or (spec.trainer.max_ranks or 0) <= len(named)
