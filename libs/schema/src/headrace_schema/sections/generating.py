@@ -127,6 +127,13 @@ class RolloutSection(Section):
     )
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+    install: Literal["in_flight", "drain", "abort_and_resume"] | None = Field(
+        default=None,
+        description="with algorithm.max_staleness above 0, how a rollout that makes answers takes a new version. "
+        "in_flight: answers go on with it, and say which version made which token; their keys and values are computed "
+        "again. drain: answers in hand end first. abort_and_resume: they stop, and go on from what they have. Default: "
+        "in_flight; drain for episodes and conversations of two policies, each of which is made with one version",
+    )
 
 
 class EvaluationSection(Section):
