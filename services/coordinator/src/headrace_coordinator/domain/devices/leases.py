@@ -6,7 +6,7 @@ clock, for the events alone; renewals and deadlines are volatile, on another clo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -180,6 +180,11 @@ def plan_release(
 def is_gpu(device: str) -> bool:
     """Whether a device name is a GPU's, "GPU-8f2a/gpu:0"."""
     return device.rpartition("/")[2].startswith("gpu:")
+
+
+def all_gpus(devices: Sequence[str]) -> bool:
+    """Whether there are devices, and each is a GPU: engines and ranks then hold as many as they compute on."""
+    return bool(devices) and all(map(is_gpu, devices))
 
 
 def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:
