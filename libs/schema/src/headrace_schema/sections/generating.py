@@ -26,6 +26,21 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
     return prod(size for size in sizes if type(size) is int and size > 0)
 
 
+def dividing_sizes(heads: int, key_heads: int) -> list[int]:
+    """Tensor parallel sizes that divide a model's attention heads.
+
+    Heads of keys and values are divided too, or each of them lies on as many devices.
+
+    >>> dividing_sizes(14, 2), dividing_sizes(12, 8)
+    ([1, 2, 14], [1, 2, 4])
+    """
+    return [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+    ]
+
+
 class ModelSection(Section):
     """The policy: a Hugging Face id or a local directory (read by rollout and trainer), or a new robot policy."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import text_config
@@ -40,13 +40,7 @@ def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
     if type(size) is not int or size < 1 or type(heads) is not int or heads < 1:
         return
     keys = shared if type(shared) is int and shared > 0 else heads
-
-    def divides(count: int) -> bool:
-        # Heads of keys and values are divided too, or each is on several devices.
-        return heads % count == 0 and (keys % count == 0 or count % keys == 0)
-
-    if not divides(size):
-        valid = [count for count in range(1, heads + 1) if divides(count)]
+    if size not in (valid := dividing_sizes(heads, keys)):
         reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
         fix = f"set one of {', '.join(map(str, valid))}"
         yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
