@@ -14,9 +14,10 @@ from typing import Any
 from headrace_schema.resources.views import InstanceView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.devices.leases import BUILT_IN
 from headrace_coordinator.domain.devices.places import named_devices
 
-AUTO, BUILT_IN = "auto", "transformers"
+AUTO = "auto"
 EXTRAS = ("vllm", "sglang")
 """Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
 ATTENTION = {"full_attention", "sliding_attention"}

@@ -14,8 +14,13 @@ from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
 """Bytes that a process may still use of a GPU that it has released: small buffers of its libraries."""
+ASLEEP_BYTES = 2 * 2**30
+"""As KEPT_BYTES, of each GPU of an engine in processes of its own, which sleep: contexts, and buffers of libraries."""
 HELP, DECODE = "help", "decode"
 """Stages of the leases within a step: of a trainer that helps, and of a rollout that decodes on trainers' devices."""
+BUILT_IN = "transformers"
+"""The engine that computes in its instance's own process."""
+GENERATE = "generate"
 SIMULATE, REPLY = "simulate", "reply"
 """Stages of leases that simulators, and rollouts that reply, hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
@@ -175,6 +180,12 @@ def plan_release(
         cause = f"{cause}, but {used / 2**20:.0f} MiB are still in use there and {expected / 2**20:.0f} are planned"
         return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=False)]
     return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
+
+
+def kept_bytes(lease: Lease, engine: str) -> int:
+    """Bytes that a lease's holder may still use of its GPUs once it has released them; `engine`: of the lease's run."""
+    hosted = engine != BUILT_IN and lease.stage in (GENERATE, REPLY, DECODE)
+    return ASLEEP_BYTES * len(lease.devices) if hosted else KEPT_BYTES
 
 
 def is_gpu(device: str) -> bool:
