@@ -15,8 +15,6 @@ from typing import Any, Self
 from _harness import Fleet
 
 RUN_S, LOOK_S, MEMORY_LOOK_S = 1800.0, 0.5, 0.25
-# Answers of a model that knows nothing: a pattern that about half of them hold gives groups a gradient.
-VARIED = {"name": "regex", "options": {"pattern": "[aeiou]"}}
 STARTED = re.compile(r"EngineCore pid=(\d+)")
 
 
@@ -44,6 +42,15 @@ class Size:
         """What the fleet leases."""
         count = self.gpus or 2
         return ",".join(f"{'gpu' if self.gpus else 'cpu'}:{index}" for index in range(count))
+
+    @property
+    def pattern(self) -> str:
+        """Characters that about half of all answers hold, so that groups of a model that knows nothing differ."""
+        from headrace_modelkit.presets.shapes import FIRST, SHAPES
+
+        share = 1 - 0.5 ** (1 / self.tokens)
+        last = ord(FIRST) + int(share * SHAPES[self.shape][1]["vocab_size"])
+        return f"[{FIRST}-{chr(last)}]"
 
     def spec(self, model: Path) -> dict[str, Any]:
         """The run's spec: bf16 forward over fp32 masters, strict on-policy GRPO on strings of digits."""
@@ -76,7 +83,7 @@ class Size:
                 "max_concurrency": self.groups * self.samples,
             },
             "placement": {"mode": self.mode},
-            "reward": {"scorers": [VARIED]},
+            "reward": {"scorers": [{"name": "regex", "options": {"pattern": self.pattern}}]},
             "export": False,
         }
 
@@ -135,6 +142,7 @@ def figures(steps: Sequence[Any], size: Size) -> dict[str, float]:
         "generated_tokens_per_s": last.tokens / max(last.stage_s.get("generate", 0.0), 1e-9),
         "learned_tokens_per_s": last.tokens / max(last.stage_s.get("learn", 0.0), 1e-9),
         "worst_mismatch_kl": max(step.figures.get("log_prob_mismatch_kl", 0.0) for step in steps),
+        "steps_with_gradient": float(sum(bool(step.figures.get("grad_norm")) for step in steps)),
         "grad_norm": float(last.figures.get("grad_norm", 0.0)),
     }
     return found

