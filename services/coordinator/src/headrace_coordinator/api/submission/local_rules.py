@@ -11,9 +11,10 @@ from pathlib import Path
 
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.submission.fleet_view import text_config
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.trackers import tracker_problems
 
@@ -28,6 +29,21 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     yield from _model_directory(submission.spec.model, "model")
     if submission.spec.trainer.reference:
         yield from _model_directory(submission.spec.trainer.reference, "trainer.reference")
+
+
+def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
+    """A number of GPUs among which a local model's attention heads cannot be divided."""
+    spec = submission.spec
+    size = spec.rollout.engine_options.get("tensor_parallel_size")
+    config = text_config(spec.model.path)
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(size) is not int or size < 1 or type(heads) is not int or heads < 1:
+        return
+    keys = shared if type(shared) is int and shared > 0 else heads
+    if size not in (valid := dividing_sizes(heads, keys)):
+        reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
+        fix = f"set one of {', '.join(map(str, valid))}"
+        yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
 
 
 def data(submission: Submission) -> Iterator[KeyProblemView]:

@@ -11,6 +11,7 @@ import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
+from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
@@ -226,6 +227,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        for body in bodies:
+            use_fp32_products(body, self._ranks.device)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
         self._model = ShardedModel(
