@@ -20,7 +20,7 @@ from headrace_modelkit.loading import DTYPES, load_architecture, load_model, sav
 from headrace_modelkit.lora import save_adapter, targets_problem
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.weights import load_weights
+from headrace_modelkit.weights import CheckpointNames, load_weights
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -65,6 +65,9 @@ class RunKind(Protocol):
 
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         """What the leader learns with."""
+
+    def checkpoint_names(self) -> CheckpointNames:
+        """Under which names the model's weights are published."""
 
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
         """A settled group. Raises INVALID or DIGEST_MISMATCH."""
@@ -128,6 +131,11 @@ class AnswersRun(RunKind):
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         learner = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
         return learner(self._config, algorithm, rounds)
+
+    @override
+    def checkpoint_names(self) -> CheckpointNames:
+        with torch.device("meta"):
+            return CheckpointNames.of(load_model(self._config.model, weights=False))
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
@@ -246,6 +254,10 @@ class EpisodesRun(RunKind):
     @override
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         return EpisodeLearner(self._config, cast(EpisodeAlgorithm, algorithm), rounds)
+
+    @override
+    def checkpoint_names(self) -> CheckpointNames:
+        return CheckpointNames({})
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
