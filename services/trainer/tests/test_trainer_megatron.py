@@ -5,19 +5,15 @@ Runs where megatron-core is: `make test-megatron`. Each layout is a group of pro
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from backend_cases import config, part, walk_cases
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import character_tokenizer, write_tiny
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 pytestmark = [
@@ -81,29 +77,7 @@ def run_cases(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
 
     def run(ranks: int, cases: dict[str, dict]) -> dict[str, SimpleNamespace]:
-        job = folder / f"{'-'.join(cases)}.job"
-        listed = [{"name": name, **case} for name, case in cases.items()]
-        job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
-        script = Path(__file__).parent / "backend_ranks.py"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        children = [
-            subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
-            for rank in range(ranks)
-        ]
-        try:
-            assert [child.wait(300) for child in children] == [0] * ranks
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        return {
-            name: SimpleNamespace(
-                **json.loads((folder / f"{name}.json").read_text()),
-                tensors=load_file(folder / f"{name}.safetensors"),
-                file=str(folder / f"{name}.safetensors"),
-            )
-            for name in cases
-        }
+        return walk_cases(folder, ranks, cases)
 
     return run
 
@@ -133,32 +107,6 @@ def walked(run_cases, models, expected):
         }
         found |= run_cases(ranks, cases)
     return found
-
-
-def config(
-    model: Path, ranks: int = 1, options: dict | None = None, dtype: str = "float32", **trainer
-) -> dict:
-    backend = {} if options is None else {"backend": "megatron", "backend_options": options}
-    return {
-        "model": {"path": str(model), "dtype": dtype},
-        "algorithm": {
-            "group_size": 4,
-            "prompts_per_step": 4,
-            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1},
-        },
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
-        "trainer": {"micro_batch_tokens": 512, "ranks": ranks, **backend, **trainer},
-        "sampling": {"temperature": 0.7},
-        "checkpoint": {"keep": 2},
-        "seed": 1,
-        "steps": 10,
-    }
-
-
-def part(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(f"{kind}/"): value for name, value in tensors.items() if name.startswith(f"{kind}/")
-    }
 
 
 @pytest.mark.parametrize("name", CASES)

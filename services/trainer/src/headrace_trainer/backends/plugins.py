@@ -13,10 +13,18 @@ class FsdpOptions(Options):
         default=False,
         description="reduce and reshard after every micro-batch: less memory, more communication",
     )
+    expert_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "
+        "experts are sharded and gathered like all weights",
+    )
 
 
 FSDP = Plugin(
-    "headrace_trainer.backends.fsdp:build", FsdpOptions, "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)"
+    "headrace_trainer.backends.fsdp:build",
+    FsdpOptions,
+    "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
+    check="headrace_trainer.backends.fsdp.experts:check_experts",
 )
 
 

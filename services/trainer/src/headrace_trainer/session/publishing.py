@@ -63,7 +63,7 @@ def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype) -> str:
 class Publisher:
     """The versions of one run on this host: one staged (cast, unseen), base and current published.
 
-    `layout` and what is staged have the model's own names; a version is published under those of its checkpoint, `names`.
+    `layout` and what is staged have the model's own names; a version is published under its checkpoint's, `names`.
 
     A helper's gradients are such versions too, under another name than the run's; `kept` of them stay.
     """
