@@ -146,6 +146,13 @@ class Counts:
         mean_ME = self.probs_ME / self.tokens
         return float((share_ME * mean_ME).sum(-1).mean() * self.chosen_ME.shape[1])
 
+    def busiest(self) -> float:
+        """Choices of a layer's busiest expert against an equal share, the mean over the layers."""
+        total = self.chosen_ME.sum(-1, keepdim=True)
+        if not bool(total.all()):
+            return 0.0
+        return float((self.chosen_ME / total).amax(-1).mean() * self.chosen_ME.shape[1])
+
     def balance_gradient(self, coefficient: float, chosen: int, scale: float) -> Tensor:
         """(M, E) fp32 gradient of `scale` * coefficient * the loss of each layer at one visit's probabilities.
 
@@ -235,7 +242,7 @@ class Exchange(Protocol):
     def __call__(
         self, rows_SD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """(S, D) of rows in the order of their experts, `counts_E` of each; `compute` takes those of a rank's experts."""
+        """(S, D) of rows in the order of their experts, `counts_E` of each; `compute` takes those of this rank's."""
 
 
 def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class Member:
     versions: list[int]
     truncated: bool = False
     masked: bool = False
+    routes: bytes = b""
+    """As `Sequence.routes`."""
 
     @property
     def size(self) -> int:

@@ -88,7 +88,7 @@ class ExpertMesh:
         self._group = made[size].get_group("experts")
 
     def divide(self, model: PreTrainedModel, shard: Callable[[nn.Module, DeviceMesh], None]) -> set[str]:
-        """Leaves this rank its experts, sharded by `shard` over the ranks that have the same; names of their weights."""
+        """Leaves this rank its experts, sharded by `shard` over those that have the same; their names."""
         divided: set[str] = set()
         names = {module: name for name, module in model.named_modules()}
         for block in expert_blocks(model):
