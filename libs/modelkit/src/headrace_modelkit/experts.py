@@ -10,7 +10,7 @@ outputs, R rank of an adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -107,8 +107,7 @@ class Counts:
     chosen_ME: Tensor
     probs_ME: Tensor
     tokens: float = 0.0
-    """Visits, counted at the first layer that was met."""
-    _first: int = field(default=-1)
+    """Visits, counted at the first layer."""
 
     @classmethod
     def of(cls, shape: ExpertShape) -> Counts:
@@ -122,8 +121,7 @@ class Counts:
         hot_NE = torch.zeros_like(probs_NE, dtype=torch.float64).scatter_(1, chosen_NK, 1.0)
         self.chosen_ME[layer] += (visits_N @ hot_NE).cpu()
         self.probs_ME[layer] += (visits_N @ probs_NE.double()).cpu()
-        self._first = layer if self._first < 0 else self._first
-        if layer == self._first:
+        if layer == 0:
             self.tokens += float(visits_N.sum())
 
     def packed(self) -> Tensor:

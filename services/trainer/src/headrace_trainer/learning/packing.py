@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from headrace_modelkit.experts import OWN, ExpertShape, Routing
 from torch import Tensor
 
@@ -120,6 +121,8 @@ class Nodes:
 
     visits_RL: Tensor
     routes_MNK: Tensor | None
+    idle: bool = False
+    """No node counts: a rank takes part in the exchange of tokens with them."""
 
     @classmethod
     def of(
@@ -147,7 +150,17 @@ class Nodes:
     def to(self, device: torch.device) -> Nodes:
         """The same on `device`."""
         forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
-        return Nodes(self.visits_RL.to(device, non_blocking=True), forced)
+        return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
+
+    def padded(self, more: int) -> Nodes:
+        """The same with so many nodes of padding behind each row."""
+        visits_RL = F.pad(self.visits_RL, (0, more))
+        if self.routes_MNK is None:
+            return replace(self, visits_RL=visits_RL)
+        routes = self.routes_MNK.unflatten(1, self.visits_RL.shape)
+        return replace(
+            self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
+        )
 
 
 def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:
@@ -184,6 +197,11 @@ class MicroBatch:
         assert self.nodes is not None
         routing.visits_N, routing.forced_MNK = self.nodes.visits_RL.flatten(), self.nodes.routes_MNK
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is one of `uncounted`."""
+        return self.nodes is not None and self.nodes.idle
+
     def unforced(self) -> MicroBatch:
         """The same, whose nodes go where the routers send them."""
         return self if self.nodes is None else replace(self, nodes=replace(self.nodes, routes_MNK=None))
@@ -192,7 +210,9 @@ class MicroBatch:
         """The same, of which no node counts: a rank without work takes part in the exchange of tokens with it."""
         if self.nodes is None:
             return self
-        return replace(self, nodes=replace(self.nodes, visits_RL=torch.zeros_like(self.nodes.visits_RL)))
+        return replace(
+            self, nodes=replace(self.nodes, visits_RL=torch.zeros_like(self.nodes.visits_RL), idle=True)
+        )
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
