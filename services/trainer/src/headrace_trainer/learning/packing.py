@@ -4,8 +4,9 @@ The sequences of a row form a prefix tree: a node is a token in the context of i
 its depth, and it attends to its ancestors and itself. A prompt shared by a group, and equal beginnings of
 answers, are one path. This is exact: the same numbers as one row a sequence, summed in another order.
 
-Attention has two exact forms: over a row's nodes with the tree's mask, or causal along each path by itself, which is
-cheaper where the sequences share little.
+Attention has three exact forms: over a row's nodes with the tree's mask; causal along each path by itself, which is
+cheaper where the sequences share little; or, with all trees one after another in one row, each sequence's own nodes
+over the path that they end, which computes no pair twice and needs no mask. `Attends` says which a model takes.
 
 Shapes: R rows, L nodes of the longest row, U distinct (node, next token) pairs, K trained tokens, S sequences, P nodes
 of the longest path.
@@ -18,12 +19,27 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.segments import Segment, Segments, runs_of
+
+SHORT_NODES = 512
+"""Rows up to here have no segments on a CPU: their mask is small, and one call of attention is faster than several."""
+SEVERAL_CALLS = 1.1
+"""What a pair of positions costs in calls for segments, in pairs of one call for all paths (at 1,041 nodes)."""
+
+
+class Attends(Enum):
+    """What a model's attention can be told about a tree."""
+
+    MASK = "a mask of a row's nodes"
+    CHEAPEST = "a mask, paths or segments"
+    SEGMENTS = "segments alone: rows are never padded"
 
 
 @dataclass
@@ -60,13 +76,6 @@ class PrefixTree:
                 return len(tokens) - depth
             node = child
         return 0
-
-    def attention(self, out_LL: np.ndarray) -> None:
-        """Fills a zeroed mask: each node sees its ancestors and itself, padding sees itself."""
-        np.fill_diagonal(out_LL, True)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                out_LL[node, : parent + 1] = out_LL[parent, : parent + 1]
 
     @property
     def branches(self) -> bool:
@@ -110,7 +119,8 @@ def context(sequence: Sequence) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward. Without `mask_R1LL` attention is causal: along `paths`, or along the rows where none branches.
+    """One forward. Attention follows the one of `mask_R1LL`, `paths` and `segments` that is there. Without any of them
+    it is causal along the rows; padding behind a row's end is no sequence of its own.
 
     `columns_K` are those of the infer pass, NaN for a sequence that has none of a name.
     """
@@ -119,6 +129,7 @@ class MicroBatch:
     positions_RL: Tensor
     mask_R1LL: Tensor | None
     paths: Paths | None
+    segments: Segments | None
     sources_U: Tensor
     targets_U: Tensor
     index_K: Tensor
@@ -139,13 +150,15 @@ class MicroBatch:
             if isinstance(value, Tensor)
         }
         paths = None if self.paths is None else self.paths.to(device)
-        return replace(self, columns_K=columns_K, paths=paths, **moved)  # type: ignore[arg-type]
+        segments = None if self.segments is None else self.segments.to(device)
+        return replace(self, columns_K=columns_K, paths=paths, segments=segments, **moved)  # type: ignore[arg-type]
 
 
-def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
+def pack(rows: Rows, *, shared: bool, attends: Attends = Attends.MASK, multiple: int = 1) -> MicroBatch:
     """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
 
-    `shared` says that the model follows a mask, `by_paths` that its attention takes paths.
+    `shared` says that sequences of a row may have a tree in common, `attends` what the model can be told about it.
+    Segments are padded to a multiple of `multiple` nodes.
     """
     trees = [PrefixTree() for _ in rows]
     pairs: dict[tuple[int, int, int], int] = {}
@@ -158,15 +171,14 @@ def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
         for position in sequence.trained:
             pair = (row, path[position - 1], sequence.tokens[position])
             index.append(pairs.setdefault(pair, len(pairs)))
-    length = max(len(tree.tokens) for tree in trees)
-    branched = shared and any(tree.branches for tree in trees)
-    along = by_paths and _cheaper(paths, len(trees), length)
+    laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     return MicroBatch(
-        tokens_RL=_padded([tree.tokens for tree in trees], length),
-        positions_RL=_padded([tree.depths for tree in trees], length),
-        mask_R1LL=_mask(trees, length) if branched and not along else None,
-        paths=Paths.of(paths, len(trees), length) if branched and along else None,
-        sources_U=torch.tensor([row * length + node for row, node, _ in pairs], dtype=torch.long),
+        tokens_RL=laid_out.tokens_RL,
+        positions_RL=laid_out.positions_RL,
+        mask_R1LL=laid_out.mask_R1LL,
+        paths=laid_out.paths,
+        segments=laid_out.segments,
+        sources_U=torch.tensor([laid_out.starts[row] + node for row, node, _ in pairs], dtype=torch.long),
         targets_U=torch.tensor([token for _, _, token in pairs], dtype=torch.long),
         index_K=torch.tensor(index, dtype=torch.long),
         advantages_K=_of_tokens([s.advantages or [0.0] * len(s.trained) for _, s in sequences]),
@@ -177,9 +189,90 @@ def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
     )
 
 
+@dataclass(frozen=True)
+class _LaidOut:
+    """The trees as rows; `starts` are the numbers of their first nodes, row by row."""
+
+    tokens_RL: Tensor
+    positions_RL: Tensor
+    starts: list[int]
+    mask_R1LL: Tensor | None = None
+    paths: Paths | None = None
+    segments: Segments | None = None
+
+
+def _laid_out(
+    trees: list[PrefixTree],
+    paths: list[tuple[int, list[int]]],
+    attends: Attends,
+    *,
+    shared: bool,
+    multiple: int,
+) -> _LaidOut:
+    length = max(len(tree.tokens) for tree in trees)
+    branched = shared and any(tree.branches for tree in trees)
+    parts = _parts(len(trees), paths) if branched or attends is Attends.SEGMENTS else []
+    if attends is Attends.SEGMENTS or (
+        attends is Attends.CHEAPEST and branched and length > SHORT_NODES and _segments_win(parts, paths)
+    ):
+        return _in_one_row(trees, parts, multiple)
+    along = attends is Attends.CHEAPEST and _cheaper(paths, len(trees), length)
+    return _LaidOut(
+        _padded([tree.tokens for tree in trees], length),
+        # A model takes a position that does not follow the one before it for the beginning of another sequence.
+        _padded([tree.depths for tree in trees], length, rising=not branched),
+        [row * length for row in range(len(trees))],
+        _mask(parts, length) if branched and not along else None,
+        Paths.of(paths, len(trees), length) if branched and along else None,
+    )
+
+
+def _parts(rows: int, paths: list[tuple[int, list[int]]]) -> list[list[Segment]]:
+    """Segments of each row: the nodes that a sequence has added to its tree, behind those that were there."""
+    found: list[list[Segment]] = [[] for _ in range(rows)]
+    for row, path in paths:
+        first = found[row][-1].stop if found[row] else 0
+        if path and path[-1] >= first:
+            before = len(path) - (path[-1] - first + 1)
+            found[row].append(Segment(first, path[-1] + 1, first, runs_of(path[:before])))
+    return found
+
+
+def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: int) -> _LaidOut:
+    tokens, depths = ([value for tree in trees for value in kind(tree)] for kind in (_tokens, _depths))
+    starts = [0, *np.cumsum([len(tree.tokens) for tree in trees]).tolist()]
+    listed = [part.moved(start, start) for row, start in zip(parts, starts, strict=False) for part in row]
+    if more := -len(tokens) % multiple:  # a sequence of its own that nothing looks at
+        listed.append(Segment(len(tokens), len(tokens) + more, len(tokens)))
+    return _LaidOut(
+        _padded([tokens], len(tokens) + more),
+        _padded([depths], len(tokens) + more),
+        starts,
+        segments=Segments.of(listed),
+    )
+
+
+def _tokens(tree: PrefixTree) -> list[int]:
+    return tree.tokens
+
+
+def _depths(tree: PrefixTree) -> list[int]:
+    return tree.depths
+
+
 def _cheaper(paths: list[tuple[int, list[int]]], rows: int, length: int) -> bool:
     """Whether attention along each path computes fewer pairs of positions than attention over whole rows."""
-    return len(paths) * max(len(path) for _, path in paths) ** 2 < rows * length**2
+    return _pairs_along(paths) < rows * length**2
+
+
+def _segments_win(parts: list[list[Segment]], paths: list[tuple[int, list[int]]]) -> bool:
+    """Whether attention of segments takes less time on a CPU than along each path; causal kernels skip half of it."""
+    pairs = sum(Segments.of(row).pairs for row in parts if row)
+    return pairs * SEVERAL_CALLS < _pairs_along(paths) / 2
+
+
+def _pairs_along(paths: list[tuple[int, list[int]]]) -> int:
+    return len(paths) * max(len(path) for _, path in paths) ** 2
 
 
 def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
@@ -190,18 +283,22 @@ def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
     }
 
 
-def _padded(rows: list[list[int]], length: int) -> Tensor:
+def _padded(rows: list[list[int]], length: int, *, rising: bool = False) -> Tensor:
     out_RL = np.zeros((len(rows), length), dtype=np.int64)
+    if rising:
+        out_RL[:] = np.arange(length)
     for row, values in enumerate(rows):
         out_RL[row, : len(values)] = values
     return torch.from_numpy(out_RL)
 
 
-def _mask(trees: list[PrefixTree], length: int) -> Tensor:
-    mask_RLL = np.zeros((len(trees), length, length), dtype=np.bool_)
-    for row, tree in enumerate(trees):
-        tree.attention(mask_RLL[row])
-    return torch.from_numpy(mask_RLL)[:, None]
+def _mask(parts: list[list[Segment]], length: int) -> Tensor:
+    """Each node sees its ancestors and itself, padding sees itself."""
+    mask_RLL = torch.eye(length, dtype=torch.bool).repeat(len(parts), 1, 1)
+    for row, own in enumerate(parts):
+        seen = Segments.of(own).visible.dense()
+        mask_RLL[row, : len(seen), : len(seen)] = seen
+    return mask_RLL[:, None]
 
 
 def _of_tokens(parts: list[list[float]]) -> Tensor:

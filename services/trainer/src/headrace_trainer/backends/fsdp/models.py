@@ -43,7 +43,7 @@ from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 
@@ -227,7 +227,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._model = ShardedModel(
             model,
             self._ranks,
@@ -294,8 +294,14 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
-        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._ranks.device)
+        return pack(rows, shared=self.shares_prefixes, attends=self._attends).to(self._ranks.device)
+
+    @property
+    def _attends(self) -> Attends:
+        """What the attention of all models that see a micro-batch can be told."""
+        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+            return Attends.MASK
+        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
 
     @property
     def _lora(self) -> LoraSection | None:

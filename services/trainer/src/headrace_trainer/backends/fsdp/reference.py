@@ -43,7 +43,7 @@ class Reference:
             ranks.share(tensor.data)
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model], ranks.device)
+        self.along_paths = attends_along_paths(own, [model])
         # Resharded after every layer: a whole copy would stand beside the policy's.
         self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True)
         self._away = False
