@@ -143,12 +143,14 @@ class EpisodeStart(_message.Message):
     def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ..., record: _Optional[bool] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages", "prefill")
+    __slots__ = ("messages", "prefill", "template_arguments_json")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     prefill: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prefill: _Optional[str] = ...) -> None: ...
+    template_arguments_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prefill: _Optional[str] = ..., template_arguments_json: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
