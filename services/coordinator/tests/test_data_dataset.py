@@ -202,6 +202,9 @@ def test_the_first_of_equal_questions_counts_and_answers_may_be_missing():
     assert data.unanswered() == 1
 
 
+ASKED = {"role": "user", "content": "And?"}
+
+
 def test_items_differ_by_what_their_prompts_show():
     contexts = [DataItem("Who?", "1", {"context": context}) for context in ("a", "b", "b ")]
     alone = changed(DIGITS, heldout=0)
@@ -210,7 +213,8 @@ def test_items_differ_by_what_their_prompts_show():
     assert (shown.train_size, shown.repeated) == (2, 1)
     assert {shown.place(item) for item in epoch(shown, 0)} == {0, 1}
     turns = [
-        DataItem("And?", "1", messages=({"role": "user", "content": text},)) for text in ("Hi", "Ho", "Hi")
+        DataItem("And?", "1", messages=({"role": "user", "content": text}, ASKED))
+        for text in ("Hi", "Ho", "Hi")
     ]
     assert Dataset(alone, turns, 0).train_size == 2
     assert Dataset(alone, [DataItem("Who?", "1", id=name) for name in "aab"], 0).train_size == 2
@@ -228,12 +232,12 @@ def test_other_items_keep_their_order_when_a_question_is_asked_twice():
 
 def test_a_conversation_is_rendered_as_it_is_and_its_last_turn_by_the_template():
     before = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"})
-    item = DataItem("And?", "1", messages=(*before, {"role": "assistant", "content": "Ho"}))
+    item = DataItem("And?", "1", messages=(*before, {"role": "assistant", "content": "Ho"}, ASKED))
     section = changed(
         DIGITS, heldout=0, prompt=PromptSection(template="{question}!", template_arguments={"tools": []})
     )
     content = Dataset(section, [item], 0).prompt(item)
-    assert content.chat == [*item.messages, {"role": "user", "content": "And?!"}]
+    assert content.chat == [*item.messages[:-1], {"role": "user", "content": "And?!"}]
     assert content.arguments == {"tools": []}
     for prompt, key in ((PromptSection(system="Be."), "system"), (PromptSection(chat=False), "chat")):
         with pytest.raises(Impossible, match=rf"data\.prompt\.{key}: "):

@@ -101,10 +101,10 @@ VERL = {
 @pytest.mark.parametrize(
     ("form", "row", "messages"),
     [
-        ("verl", VERL, CHAT[:1]),
-        ("trl", {"prompt": CHAT, "solution": 2}, CHAT[:1]),
+        ("verl", VERL, CHAT),
+        ("trl", {"prompt": CHAT, "solution": 2}, CHAT),
         ("trl", {"prompt": "1 + 1?", "answer": "2"}, []),
-        ("openai", {"messages": [*CHAT, {"role": "assistant", "content": "2"}]}, CHAT[:1]),
+        ("openai", {"messages": [*CHAT, {"role": "assistant", "content": "2"}]}, CHAT),
         ("dpo", {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, []),
         (
             "dpo",
@@ -112,12 +112,12 @@ VERL = {
                 "chosen": [*CHAT, {"role": "assistant", "content": "2"}],
                 "rejected": [*CHAT, {"role": "assistant", "content": "3"}],
             },
-            CHAT[:1],
+            CHAT,
         ),
         (
             "dpo",
             {"prompt": CHAT, "chosen": [{"role": "assistant", "content": "2"}], "rejected": []},
-            CHAT[:1],
+            CHAT,
         ),
     ],
 )

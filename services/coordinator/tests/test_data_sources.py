@@ -95,7 +95,7 @@ def test_jsonl_reads_questions_answers_and_fields(tmp_path):
         tmp_path, b'{"q": "1+1", "a": 2, "level": "easy", "tags": ["x"]}', b"", b'{"q": "\\u00e9", "a": "e"}'
     )
     items = items_of("jsonl", {"path": path, "question": "q", "answer": "a"})
-    assert items[0] == DataItem("1+1", "2", {"level": "easy"}, {"level": "easy", "tags": ["x"]})
+    assert items[0] == DataItem("1+1", "2", {"level": "easy"}, {"a": 2, "level": "easy", "tags": ["x"]})
     assert items[1].question == "é"
 
 

@@ -14,8 +14,8 @@ class DataItem:
     """One question with its answer.
 
     `fields` are what a prompt template may use beside {question}; `metadata` travels to the scorers as JSON.
-    `messages` are the turns of a conversation before the question, {role, content}. `id` tells the item apart from
-    others; without one, what the prompt shows of it does.
+    `messages` are a conversation, {role, content}, whose last turn is the question; none where that is plain text.
+    `id` tells the item apart from others; without one, what the prompt shows of it does.
     """
 
     question: str
@@ -34,7 +34,7 @@ class DataItem:
         """The key, and what a prompt shows beside the question: earlier turns and these fields."""
         if self.id:
             return self.key
-        turns = [f"{turn['role']}: {canonical(turn['content'])}" for turn in self.messages]
+        turns = [f"{turn['role']}: {canonical(turn['content'])}" for turn in self.messages[:-1]]
         fields = [f"{name}={canonical(str(self.fields[name]))}" for name in shown]
         return "\n".join([self.key, *turns, *fields])
 

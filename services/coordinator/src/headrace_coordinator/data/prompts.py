@@ -89,7 +89,7 @@ class Prompter:
         text, begun = self._template.render(values), opening.render(values)
         if not self._section.chat:
             return PromptContent(chat=None, text=text + begun)
-        messages = [*map(dict, item.messages), {"role": "user", "content": text}]
+        messages = [*map(dict, item.messages[:-1]), {"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
         return PromptContent(messages, None, begun, self._section.template_arguments)
@@ -106,12 +106,12 @@ class Prompter:
         return f"items have no field {name!r}"
 
     def _check_conversations(self, items: Sequence[DataItem]) -> None:
-        if not any(item.messages for item in items):
+        if not any(len(item.messages) > 1 for item in items):
             return
         if not self._section.chat:
             reason = "items are conversations, which only a chat template renders"
             raise Impossible([problem("data.prompt.chat", reason, "leave it out")])
-        own = sum(bool(item.messages) and item.messages[0]["role"] == "system" for item in items)
+        own = sum(item.messages[0]["role"] == "system" for item in items if item.messages)
         if own and self._system is not None:
             reason = f"{own} items begin with a system message of their own"
             raise Impossible([problem("data.prompt.system", reason, "leave it out, or remove theirs")])

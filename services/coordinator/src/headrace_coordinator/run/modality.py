@@ -106,7 +106,7 @@ class Texts(Modality):
         content = self._dataset.prompt(item, prefill=prefill)
         if content.chat is None:
             return rollout.Prompt(text=content.text or "")
-        messages = [rollout.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
+        messages = [common.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
         arguments = json.dumps(content.arguments) if content.arguments else ""
         return rollout.Prompt(
             chat=rollout.ChatPrompt(

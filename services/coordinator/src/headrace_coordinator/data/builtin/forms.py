@@ -142,9 +142,9 @@ def _item(row: Row, question_key: str, answer_key: str, read_answer: Callable[[s
         if _is_conversation(given):
             given = given[-1].get("content")
         answer = read_answer(_text(given, answer_key)) if given is not None else ""
-    known = (question_key, answer_key)
-    rest = {key: value for key, value in _plain_row(row).items() if key not in known}
-    return DataItem(question, answer, dict(_fields(rest)), rest, messages[:-1])
+    rest = {key: value for key, value in _plain_row(row).items() if key != question_key}
+    fields = dict(_fields({key: value for key, value in rest.items() if key != answer_key}))
+    return DataItem(question, answer, fields, rest, messages)
 
 
 def _fields(rest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str | int | float]]:
