@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -35,14 +35,23 @@ class Dataset:
     """
 
     def __init__(
-        self, section: DataSection, items: Sequence[DataItem], seed: int, weights: Sequence[int] = ()
+        self,
+        section: DataSection,
+        items: Sequence[DataItem],
+        seed: int,
+        weights: Sequence[int] = (),
+        left_out: Mapping[str, int] | None = None,
     ) -> None:
         excluded = {squeezed(text) for text in section.exclude}
         self._prompter = Prompter(section.prompt, items)
         distinct, self.contradicting = _distinct(items, self._prompter.shown)
         self.repeated = len(items) - len(distinct)
         """Items left out because the same one had been read before."""
+        self.left_out = dict(left_out or {})
+        """Rows that the source's options leave out, by reason."""
         kept = [item for item in distinct if not excluded & item.names()]
+        if len(kept) < len(distinct):
+            self.left_out["named by data.exclude"] = len(distinct) - len(kept)
         _enough(section, len(kept), len(distinct) - len(kept))
         ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
         self._heldout = ranked[: section.heldout]
@@ -62,10 +71,11 @@ class Dataset:
             Impossible: a source, option, template or number does not fit; its problems name the keys.
         """
         source = open_source(section.source, section.options)
-        items = _items(type(source), source.model_dump_json(), source.fingerprint())
-        if isinstance(items, Impossible):
-            raise Impossible(items.problems)
-        return cls(section, items, seed, source.weights())
+        read = _read(type(source), source.model_dump_json(), source.fingerprint())
+        if isinstance(read, Impossible):
+            raise Impossible(read.problems)
+        items, left_out = read
+        return cls(section, items, seed, source.weights(), left_out)
 
     @property
     def train_size(self) -> int:
@@ -196,12 +206,16 @@ def _distinct(items: Sequence[DataItem], shown: Sequence[str]) -> tuple[list[Dat
 
 
 @lru_cache(maxsize=2)
-def _items(
+def _read(
     source_class: type[DataSource], options: str, fingerprint: str
-) -> tuple[DataItem, ...] | Impossible:
-    """Items of a source, or why there are none. Kept, as a run is checked and started in one process."""
+) -> tuple[tuple[DataItem, ...], dict[str, int]] | Impossible:
+    """Items of a source and what it left out, or why there are none.
+
+    Kept, as a run is checked and started in one process.
+    """
+    source = source_class.model_validate_json(options)
     try:
-        return tuple(source_class.model_validate_json(options).items())
+        return tuple(source.items()), source.left_out()
     except Impossible as error:
         return error
 

@@ -5,10 +5,12 @@ Knows no file: a source gives rows, and names the row that is wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, NoReturn, Self
 
 from headrace_schema.problems import Impossible, problem
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from typing_extensions import override
 
 from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, share_of
 from headrace_coordinator.data.items import DataItem
@@ -56,23 +58,32 @@ class RowSource(DataSource):
     )
     pass_rate: PassRate | None = Field(default=None, description="keeps rows within a measured pass rate")
 
+    _left_out: Counter[str] = PrivateAttr(default_factory=Counter)
+
+    @override
+    def left_out(self) -> dict[str, int]:
+        return dict(self._left_out)
+
     def row_item(self, row: Row, place: str, key: str) -> DataItem | None:
         """The item of a row, or None when it is left out. `Impossible` names `key` and the row's `place`."""
         try:
             item = item_of(row, self.form, Keys(self.question, self.answer, self.id))
-            kept = self._kept(item, row)
+            reason = self._unwanted(item, row)
         except BadRow as bad:
             self.wrong(key, place, bad.reason, bad.fix)
-        return item if kept else None
+        self._left_out.update([reason] if reason else [])
+        return None if reason else item
 
     def wrong(self, key: str, place: str, reason: str, fix: str) -> NoReturn:
         """Raises `Impossible` for a row."""
         raise Impossible([problem(key, f"{place} {reason}", fix)])
 
-    def _kept(self, item: DataItem, row: Row) -> bool:
+    def _unwanted(self, item: DataItem, row: Row) -> str:
+        """Why the row is left out; empty where it is kept."""
         if self.longest_question and len(item.question) > self.longest_question:
-            return False
+            return f"longer than longest_question = {self.longest_question}"
         if self.pass_rate is None:
-            return True
-        rate = share_of(row, self.pass_rate.key)
-        return self.pass_rate.at_least <= rate <= self.pass_rate.at_most
+            return ""
+        rate, bounds = share_of(row, self.pass_rate.key), self.pass_rate
+        outside = not bounds.at_least <= rate <= bounds.at_most
+        return f"{bounds.key} outside {bounds.at_least:g} to {bounds.at_most:g}" if outside else ""
