@@ -82,6 +82,10 @@ class PromptSection(Section):
     prefill: str = Field(
         default="", description="text that begins the assistant's answer and counts as prompt"
     )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="given to the chat template beside the messages, such as enable_thinking or tools",
+    )
 
 
 class CurriculumSection(Section):
