@@ -101,7 +101,8 @@ _IMAGES = "integration_tests/compose/test_compose_images.py"
 
 # Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
 # less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
-# kills and stops fleets waits for silences of many heartbeats. Megatron and vLLM take both cores, alone. Environments and images are made before the parts that use them.
+# kills and stops fleets waits for silences of many heartbeats. Megatron and vLLM take both cores, alone. Environments
+# and images are made before the parts that use them.
 TEST = [
     Part(
         "images",

@@ -287,7 +287,9 @@ def pack(
         engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
         columns_K=_columns([s for _, s in sequences]),
-        nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts) if experts else None,
+        nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts)
+        if experts
+        else None,
     )
 
 
