@@ -195,6 +195,9 @@ class CertificateView(Resource):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
+    mean_staleness: float = Field(
+        default=0.0, description="steps that a token lags behind the base, in the mean"
+    )
     log_prob_mismatch_mean: float | None = Field(
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"
     )
