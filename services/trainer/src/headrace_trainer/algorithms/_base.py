@@ -211,6 +211,16 @@ class Algorithm(Protocol):
         """
 
     @property
+    def balance_loss(self) -> float:
+        """Coefficient of the load-balance loss of experts; above 0 the barrier is BATCH. See `balance_loss_of`:
+        an algorithm may leave it out.
+        """
+
+    @property
+    def routing_replay(self) -> bool:
+        """Whether tokens go to the experts that the engine sent them to. Read it with `replays_routing`."""
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether the reference must be another model than the policy: `trainer.reference`."""
 
@@ -248,3 +258,13 @@ class Algorithm(Protocol):
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Goes on from a `state`; from an empty one as at the start."""
+
+
+def balance_loss_of(algorithm: Algorithm) -> float:
+    """`Algorithm.balance_loss`; 0 of one that has no such property."""
+    return float(getattr(algorithm, "balance_loss", 0.0))
+
+
+def replays_routing(algorithm: Algorithm) -> bool:
+    """`Algorithm.routing_replay`; false of one that has no such property."""
+    return bool(getattr(algorithm, "routing_replay", False))

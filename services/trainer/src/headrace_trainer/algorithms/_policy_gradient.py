@@ -90,8 +90,18 @@ class PolicyGradient(Generic[Chosen]):
 
     @property
     def barrier(self) -> Barrier:
-        """What the advantages need, and the whole batch for several passes."""
-        return Barrier.BATCH if self.passes.several else self.compares
+        """What the advantages need, and the whole batch for several passes and for the balance of experts."""
+        return Barrier.BATCH if self.passes.several or self.balance_loss else self.compares
+
+    @property
+    def balance_loss(self) -> float:
+        """By `balance_loss_coef`."""
+        return self.options.balance_loss_coef
+
+    @property
+    def routing_replay(self) -> bool:
+        """By the option of that name."""
+        return self.options.routing_replay
 
     @property
     def passes(self) -> Passes:

@@ -79,6 +79,16 @@ class PolicyOptions(Options):
         default=0.0, description="weight of the entropy bonus in the loss; 0: no such term"
     )
 
+    balance_loss_coef: NotNegative = Field(
+        default=0.0,
+        description="weight of the load-balance loss of a model with experts, in each of its layers; 0: no such term",
+    )
+    routing_replay: bool = Field(
+        default=False,
+        description="a token goes to the experts that the engine sent it to (rollout routing replay, R3), in a model "
+        "with experts",
+    )
+
     @property
     def several(self) -> bool:
         """Whether a commit makes several optimizer steps."""

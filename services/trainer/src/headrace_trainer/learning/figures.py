@@ -28,6 +28,10 @@ def step_figures(
     the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told: mean
     and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample size (0 to 1)
     of the probabilities' ratios.
+    Of a model with experts: `balance_loss` (before its coefficient, mean over layers: 1 where all experts are equal),
+    `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
+    `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
+    `log_prob_mismatch_without_replay`, which is of the step's first micro-batch on each rank.
     reward_std is over all samples of the step (population). With a critic `explained_variance` is that of the returns
     by the values under the base (absent where all returns are equal), and the critic's own norm stands apart.
     """
@@ -46,6 +50,7 @@ def step_figures(
         "learn_seconds": seconds,
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
+        **_experts(steps),
     }
 
 
@@ -67,6 +72,18 @@ def staleness_figures(state: StepState) -> dict[str, float]:
         "staleness_max": float(max(lag for lag, count in lags.items() if count)),
         "stale_tokens_fraction": 1.0 - lags[0] / tokens,
     }
+
+
+def _experts(steps: Many[OptimizerStep]) -> dict[str, float]:
+    sums = _sums(steps)
+    found = {}
+    if balanced := sums.get("balanced", 0.0):
+        found = {name: sums[name] / balanced for name in ("balance_loss", "busiest_expert")}
+    if routes := sums.get("routes", 0.0):
+        found["routes_changed"] = sums["routes_changed"] / routes
+    if tokens := sums.get("unforced_tokens", 0.0):
+        found["log_prob_mismatch_without_replay"] = sums["unforced_mismatch"] / tokens
+    return found
 
 
 def _critic_norm(steps: Many[OptimizerStep]) -> dict[str, float]:

@@ -178,7 +178,7 @@ class Intake:
         return [
             _with_end(member, positions)
             if self.bootstraps(member)
-            else Sequence(member.tokens, positions, member.engine_log_probs)
+            else Sequence(member.tokens, positions, member.engine_log_probs, routes=member.routes)
             for member in group.members
             if (positions := self.trained(member))
         ]
@@ -201,6 +201,7 @@ class Intake:
                 own,
                 self._algorithm.token_weight(len(positions)),
                 {**self._kept(columns), **more},
+                member.routes,
             )
             for member, own, columns, more in given
             if (positions := self.trained(member))
@@ -216,7 +217,9 @@ class Intake:
 def _with_end(member: Member, positions: list[int]) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
     end = len(member.tokens)
-    return Sequence([*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan])
+    return Sequence(
+        [*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan], routes=member.routes
+    )
 
 
 def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | None:
