@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence as Many
 
 from headrace_trainer.learning.passes import OptimizerStep
@@ -50,6 +51,26 @@ def step_figures(
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
         **_experts(steps),
+    }
+
+
+def staleness_figures(state: StepState) -> dict[str, float]:
+    """How far the trained tokens of the open attempt lag behind its base, in steps: mean, most, share that lags.
+
+    Absent where no token carries loss.
+    """
+    lags: Counter[int] = Counter()
+    base = held_version(state)
+    for record in state.accumulated:
+        for number, tokens in record.tokens_by_version.items():
+            lags[base.ordinal - state.lineage[number]] += tokens
+    tokens = lags.total()
+    if not tokens:
+        return {}
+    return {
+        "staleness_mean": sum(lag * count for lag, count in lags.items()) / tokens,
+        "staleness_max": float(max(lag for lag, count in lags.items() if count)),
+        "stale_tokens_fraction": 1.0 - lags[0] / tokens,
     }
 
 

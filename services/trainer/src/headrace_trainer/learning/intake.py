@@ -233,6 +233,23 @@ def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | Non
     if lag > limit:
         detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
         return refused(group, Disposition.STALE, detail)
+    if lag and (member := _untold(group, steps.held_version(state).number)) is not None:
+        detail = (
+            f"sample {member.sample_index} has a token of an older version whose log-prob the engine did not tell: "
+            "nothing could correct for it"
+        )
+        return refused(group, Disposition.STALE, detail)
+    return None
+
+
+def _untold(group: Group, base: int) -> Member | None:
+    """A member with a token of another version than the base, and no log-prob of it."""
+    for member in group.members:
+        told = zip(
+            member.versions, member.engine_log_probs, strict=False
+        )  # an episode's are compared by unit
+        if any(version != base and math.isnan(value) for version, value in told):
+            return member
     return None
 
 

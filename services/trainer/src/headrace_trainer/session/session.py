@@ -27,7 +27,7 @@ from headrace_trainer.errors import Quiesced, Refusal, invalid
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.kinds import AnyLearner
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.figures import agreement, step_figures, witnesses
+from headrace_trainer.learning.figures import agreement, staleness_figures, step_figures, witnesses
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.passes import step_rates
 from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
@@ -261,6 +261,8 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
+        if config.algorithm.max_staleness:
+            figures |= staleness_figures(self.state)
         if algorithm.columns:
             figures["infer_seconds"] = self.rounds.infer_seconds
         if "kl_coefficient" in (kept := algorithm.state()):

@@ -185,7 +185,7 @@ class VllmBackend(Backend):
 
     @override
     async def use_threads(self, threads: int) -> None:
-        count = max(1, threads // self._engine.vllm_config.parallel_config.tensor_parallel_size)
+        count = max(1, threads // self._engine.vllm_config.parallel_config.world_size)
         await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
 
     @property
@@ -196,7 +196,8 @@ class VllmBackend(Backend):
 
     def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
         arguments = engine_args(self._config, self._options, start)
-        own = _variables(start, arguments.tensor_parallel_size, routed_experts=self._config.routed_experts)
+        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+        own = _variables(start, workers, routed_experts=self._config.routed_experts)
         with _environment({**own, **variables}):
             return AsyncLLM.from_engine_args(arguments)
 

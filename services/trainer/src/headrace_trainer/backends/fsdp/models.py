@@ -12,6 +12,7 @@ from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_c
 from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
+from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
@@ -45,7 +46,7 @@ from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 
@@ -224,8 +225,10 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        for body in bodies:
+            use_fp32_products(body, self._ranks.device)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
         self._model = ShardedModel(
@@ -300,11 +303,20 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
         batch = pack(
-            rows or self._dummy, shared=self.shares_prefixes, by_paths=by_paths, experts=self._expert_shape
+            rows or self._dummy,
+            shared=self.shares_prefixes,
+            attends=self._attends,
+            experts=self._expert_shape,
         )
         return (batch if rows else batch.uncounted()).to(self._ranks.device)
+
+    @property
+    def _attends(self) -> Attends:
+        """What the attention of all models that see a micro-batch can be told."""
+        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+            return Attends.MASK
+        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
 
     @property
     def _lora(self) -> LoraSection | None:

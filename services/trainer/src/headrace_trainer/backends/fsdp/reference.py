@@ -49,7 +49,7 @@ class Reference:
             ranks.share(tensor.data)
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model], ranks.device)
+        self.along_paths = attends_along_paths(own, [model])
         # It chooses experts itself, whatever the engine did with the policy.
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.

@@ -303,8 +303,9 @@ class Policy(nn.Module):
 
 def _hidden(body: Any, batch: MicroBatch) -> Tensor:
     """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
-    # Only bodies that attend along paths are given any.
-    options = {} if batch.paths is None else {"paths": batch.paths}
+    # Only bodies whose attention takes them are given any.
+    told = {"paths": batch.paths, "segments": batch.segments}
+    options = {name: value for name, value in told.items() if value is not None}
     hidden_RLD: Tensor = body(
         input_ids=batch.tokens_RL,
         position_ids=batch.positions_RL,

@@ -27,10 +27,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.experts import expert_layer
 from headrace_trainer.backends.megatron.groups import Groups
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS
 
 
 class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
