@@ -23,6 +23,8 @@ from enum import Enum
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from headrace_modelkit.experts import OWN, ExpertShape, Routing
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Rows, Sequence
@@ -118,6 +120,70 @@ def context(sequence: Sequence) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """What routers of experts know of a micro-batch's nodes.
+
+    `visits_RL` is how many sequences read a node, 0 for padding: what they have in common counts for each of them.
+    `routes_MNK` are the experts that the engine sent the node's token to, in each of M layers (N = R * L nodes); `OWN`
+    where it told none. None where no sequence brings any.
+    """
+
+    visits_RL: Tensor
+    routes_MNK: Tensor | None
+    idle: bool = False
+    """No node counts: a rank takes part in the exchange of tokens with them."""
+
+    @classmethod
+    def of(
+        cls,
+        paths: list[tuple[int, list[int]]],
+        sequences: list[Sequence],
+        starts: list[int],
+        shape: tuple[int, int],
+        experts: ExpertShape,
+    ) -> Nodes:
+        """From (tree, nodes in it) of each sequence; `starts` are the numbers of the trees' first nodes among R * L.
+
+        Where two sequences were sent apart at a node, the first counts.
+        """
+        visits_N = np.zeros(shape[0] * shape[1], dtype=np.int32)
+        all_routes = (len(visits_N), experts.layers, experts.chosen)
+        routes = np.full(all_routes, OWN, dtype=np.int32) if any(s.routes for s in sequences) else None
+        for (tree, path), sequence in zip(paths, sequences, strict=True):
+            nodes = starts[tree] + np.asarray(path, dtype=np.int64)
+            visits_N[nodes] += 1
+            if routes is not None and sequence.routes:
+                told = read_routes(sequence.routes, experts)[: len(path)]
+                seen = nodes[: len(told)]
+                fresh = routes[seen, 0, 0] == OWN
+                routes[seen[fresh]] = told[fresh]
+        forced = None if routes is None else torch.from_numpy(routes.transpose(1, 0, 2).copy()).long()
+        return cls(torch.from_numpy(visits_N.reshape(shape)), forced)
+
+    def to(self, device: torch.device) -> Nodes:
+        """The same on `device`."""
+        forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
+        return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
+
+    def padded(self, more: int) -> Nodes:
+        """The same with so many nodes of padding behind each row."""
+        visits_RL = F.pad(self.visits_RL, (0, more))
+        if self.routes_MNK is None:
+            return replace(self, visits_RL=visits_RL)
+        routes = self.routes_MNK.unflatten(1, self.visits_RL.shape)
+        return replace(
+            self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
+        )
+
+
+def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:
+    """(tokens, layers, chosen) experts, of bytes as `Sequence.routes` has them. Raises ValueError for another size."""
+    kind = np.dtype(np.uint8 if experts.experts <= 256 else "<u2")
+    found = np.frombuffer(routes, dtype=kind)
+    return found.reshape(-1, experts.layers, experts.chosen)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One forward. Attention follows the one of `mask_R1LL`, `paths` and `segments` that is there. Without any of them
     it is causal along the rows; padding behind a row's end is no sequence of its own.
@@ -138,6 +204,30 @@ class MicroBatch:
     engine_log_probs_K: Tensor
     sequences_K: Tensor
     columns_K: dict[str, Tensor]
+    nodes: Nodes | None = None
+    """What routers are told, for a model with experts."""
+
+    def tell(self, routing: Routing) -> None:
+        """Sets what the routers of a forward over this micro-batch are told of its nodes."""
+        assert self.nodes is not None
+        routing.visits_N, routing.forced_MNK = self.nodes.visits_RL.flatten(), self.nodes.routes_MNK
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is one of `uncounted`."""
+        return self.nodes is not None and self.nodes.idle
+
+    def unforced(self) -> MicroBatch:
+        """The same, whose nodes go where the routers send them."""
+        return self if self.nodes is None else replace(self, nodes=replace(self.nodes, routes_MNK=None))
+
+    def uncounted(self) -> MicroBatch:
+        """The same, of which no node counts: a rank without work takes part in the exchange of tokens with it."""
+        if self.nodes is None:
+            return self
+        return replace(
+            self, nodes=replace(self.nodes, visits_RL=torch.zeros_like(self.nodes.visits_RL), idle=True)
+        )
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -151,14 +241,24 @@ class MicroBatch:
         }
         paths = None if self.paths is None else self.paths.to(device)
         segments = None if self.segments is None else self.segments.to(device)
-        return replace(self, columns_K=columns_K, paths=paths, segments=segments, **moved)  # type: ignore[arg-type]
+        nodes = None if self.nodes is None else self.nodes.to(device)
+        return replace(  # type: ignore[arg-type]
+            self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved
+        )
 
 
-def pack(rows: Rows, *, shared: bool, attends: Attends = Attends.MASK, multiple: int = 1) -> MicroBatch:
+def pack(
+    rows: Rows,
+    *,
+    shared: bool,
+    attends: Attends = Attends.MASK,
+    multiple: int = 1,
+    experts: ExpertShape | None = None,
+) -> MicroBatch:
     """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
 
     `shared` says that sequences of a row may have a tree in common, `attends` what the model can be told about it.
-    Segments are padded to a multiple of `multiple` nodes.
+    Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any.
     """
     trees = [PrefixTree() for _ in rows]
     pairs: dict[tuple[int, int, int], int] = {}
@@ -172,6 +272,7 @@ def pack(rows: Rows, *, shared: bool, attends: Attends = Attends.MASK, multiple:
             pair = (row, path[position - 1], sequence.tokens[position])
             index.append(pairs.setdefault(pair, len(pairs)))
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
+    shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
     return MicroBatch(
         tokens_RL=laid_out.tokens_RL,
         positions_RL=laid_out.positions_RL,
@@ -186,6 +287,9 @@ def pack(rows: Rows, *, shared: bool, attends: Attends = Attends.MASK, multiple:
         engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
         columns_K=_columns([s for _, s in sequences]),
+        nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts)
+        if experts
+        else None,
     )
 
 
