@@ -217,6 +217,12 @@ class Rounds(StepRounds):
         return found
 
     @override
+    def balance(self, works: Many[list[Rows]], denominator: float) -> None:
+        for work in works:
+            self._lead_each([messages.CountRound(rows) for rows in work])
+        self.lead(messages.BalanceRound(denominator))
+
+    @override
     def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
         started = time.monotonic()
         found: list[EpisodeScores] = self.lead(messages.ReadRound(list(episodes)))
