@@ -134,6 +134,10 @@ class RunView(Resource):
     started_at: float | None
     finished_at: float | None
     waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    warnings: list[str] = Field(
+        default_factory=list,
+        description="what makes it learn nothing, and where to look; empty: nothing known",
+    )
     policy: PolicyView | None
     warmup_steps: int
     baseline_prefill: EvaluationView | None
