@@ -71,7 +71,7 @@ class ShardedAdamW:
             shard.grad = gradients[name]
         device = next(iter(self._shards.values())).device
         # The fused kernel divides by this as it does for a gradient scaler.
-        self._adamw.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+        self._adamw.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)
         self._adamw.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._adamw.step()
         for shard in self._shards.values():
@@ -89,7 +89,7 @@ class ShardedAdamW:
         self.steps = steps
         for name, shard in self._shards.items():
             own = {kind: moments[kind][name].to(shard.device, torch.float32).clone() for kind in MOMENTS}
-            counter = torch.tensor(float(steps), dtype=torch.float32, device=shard.device)
+            counter = torch.full((), float(steps), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": counter, **own}
 
     def copy(self) -> AdamWState:

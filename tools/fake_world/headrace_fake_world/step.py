@@ -1,0 +1,208 @@
+"""What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend and wake), measured.
+
+A model of many alike layers is measured with two and with four of them, and the rest is multiplied out: bytes and
+collectives of each phase are linear in the layers (`whole=True` measures them all).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from headrace_modelkit import devices
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends import build_backend
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.learning.samples import Rows, Sequence
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from headrace_fake_world.device import NAME
+from headrace_fake_world.meter import Meter, Phase
+from headrace_fake_world.models import MODELS, write_model
+from headrace_fake_world.world import fake_world
+
+FEW, MORE = 2, 4
+"""Layers of the two small models that stand for a large one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
+
+    `trainer`, `algorithm` and `more` go into the run's configuration as they would stand in a run spec.
+    """
+
+    model: str
+    ranks: int
+    tokens: int = 8192
+    row_tokens: int = 2048
+    dtype: str = "bfloat16"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, directory: Path) -> TrainerConfig:
+        """As OpenRun takes it, of the model in `directory`."""
+        return TrainerConfig.model_validate(
+            {
+                "model": {"path": str(directory), "dtype": self.dtype},
+                "algorithm": {"group_size": 4, "prompts_per_step": 8, **self.algorithm},
+                "optimizer": {"lr": 1e-6},
+                "trainer": {"ranks": self.ranks, "micro_batch_tokens": self.tokens, **self.trainer},
+                "checkpoint": {"keep": 2},
+                "seed": 1,
+                "steps": 2,
+            }
+        )
+
+    def rows(self) -> Rows:
+        """Answers as long as rows, the second half of each trained."""
+        length, trained = self.row_tokens, self.row_tokens // 2
+        columns = dict.fromkeys(build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained)
+        return [
+            [
+                Sequence(
+                    list(range(length)),
+                    list(range(length - trained, length)),
+                    [-1.0] * trained,
+                    advantages=[1.0] * trained,
+                    columns=dict(columns),
+                )
+            ]
+            for _ in range(max(1, self.tokens // length))
+        ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank had and moved, by phase; `kept` are the bytes by device and kind between two steps."""
+
+    phases: dict[str, Phase]
+    kept: dict[str, dict[str, int]]
+    seconds: float
+
+    def peak(self, device: str = NAME) -> int:
+        """Most bytes on a device in any phase of a step."""
+        return max(phase.peak(device) for phase in self.phases.values())
+
+    def at_peak(self, device: str = NAME) -> tuple[str, dict[str, int]]:
+        """Where the peak is, and its bytes by kind."""
+        name = max(self.phases, key=lambda name: self.phases[name].peak(device))
+        return name, self.phases[name].peaks.get(device, {})
+
+
+def measure(case: Case, *, whole: bool = False, device: torch.device | None = None) -> Measured:
+    """Goes through a step on one rank of the case. Raises what the trainer's own code raises."""
+    started = time.monotonic()
+    layers = MODELS[case.model]["num_hidden_layers"]
+    with tempfile.TemporaryDirectory() as directory:
+        if whole or layers <= MORE:
+            return _go(case, write_model(Path(directory), case.model), device, started)
+        few = _go(case, write_model(Path(directory), case.model, layers=FEW), device, started)
+        more = _go(case, write_model(Path(directory), case.model, layers=MORE), device, started)
+    times = (layers - FEW) / (MORE - FEW)
+    phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
+    kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
+    return Measured(phases, kept, time.monotonic() - started)
+
+
+def _stretched(few: Phase, more: Phase, times: float) -> Phase:
+    peaks = {name: _linear(few.peaks.get(name, {}), own, times) for name, own in more.peaks.items()}
+    calls = Counter(_linear(few.calls, more.calls, times))
+    return Phase(peaks, calls, Counter(_linear(few.moved, more.moved, times)))
+
+
+def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
+    names = [*more, *(name for name in few if name not in more)]
+    return {
+        name: round(few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * times) for name in names
+    }
+
+
+def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
+    with fake_world(case.ranks, device) as (group, meter), _nothing_reserved():
+        config = case.config(directory)
+        backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
+        with meter.phase("restore"):
+            backend.load_initial()
+            backend.load_reference()
+        _label(meter, backend)
+        rows = case.rows()
+        columns = build_algorithm(config.algorithm).columns
+        for step in ("first ", ""):  # moments come with the first commit
+            if columns:
+                with meter.phase(f"{step}infer"):
+                    backend.infer(rows, columns)
+                _label(meter, backend)
+            for name in (f"{step}first micro-batch", f"{step}micro-batch"):
+                with meter.phase(name):
+                    backend.micro(rows)
+                _label(meter, backend)
+            with meter.phase(f"{step}commit"):
+                backend.commit(10.0, 1e-6)
+            _label(meter, backend)
+        kept = {name: meter.alive(name) for name in (group.device.type, "cpu")}
+        with meter.phase("publish"):
+            _exhaust(backend.weights())
+        with meter.phase("checkpoint"):
+            _exhaust(backend.weights())
+            _exhaust(backend.moments())
+        with meter.phase("suspend"):
+            backend.suspend()
+        with meter.phase("asleep"):
+            pass
+        with meter.phase("wake"):
+            backend.wake()
+        _label(meter, backend)
+        return Measured(dict(meter.phases), kept, time.monotonic() - started)
+
+
+def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _label(meter: Meter, backend: Any) -> None:
+    """Names what the backend holds between its calls."""
+    model: ShardedModel = backend._model
+    meter.label("masters", model.learned.values())
+    meter.label("frozen weights", (p for p in model.parameters.values() if not p.requires_grad))
+    meter.label("frozen weights", model.buffers.values())
+    for parameter in fsdp_parameters(model.policy):
+        meter.label("gathered weights", parameter.all_gather_outputs)
+        whole = getattr(parameter, "_unsharded_param", None)
+        meter.label("gradients", [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None])
+    meter.label("gradients", (parameter.grad for parameter in model.parameters.values()))
+    for state in backend._adamw._adamw.state.values():
+        meter.label("moments", state.values())
+    if backend._reference is not None:
+        reference: ShardedModel = backend._reference._model
+        meter.label("reference", [*reference.parameters.values(), *reference.buffers.values()])
+
+
+def fsdp_parameters(root: torch.nn.Module) -> Iterator[Any]:
+    """What fully_shard keeps for each parameter."""
+    for module in root.modules():
+        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        yield from group.fsdp_params if group is not None else ()
+
+
+class _nothing_reserved:  # noqa: N801 - read as a word of a with statement
+    """torch's CUDA allocator knows nothing of this device."""
+
+    def __enter__(self) -> None:
+        from headrace_trainer.backends.shared import model
+
+        self._module: Any = model
+        self._plain = devices.used_bytes
+        self._module.used_bytes = lambda device: 0
+
+    def __exit__(self, *reason: Any) -> None:
+        self._module.used_bytes = self._plain
