@@ -58,7 +58,7 @@ def merged(backend, adapters):
         (LORA, {}),
         ({**LORA, "targets": ["q_proj", "down_proj"]}, {}),
         (LORA, {"gradient_checkpointing": True}),
-        (LORA, {"backend_options": {"reshard_micro_batches": True}}),
+        (LORA, {"backend_options": {"shard": "weights"}}),
     ],
     ids=["all linear", "two kinds", "recomputed", "resharded"],
 )

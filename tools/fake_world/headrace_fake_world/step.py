@@ -19,6 +19,7 @@ from headrace_modelkit import devices
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
+from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.learning.samples import Rows, Sequence
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from headrace_fake_world.device import NAME
 from headrace_fake_world.meter import Meter, Phase
 from headrace_fake_world.models import MODELS, write_model
-from headrace_fake_world.world import fake_world
+from headrace_fake_world.world import fake_world, outside
 
 FEW, MORE = 2, 4
 """Layers of the two small models that stand for a large one."""
@@ -45,17 +46,24 @@ class Case:
     tokens: int = 8192
     row_tokens: int = 2048
     dtype: str = "bfloat16"
+    layout: Layout | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
     def config(self, directory: Path) -> TrainerConfig:
-        """As OpenRun takes it, of the model in `directory`."""
+        """As OpenRun takes it, of the model in `directory`; with a layout, all its keys are fixed."""
+        trainer = {"ranks": self.ranks, "micro_batch_tokens": self.tokens, **self.trainer}
+        if (own := self.layout) is not None:
+            trainer["gradient_checkpointing"] = own.checkpointing
+            trainer["backend_options"] = {
+                "shard": own.shard, "shard_ranks": own.shard_ranks, "offload": own.offload
+            }
         return TrainerConfig.model_validate(
             {
                 "model": {"path": str(directory), "dtype": self.dtype},
                 "algorithm": {"group_size": 4, "prompts_per_step": 8, **self.algorithm},
                 "optimizer": {"lr": 1e-6},
-                "trainer": {"ranks": self.ranks, "micro_batch_tokens": self.tokens, **self.trainer},
+                "trainer": trainer,
                 "checkpoint": {"keep": 2},
                 "seed": 1,
                 "steps": 2,
@@ -63,8 +71,8 @@ class Case:
         )
 
     def rows(self) -> Rows:
-        """Answers as long as rows, the second half of each trained."""
-        length, trained = self.row_tokens, self.row_tokens // 2
+        """Answers as long as rows, the last eighth of each trained."""
+        length, trained = self.row_tokens, self.row_tokens // 8
         columns = dict.fromkeys(build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained)
         return [
             [
@@ -86,6 +94,7 @@ class Measured:
 
     phases: dict[str, Phase]
     kept: dict[str, dict[str, int]]
+    layout: Layout
     seconds: float
 
     def peak(self, device: str = NAME) -> int:
@@ -110,7 +119,7 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     times = (layers - FEW) / (MORE - FEW)
     phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
     kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
-    return Measured(phases, kept, time.monotonic() - started)
+    return Measured(phases, kept, more.layout, time.monotonic() - started)
 
 
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
@@ -130,29 +139,30 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
     with fake_world(case.ranks, device) as (group, meter), _nothing_reserved():
         config = case.config(directory)
         backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
+        with outside():  # the plan makes fake models of its own
+            _ = backend.layout
         with meter.phase("restore"):
             backend.load_initial()
             backend.load_reference()
         _label(meter, backend)
         rows = case.rows()
         columns = build_algorithm(config.algorithm).columns
-        for step in ("first ", ""):  # moments come with the first commit
+        for step in (("first step",), ("first micro-batch", "micro-batch")):  # moments come with a first commit
             if columns:
-                with meter.phase(f"{step}infer"):
+                with meter.phase("infer"):
                     backend.infer(rows, columns)
                 _label(meter, backend)
-            for name in (f"{step}first micro-batch", f"{step}micro-batch"):
+            for name in step:
                 with meter.phase(name):
                     backend.micro(rows)
                 _label(meter, backend)
-            with meter.phase(f"{step}commit"):
+            with meter.phase("commit"):
                 backend.commit(10.0, 1e-6)
             _label(meter, backend)
         kept = {name: meter.alive(name) for name in (group.device.type, "cpu")}
         with meter.phase("publish"):
             _exhaust(backend.weights())
         with meter.phase("checkpoint"):
-            _exhaust(backend.weights())
             _exhaust(backend.moments())
         with meter.phase("suspend"):
             backend.suspend()
@@ -161,7 +171,7 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         with meter.phase("wake"):
             backend.wake()
         _label(meter, backend)
-        return Measured(dict(meter.phases), kept, time.monotonic() - started)
+        return Measured(dict(meter.phases), kept, backend.layout, time.monotonic() - started)
 
 
 def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -11,16 +11,33 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from headrace_trainer.backends.fsdp import models
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
+from headrace_trainer.memory import Room, Rooms
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes as outside
+from transformers import masking_utils
 from typing_extensions import override
 
 from headrace_fake_world.device import NAME, fake_device
 from headrace_fake_world.meter import Meter
+
+
+CARD_BYTES = 80 * 10**9
+"""Of a GPU of 80 GB."""
+HOST_BYTES = 2 * 10**12
+"""Of a host with eight of them."""
+
+
+def rooms_of(room_bytes: int = CARD_BYTES) -> Rooms:
+    """What a rank has where its GPU has so much memory."""
+    return Rooms(
+        Room("host memory", HOST_BYTES, HOST_BYTES), Room("GPU memory", room_bytes, room_bytes)
+    )
 
 
 class FakeTrainerGroup(TrainerGroup):
@@ -28,9 +45,20 @@ class FakeTrainerGroup(TrainerGroup):
 
     leads = False
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(self, world_size: int, device: torch.device, room_bytes: int) -> None:
         self.generation, self.rank, self.world_size, self.device = 1, 0, world_size, device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world_size,))
+        self._meshes = {world_size: self.mesh}
+        self._room_bytes = room_bytes
+
+    @override
+    def mesh_of(self, shard_ranks: int) -> DeviceMesh:
+        with outside():
+            return super().mesh_of(shard_ranks)
+
+    @override
+    def least_rooms(self) -> tuple[Rooms, int]:
+        return rooms_of(self._room_bytes), min(self.world_size, GPUS_PER_HOST)
 
     @override
     def announce(self, data: bytes | None) -> bytes:
@@ -58,8 +86,12 @@ class FakeTrainerGroup(TrainerGroup):
 
 
 @contextmanager
-def fake_world(world_size: int, device: torch.device | None = None) -> Iterator[tuple[FakeTrainerGroup, Meter]]:
+def fake_world(
+    world_size: int, device: torch.device | None = None, *, room_bytes: int = CARD_BYTES
+) -> Iterator[tuple[FakeTrainerGroup, Meter]]:
     """A rank of so many on `device` (by default the imaginary GPU), and what measures it; ends the process group.
+
+    The device has `room_bytes` of memory, of which all is free; eight ranks are on a host.
 
     Inside the body every tensor is fake. A process is in one at a time, and in no real trainer group.
     """
@@ -67,7 +99,7 @@ def fake_world(world_size: int, device: torch.device | None = None) -> Iterator[
     backend = f"cpu:fake,{NAME}:{NAME}_fake" if where.type == NAME else "fake"
     dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
     try:
-        group = FakeTrainerGroup(world_size, where)
+        group = FakeTrainerGroup(world_size, where, room_bytes)
         with FakeTensorMode() as mode, Meter() as meter, _device_attention(where), _data_that_moves(), _packed(mode):
             yield group, meter
     finally:
@@ -103,7 +135,7 @@ def _packed(mode: FakeTensorMode) -> Iterator[None]:
     plain = models.pack
 
     def pack(*rows: Any, **options: Any) -> MicroBatch:
-        with unset_fake_temporarily():
+        with outside():
             batch = plain(*rows, **options)
         found: MicroBatch = _faked(batch, mode)
         return found
@@ -135,10 +167,15 @@ def _device_attention(device: torch.device) -> Iterator[None]:
     plain: Any = F.scaled_dot_product_attention
     untyped: Any = F
     untyped.scaled_dot_product_attention = _attend
+    # transformers takes rows of fake tensors for packed ones, because it cannot read their positions.
+    masks: Any = masking_utils
+    find = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda positions: None
     try:
         yield
     finally:
         untyped.scaled_dot_product_attention = plain
+        masks.find_packed_sequence_indices = find
 
 
 def _attend(
@@ -175,6 +212,3 @@ def _attend(
 def _repeated(tensor_RHLD: Tensor, times: int) -> Tensor:
     rows, heads, length, size = tensor_RHLD.shape
     return tensor_RHLD[:, :, None].expand(rows, heads, times, length, size).reshape(rows, -1, length, size)
-
-
-__all__ = ["FakeTrainerGroup", "fake_world", "unset_fake_temporarily"]

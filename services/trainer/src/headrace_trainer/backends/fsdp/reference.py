@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.group.group import TrainerGroup
@@ -27,7 +28,11 @@ class Reference:
     """`trainer.reference`, or the run's initial policy: `warmed` are its weights where a warm-up has changed them."""
 
     def __init__(
-        self, config: TrainerConfig, ranks: TrainerGroup, warmed: Mapping[str, Tensor] | None
+        self,
+        config: TrainerConfig,
+        ranks: TrainerGroup,
+        warmed: Mapping[str, Tensor] | None,
+        shard_ranks: int,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
@@ -45,7 +50,7 @@ class Reference:
         self.shares_prefixes = shares_prefixes(own, [model.config])
         self.along_paths = attends_along_paths(own, [model], ranks.device)
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True)
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=Layout("weights", shard_ranks))
         self._away = False
         self.park()
 
