@@ -6,6 +6,8 @@ The one place of the command that calls the planner.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
+GPU_GIB, HOST_GIB, GPUS_PER_HOST = 80.0, 2000, 8
+"""What the trainers' layout is planned for where nothing says otherwise."""
+LAYOUT_S = 120.0
 HOST = "host"
 EVERY = "all"
 """In a placement: every device."""
@@ -74,7 +79,45 @@ def explain_file(
         request["cluster"] = {HOST: {"count": 1}, **request["cluster"]}
     if simulation is not None:
         request["simulation"] = simulation
-    return _explained(request)
+    found = _explained(request)
+    if "model" in document and (layout := trainer_layout(document, request)) is not None:
+        found["layout"] = layout
+    return found
+
+
+def trainer_layout(document: dict[str, Any], request: dict[str, Any]) -> dict[str, Any] | None:
+    """How the trainers would hold the run's model on such GPUs, or the `problem`; None where the trainer's package is
+    not installed beside the command, or the run has no fsdp model. The trainer's own plan, in a process of its own.
+    """
+    from importlib.util import find_spec
+
+    from headrace_schema.openings import TrainerConfig
+    from headrace_schema.spec import RunSpec
+
+    run = RunSpec.model_validate(document)
+    fsdp = run.environment is None and run.trainer.backend == "fsdp"
+    if not fsdp or find_spec("headrace_trainer") is None:
+        return None
+    warmup = run.trainer.warmup.model_copy(update={"steps": 0})  # its examples are the data's, which is not read
+    trainer = run.trainer.model_copy(update={"warmup": warmup})
+    cluster = request["cluster"] if isinstance(request["cluster"], dict) else {}
+    kind = cluster.get(kind_of(request["profile"]), {})
+    gib = (kind.get("memory_gib") if isinstance(kind, dict) else None) or request["profile"].get("memory_gib")
+    asked = {
+        "config": json.loads(TrainerConfig.of(run.model_copy(update={"trainer": trainer})).model_dump_json()),
+        "gpu_bytes": int(float(gib or GPU_GIB) * 2**30),
+        "host_bytes": HOST_GIB * 2**30,
+        "ranks_per_host": GPUS_PER_HOST,
+    }
+    command = [sys.executable, "-m", "headrace_trainer.layouts"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=LAYOUT_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return {"problem": f"the trainer's plan failed: {error}"}
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def kinds_of(profile: Any) -> set[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -123,6 +124,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # it becomes operations on shards, which come by here
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            name = ""  # a factory, or the tensor of a mesh, which is real
         if name == "_local_scalar_dense":
             return _one(args[0])
         if name in ("index", "index_put", "index_put_") and _has_mask(args[1]):

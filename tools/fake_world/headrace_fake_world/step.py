@@ -1,6 +1,6 @@
 """What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend and wake), measured.
 
-A model of many alike layers is measured with two and with four of them, and the rest is multiplied out: bytes and
+A model of many alike layers is measured with four and with six of them, and the rest is multiplied out: bytes and
 collectives of each phase are linear in the layers (`whole=True` measures them all).
 """
 
@@ -30,8 +30,9 @@ from headrace_fake_world.meter import Meter, Phase
 from headrace_fake_world.models import MODELS, write_model
 from headrace_fake_world.world import fake_world, outside
 
-FEW, MORE = 2, 4
-"""Layers of the two small models that stand for a large one."""
+FEW, MORE = 4, 6
+"""Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer
+computes is not all there."""
 
 
 @dataclass(frozen=True)

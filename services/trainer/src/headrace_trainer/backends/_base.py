@@ -136,6 +136,9 @@ class Backend(Protocol):
         Raises ModelNotReadable.
         """
 
+    layout_chosen = ""
+    """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
+
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""
 

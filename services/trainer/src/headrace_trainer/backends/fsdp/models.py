@@ -66,8 +66,6 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
         self._dtype = DTYPES[config.model.dtype]
         self._layout: Layout | None = None
-        self.plan: MemoryPlan | None = None
-        """What the layout was chosen by."""
         self._dirty = False
         """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
@@ -108,9 +106,10 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         if self._layout is None:
             ranks = self._ranks.world_size
             rooms, ranks_per_host = self._ranks.least_rooms()
-            self._layout, self.plan = choose_layout(
+            self._layout, plan = choose_layout(
                 self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
             )
+            self.layout_chosen = plan.reason
         return self._layout
 
     @override
