@@ -28,6 +28,11 @@ class FsdpOptions(Options):
         description="what lies in host memory: the optimizer's moments, moved to the GPU for the step (optimizer), or "
         "also master weights and gradients, with the step on the CPU (parameters); default: none where that fits",
     )
+    expert_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "
+        "experts are sharded and gathered like all weights",
+    )
 
 
 FSDP = Plugin(
@@ -50,6 +55,10 @@ class MegatronOptions(Options):
     context_parallel: PositiveInt = Field(
         default=1, description="ranks over which the tokens of a sequence are divided"
     )
+    expert_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the experts of a layer are divided; replicas and context-parallel ranks",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="divide what lies between the matrices over the tensor-parallel ranks too: less memory",
@@ -63,7 +72,7 @@ class MegatronOptions(Options):
 MEGATRON = Plugin(
     "headrace_trainer.backends.megatron:build",
     MegatronOptions,
-    "megatron-core: tensor, pipeline, context and data parallel (extra headrace-trainer[megatron])",
+    "megatron-core: tensor, pipeline, context, expert and data parallel (extra headrace-trainer[megatron])",
     packages=("megatron-core",),
     check="headrace_trainer.backends.megatron.checks:check_run",
 )

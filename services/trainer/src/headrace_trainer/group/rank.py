@@ -19,6 +19,7 @@ from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
     AdaptingBackend,
     Backend,
+    BalancingBackend,
     EpisodeBackend,
     HelpingBackend,
     PrivateGradient,
@@ -118,6 +119,10 @@ class Rank:
                     if not self.ranks.leads:
                         self.algorithm.load_state(round.algorithm_state)
                     return self.backend.micro(round.work[self.backend.replica]).finite
+                case messages.CountRound():
+                    self.balancing.count_experts(round.work[self.backend.replica])
+                case messages.BalanceRound():
+                    self.balancing.balance_experts(round.denominator)
                 case messages.CheckRound():
                     return self.backend.gradient_is_finite()
                 case messages.InferRound():
@@ -156,7 +161,7 @@ class Rank:
         if self._device is None:
             return nullcontext()
         size = 0  # What a rank's seconds in a round rise with: tokens, or chunks of actions.
-        if isinstance(round, messages.MicroRound | messages.InferRound):
+        if isinstance(round, messages.MicroRound | messages.InferRound | messages.CountRound):
             rows = round.work[self.backend.replica]
             size = sum(len(sequence.tokens) for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
@@ -198,6 +203,17 @@ class Rank:
             raise Refusal(
                 "UNIMPLEMENTED",
                 f"trainer.helpers: the backend {self.config.trainer.backend} takes no help; set trainer.helpers: 0",
+            )
+        return self.backend
+
+    @property
+    def balancing(self) -> BalancingBackend:
+        """The backend as one that balances experts. Raises Refusal UNIMPLEMENTED for one that cannot."""
+        if not isinstance(self.backend, BalancingBackend):
+            raise Refusal(
+                "UNIMPLEMENTED",
+                f"algorithm.options.balance_loss_coef: the backend {self.config.trainer.backend} does not balance "
+                "experts; set it to 0",
             )
         return self.backend
 

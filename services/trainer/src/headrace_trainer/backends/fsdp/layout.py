@@ -9,6 +9,7 @@ from typing import Literal
 from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends.fsdp.experts import check_experts
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 
@@ -50,7 +51,8 @@ def candidates(
     mesh of all ranks the links between hosts, and moving state to the host those to it, once a step or at every layer.
     """
     found: list[Layout] = []
-    for layout in _ladder(ranks, ranks_per_host):
+    copies = options.expert_parallel == 1  # divided experts have one copy
+    for layout in _ladder(ranks, ranks_per_host if copies else ranks):
         if layout.offload != "none" and not on_gpu:
             continue
         layout = _fixed(layout, config, options)
@@ -81,12 +83,19 @@ def _fixed(layout: Layout, config: TrainerConfig, options: FsdpOptions) -> Layou
 
 
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
-    """Raises Refusal INVALID, naming the key, for options that contradict each other."""
+    """Raises Refusal INVALID, naming the key, for options that contradict each other, and ModelNotReadable."""
     if options.offload == "parameters" and options.shard not in (None, "weights"):
         key = f"{_OPTIONS}.shard"
         raise invalid(
             f"{key}: {options.shard} keeps what offload: parameters moves to the host; set shard: weights, or leave "
             "it out",
+            key=key,
+        )
+    check_experts(options, config, algorithm)
+    if options.expert_parallel > 1 and options.shard_ranks not in (None, config.trainer.ranks):
+        key = f"{_OPTIONS}.shard_ranks"
+        raise invalid(
+            f"{key}: experts that are divided (expert_parallel) have one copy in the whole trainer group; leave it out",
             key=key,
         )
     trainer = config.trainer

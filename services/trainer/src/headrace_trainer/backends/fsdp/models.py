@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
+from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
+from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
@@ -32,6 +34,7 @@ from headrace_trainer.backends._base import (
     ReferenceFacts,
     StateReader,
 )
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
@@ -44,7 +47,7 @@ from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, Rooms
 
@@ -166,12 +169,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         parameters, buffers = self._sharded.parameters, self._sharded.buffers
         layout = []
         for name in self._sharded.weight_names:
-            value, dtype = (
-                (parameters[name], self._dtype)
-                if name in parameters
-                else (buffers[name], buffers[name].dtype)
-            )
-            layout.append((name, str(dtype).removeprefix("torch."), tuple(value.shape)))
+            dtype = self._dtype if name in parameters else buffers[name].dtype
+            layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
         return layout
 
     @override
@@ -236,17 +235,27 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        for body in bodies:
+            use_fp32_products(body, self._ranks.device)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies)
+        self._routing = take_routers(model)
+        self._expert_shape = expert_shape(model.config)
         self._model = ShardedModel(
             model,
             self._ranks,
             None if self._lora else self._dtype,
             layout=self.layout,
             critic=critic,
+            routing=self._routing,
+            experts=self._expert_mesh(),
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    def _expert_mesh(self) -> ExpertMesh | None:
+        size = self._options.expert_parallel
+        return ExpertMesh(self._ranks, size) if size > 1 else None
 
     @override
     def _new_optimizer(self) -> ShardedAdamW:
@@ -268,7 +277,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
 
     @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
-        batch = self._pack(rows or self._dummy)
+        batch = self._pack(rows)
         known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
         if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
@@ -289,7 +298,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         initial = self._initial_adapters or {}
         placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
         with torch.no_grad(), standing_in(self._sharded.model, placed):
-            return self._forward(batch, values=False)[0]
+            return self._forward(batch.unforced(), values=False)[0]
 
     @override
     def _shards(self) -> dict[str, Tensor]:
@@ -310,8 +319,20 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
-        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._ranks.device)
+        batch = pack(
+            rows or self._dummy,
+            shared=self.shares_prefixes,
+            attends=self._attends,
+            experts=self._expert_shape,
+        )
+        return (batch if rows else batch.uncounted()).to(self._ranks.device)
+
+    @property
+    def _attends(self) -> Attends:
+        """What the attention of all models that see a micro-batch can be told."""
+        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+            return Attends.MASK
+        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
 
     @property
     def _lora(self) -> LoraSection | None:

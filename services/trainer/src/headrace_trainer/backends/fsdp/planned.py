@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
+from headrace_modelkit.experts import expert_blocks
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS
 from headrace_modelkit.lora import add_adapters
@@ -47,7 +48,15 @@ def choose_layout(
     tried: list[Tried] = []
     plans: list[tuple[int, Layout, MemoryPlan]] = []
     for layout in candidates(config, options, ranks, ranks_per_host, on_gpu=rooms.device is not None):
-        plan = plan_memory(config, algorithm, sizes, layout, ranks, on_gpu=rooms.device is not None)
+        plan = plan_memory(
+            config,
+            algorithm,
+            sizes,
+            layout,
+            ranks,
+            on_gpu=rooms.device is not None,
+            expert_parallel=options.expert_parallel,
+        )
         fits = _fits(plan, rooms, min(ranks, ranks_per_host))
         tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
         plans.append((tried[-1].device or tried[-1].host, layout, plan))
@@ -70,6 +79,8 @@ class Unit:
 
     learned: int
     frozen: int
+    experts: int
+    """How many of either are of experts."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class Sizes:
         root = Unit(
             sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
             sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
+            0,
         )
         base, layer = _activations(config)
         tokens = config.trainer.micro_batch_tokens
@@ -136,7 +148,14 @@ class Sizes:
 
 
 def plan_memory(
-    config: TrainerConfig, algorithm: Algorithm, sizes: Sizes, layout: Layout, ranks: int, *, on_gpu: bool
+    config: TrainerConfig,
+    algorithm: Algorithm,
+    sizes: Sizes,
+    layout: Layout,
+    ranks: int,
+    *,
+    on_gpu: bool,
+    expert_parallel: int = 1,
 ) -> MemoryPlan:
     """The leader's, which alone keeps groups; the others need what is left."""
     width = DTYPES[config.model.dtype].itemsize
@@ -146,7 +165,9 @@ def plan_memory(
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
-        return unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
+        whole = unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
+        # Of experts that are divided over ranks, each gathers its own.
+        return whole - unit.experts * width * (expert_parallel - 1) // expert_parallel
 
     *layers, root = sizes.units
     largest = max(layers, key=gathered, default=root)
@@ -209,7 +230,10 @@ def _work(sizes: Sizes, layout: Layout, largest: Unit, *, adapters: bool) -> dic
 def _unit(module: nn.Module) -> Unit:
     weights = list(module.parameters())
     learned = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return Unit(learned, sum(weight.numel() for weight in weights) - learned)
+    untyped: Any = module
+    experts = [block.experts for block in expert_blocks(untyped)]
+    own = sum(weight.numel() for block in experts for weight in block.parameters())
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
 
 
 def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 import xxhash
+from headrace_modelkit.experts import take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
@@ -33,6 +35,7 @@ class Reference:
         ranks: TrainerGroup,
         warmed: Mapping[str, Tensor] | None,
         shard_ranks: int,
+        experts: ExpertMesh | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
@@ -48,9 +51,12 @@ class Reference:
             ranks.share(tensor.data)
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model], ranks.device)
+        self.along_paths = attends_along_paths(own, [model])
+        # It chooses experts itself, whatever the engine did with the policy.
+        divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=Layout("weights", shard_ranks))
+        layout = Layout("weights", shard_ranks)
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
         self._away = False
         self.park()
 

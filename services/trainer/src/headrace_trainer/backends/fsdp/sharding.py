@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
@@ -49,13 +52,16 @@ class ShardedModel:
         *,
         layout: Layout,
         critic: Critic | None = None,
+        routing: Routing | None = None,
+        experts: ExpertMesh | None = None,
     ) -> None:
         self._ranks = ranks
         self.layout = layout
         self._on_host = layout.offload == "parameters"
+        self._experts = experts
         self.model = model
         self.body_prefix = f"{model.base_model_prefix}."
-        self.policy = Policy(model, critic)
+        self.policy = Policy(model, critic, routing)
         mixed = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -64,19 +70,26 @@ class ShardedModel:
         frozen = {p for p in self.policy.parameters() if not p.requires_grad and whole}
         for parameter in frozen:
             parameter.data = parameter.data.to(ranks.device)
-        for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
+        offload = (
+            CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if self._on_host else OffloadPolicy()
+        )
+
+        def shard(module: nn.Module, mesh: DeviceMesh) -> None:
             sharded = fully_shard(
                 module,
-                mesh=ranks.mesh_of(layout.shard_ranks),
+                mesh=mesh,
                 mp_policy=mixed,
                 reshard_after_forward=layout.shard == "weights",
-                offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-                if self._on_host
-                else OffloadPolicy(),
+                offload_policy=offload,
                 ignored_params=frozen,
             )
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
+
+        self._divided = experts.divide(model, shard) if experts is not None else set[str]()
+        """Names of the experts' weights, of which this rank has a share only."""
+        for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
+            shard(module, ranks.mesh_of(layout.shard_ranks))
         root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=ranks.device)
@@ -203,17 +216,31 @@ class ShardedModel:
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
         local = local.to(self._ranks.device)  # what lies on the host travels over the device's network
-        return local if self._ranks.world_size == 1 else _with_local(parameter, local).full_tensor()
+        if self._ranks.world_size == 1:
+            return local
+        own: Tensor = _with_local(parameter, local).full_tensor()
+        return self._experts.whole(own) if self._experts and name in self._divided else own
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole parameter or buffer."""
+        if name in self.buffers:
+            return tuple(self.buffers[name].shape)
+        parameter = self.parameters[name]
+        if self._experts is not None and name in self._divided:
+            return self._experts.shape(parameter)
+        return tuple(parameter.shape)
 
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
         parameter = self.parameters[name]
         device = self._ranks.device
         if whole is None:
-            value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            value = torch.empty(self.shape(name), dtype=torch.float32, device=device)
         else:
             value = whole.float().contiguous().to(device)
         self._ranks.share(value)
+        if self._experts is not None and name in self._divided:
+            value = self._experts.own(value)
         sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().clone()
 
@@ -248,10 +275,14 @@ def _with_local(like: DTensor, local: Tensor) -> DTensor:
 class Policy(nn.Module):
     """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
 
-    def __init__(self, model: PreTrainedModel, critic: Critic | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, critic: Critic | None = None, routing: Routing | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.critic = critic
+        self.routing = routing
+        """What its routers are told, of a model with experts."""
 
     def forward(
         self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
@@ -267,6 +298,8 @@ class Policy(nn.Module):
         if batch is None:
             return anchor * 1.0, anchor.detach(), None
         self._gather_in_fp32()
+        if self.routing is not None:
+            batch.tell(self.routing)
         hidden_UD = _hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
@@ -298,8 +331,9 @@ class Policy(nn.Module):
 
 def _hidden(body: Any, batch: MicroBatch) -> Tensor:
     """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
-    # Only bodies that attend along paths are given any.
-    options = {} if batch.paths is None else {"paths": batch.paths}
+    # Only bodies whose attention takes them are given any.
+    told = {"paths": batch.paths, "segments": batch.segments}
+    options = {name: value for name, value in told.items() if value is not None}
     hidden_RLD: Tensor = body(
         input_ids=batch.tokens_RL,
         position_ids=batch.positions_RL,

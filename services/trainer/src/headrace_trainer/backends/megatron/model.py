@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from megatron.core.tensor_parallel.mappings import (
@@ -24,7 +25,7 @@ from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
 from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
-from headrace_trainer.backends.megatron.shards import Shards
+from headrace_trainer.backends.megatron.shards import ModelShards
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 
@@ -65,10 +66,20 @@ class ParallelModel:
             recompute=settings.recompute,
             device=ranks.device,
         )
-        self._stage = build_stage(architecture, groups, self.config, ranks.device)
+        self.routing = Routing()
+        """What this stage's routers are told, where there are any."""
+        self._stage = build_stage(architecture, groups, self.config, ranks.device, self.routing)
         self._stage.train()  # Megatron recomputes in training mode only; there is no dropout.
-        self.shards = Shards(self._stage, groups.sum, ranks.device, frozen=frozen)
-        self._parts = parts_of(architecture, groups.layout, groups.tensor.rank(), groups.stage)
+        apart = groups.layout.experts > 1
+        self.shards = ModelShards(
+            self._stage,
+            lambda name: groups.expert_sum if apart and ".mlp.experts." in name else groups.sum,
+            ranks.device,
+            frozen=frozen,
+        )
+        self._parts = parts_of(
+            architecture, groups.layout, groups.tensor.rank(), groups.stage, groups.expert.rank()
+        )
         copies = {part.local for part in self._parts.values() if part.copy}
         self.counted = [name for name in self.shards.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
@@ -122,10 +133,11 @@ class ParallelModel:
         self.shards.reduce()
 
     def _partial(self, name: str) -> bool:
-        """Whether each tensor-parallel rank has the gradient of its own heads or tokens alone, of an equal weight."""
+        """Whether each tensor-parallel rank has its own heads', tokens' or matrices' gradient of an equal weight."""
         of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         of_tokens = self._sequence_parallel and name.endswith("layernorm.weight")
-        return self.groups.layout.tensor > 1 and (of_heads or of_tokens)
+        of_experts = name.endswith("router.weight")
+        return self.groups.layout.tensor > 1 and (of_heads or of_tokens or of_experts)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Of the hidden states between two stages: tokens of this rank, rows, hidden size."""
@@ -144,10 +156,28 @@ class ParallelModel:
         if not more:
             return batch
         sources_U = batch.sources_U + batch.sources_U // length * more
-        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U)
+        nodes = None if batch.nodes is None else batch.nodes.padded(more)
+        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U, nodes=nodes)
+
+    def tell(self, batch: MicroBatch) -> None:
+        """Sets what this stage's routers are told in a forward over these tokens, or when layers of it are computed
+        again in the backward pass.
+        """
+        if batch.nodes is None:
+            return
+        visits_RL, routes = batch.nodes.visits_RL, batch.nodes.routes_MNK
+        self.routing.visits_N = self._own_tokens(visits_RL).T.flatten()
+        if routes is None:
+            self.routing.forced_MNK = None
+            return
+        rows, length = visits_RL.shape
+        by_place = routes.unflatten(1, (rows, length)).movedim(2, 0)  # (L, M, R, K)
+        own = self._own_tokens(by_place.flatten(1).T).T.unflatten(1, by_place.shape[1:])
+        self.routing.forced_MNK = own.transpose(0, 1).flatten(1, 2)
 
     def forward(self, batch: MicroBatch, received: Tensor | None) -> Tensor:
         """Hidden states that leave this stage."""
+        self.tell(batch)
         tokens_RL = self._own_tokens(batch.tokens_RL)
         if received is not None:
             self._stage.set_input_tensor(received)
