@@ -98,7 +98,9 @@ def trainer_layout(document: dict[str, Any], request: dict[str, Any]) -> dict[st
     fsdp = run.environment is None and run.trainer.backend == "fsdp"
     if not fsdp or find_spec("headrace_trainer") is None:
         return None
-    warmup = run.trainer.warmup.model_copy(update={"steps": 0})  # its examples are the data's, which is not read
+    warmup = run.trainer.warmup.model_copy(
+        update={"steps": 0}
+    )  # its examples are the data's, which is not read
     trainer = run.trainer.model_copy(update={"warmup": warmup})
     cluster = request["cluster"] if isinstance(request["cluster"], dict) else {}
     kind = cluster.get(kind_of(request["profile"]), {})

@@ -27,6 +27,7 @@ ON_TWO = {
     "recomputed": Layout("weights", 0, checkpointing=True),
     "moments away": Layout("weights", 0, checkpointing=True, offload="optimizer"),
     "parameters away": Layout("weights", 0, checkpointing=True, offload="parameters"),
+    "copies": Layout("weights", 1),
 }
 ON_FOUR = {
     "plain of four": PLAIN,
@@ -38,7 +39,6 @@ SAME = {
     "recomputed": "weights",
     "moments away": "weights",
     "parameters away": "weights",
-    "hybrid, moments away": "hybrid weights",
 }
 """Layouts with the arithmetic of another one, to the last bit."""
 
@@ -63,11 +63,13 @@ def config(model: Path, ranks: int, layout: Layout) -> dict:
 
 
 @pytest.fixture(scope="module")
-def walked(tiny_directory, tmp_path_factory):
-    """What two steps make in each layout, by its name; see `backend_ranks.py`."""
-    folder, found = tmp_path_factory.mktemp("layouts"), {}
+def walk(tiny_directory, tmp_path_factory):
+    """Makes two steps in each layout; what they make, by its name; see `backend_ranks.py`."""
+    folder = tmp_path_factory.mktemp("layouts")
     script, environment = Path(__file__).parent / "backend_ranks.py", {**os.environ, "OMP_NUM_THREADS": "1"}
-    for ranks, layouts in ((2, ON_TWO), (4, ON_FOUR)):
+
+    def run(ranks, layouts):
+        found = {}
         cases = [
             {"name": name, "config": config(tiny_directory, ranks, layout), "saved": ""}
             for name, layout in layouts.items()
@@ -87,13 +89,38 @@ def walked(tiny_directory, tmp_path_factory):
         for name in layouts:
             facts = json.loads((folder / f"{name}.json").read_text())
             found[name] = SimpleNamespace(**facts, tensors=load_file(folder / f"{name}.safetensors"))
-    return found
+        return found
+
+    return run
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
-def test_each_layout_makes_the_step_of_the_plain_one(name, walked, relative_l2):
-    plain, found = walked["plain" if name in ON_TWO else "plain of four"], walked[name]
-    assert found.held and found.refused, "a hold brings the state back, and a loss that is not finite leaves nothing"
+@pytest.fixture(scope="module")
+def two(walk):
+    """Of two ranks."""
+    return walk(2, ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(walk):
+    """Of four ranks."""
+    return walk(4, ON_FOUR)
+
+
+@pytest.mark.parametrize("name", ["gradients", "recomputed", "copies"])
+def test_each_layout_makes_the_step_of_the_plain_one(name, two, relative_l2):
+    same_step(two[name], two["plain"], relative_l2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in ON_FOUR if name.startswith("hybrid")])
+def test_copies_that_several_ranks_hold_make_the_step_of_the_plain_one(name, four, relative_l2):
+    same_step(four[name], four["plain of four"], relative_l2)
+
+
+def same_step(found, plain, relative_l2):
+    assert found.held and found.refused, (
+        "a hold brings the state back, and a loss that is not finite leaves nothing"
+    )
     assert found.norms == pytest.approx(plain.norms, rel=1e-5)
     assert found.tensors.keys() == plain.tensors.keys()
     for kind, bound in (("gradient", 1e-5), ("weights", 1e-6), ("moments", 1e-4)):
@@ -105,9 +132,9 @@ def test_each_layout_makes_the_step_of_the_plain_one(name, walked, relative_l2):
 
 
 @pytest.mark.parametrize(("name", "other"), SAME.items())
-def test_what_changes_no_sum_changes_no_bit(name, other, walked):
-    for key, value in walked[other].tensors.items():
-        assert torch.equal(walked[name].tensors[key], value), key
+def test_what_changes_no_sum_changes_no_bit(name, other, two):
+    for key, value in two[other].tensors.items():
+        assert torch.equal(two[name].tensors[key], value), key
 
 
 def tried(options: dict, *, ranks=32, per_host=8, on_gpu=True, **trainer) -> list[str]:

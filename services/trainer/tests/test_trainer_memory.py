@@ -7,9 +7,9 @@ import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import HostMemory
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer import memory
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
-from headrace_trainer import memory
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal

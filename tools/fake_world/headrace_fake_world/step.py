@@ -57,7 +57,9 @@ class Case:
         if (own := self.layout) is not None:
             trainer["gradient_checkpointing"] = own.checkpointing
             trainer["backend_options"] = {
-                "shard": own.shard, "shard_ranks": own.shard_ranks, "offload": own.offload
+                "shard": own.shard,
+                "shard_ranks": own.shard_ranks,
+                "offload": own.offload,
             }
         return TrainerConfig.model_validate(
             {
@@ -74,7 +76,9 @@ class Case:
     def rows(self) -> Rows:
         """Answers as long as rows, the last eighth of each trained."""
         length, trained = self.row_tokens, self.row_tokens // 8
-        columns = dict.fromkeys(build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained)
+        columns = dict.fromkeys(
+            build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained
+        )
         return [
             [
                 Sequence(
@@ -131,9 +135,7 @@ def _stretched(few: Phase, more: Phase, times: float) -> Phase:
 
 def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
     names = [*more, *(name for name in few if name not in more)]
-    return {
-        name: round(few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * times) for name in names
-    }
+    return {name: round(few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * times) for name in names}
 
 
 def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
@@ -148,7 +150,10 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         _label(meter, backend)
         rows = case.rows()
         columns = build_algorithm(config.algorithm).columns
-        for step in (("first step",), ("first micro-batch", "micro-batch")):  # moments come with a first commit
+        for step in (
+            ("first step",),
+            ("first micro-batch", "micro-batch"),
+        ):  # moments come with a first commit
             if columns:
                 with meter.phase("infer"):
                     backend.infer(rows, columns)
@@ -189,7 +194,9 @@ def _label(meter: Meter, backend: Any) -> None:
     for parameter in fsdp_parameters(model.policy):
         meter.label("gathered weights", parameter.all_gather_outputs)
         whole = getattr(parameter, "_unsharded_param", None)
-        meter.label("gradients", [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None])
+        meter.label(
+            "gradients", [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
+        )
     meter.label("gradients", (parameter.grad for parameter in model.parameters.values()))
     for state in backend._adamw._adamw.state.values():
         meter.label("moments", state.values())
@@ -205,7 +212,7 @@ def fsdp_parameters(root: torch.nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params if group is not None else ()
 
 
-class _nothing_reserved:  # noqa: N801 - read as a word of a with statement
+class _nothing_reserved:
     """torch's CUDA allocator knows nothing of this device."""
 
     def __enter__(self) -> None:

@@ -26,7 +26,6 @@ from typing_extensions import override
 from headrace_fake_world.device import NAME, fake_device
 from headrace_fake_world.meter import Meter
 
-
 CARD_BYTES = 80 * 10**9
 """Of a GPU of 80 GB."""
 HOST_BYTES = 2 * 10**12
@@ -35,9 +34,7 @@ HOST_BYTES = 2 * 10**12
 
 def rooms_of(room_bytes: int = CARD_BYTES) -> Rooms:
     """What a rank has where its GPU has so much memory."""
-    return Rooms(
-        Room("host memory", HOST_BYTES, HOST_BYTES), Room("GPU memory", room_bytes, room_bytes)
-    )
+    return Rooms(Room("host memory", HOST_BYTES, HOST_BYTES), Room("GPU memory", room_bytes, room_bytes))
 
 
 class FakeTrainerGroup(TrainerGroup):
@@ -100,7 +97,13 @@ def fake_world(
     dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
     try:
         group = FakeTrainerGroup(world_size, where, room_bytes)
-        with FakeTensorMode() as mode, Meter() as meter, _device_attention(where), _data_that_moves(), _packed(mode):
+        with (
+            FakeTensorMode() as mode,
+            Meter() as meter,
+            _device_attention(where),
+            _data_that_moves(),
+            _packed(mode),
+        ):
             yield group, meter
     finally:
         dist.destroy_process_group()

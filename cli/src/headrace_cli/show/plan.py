@@ -71,7 +71,9 @@ def layout_lines(layout: dict[str, Any], width: int) -> Iterator[str]:
         return
     yield from wrapped(f"trainers: {layout['reason']}", width)
     parts = sorted(((size, name) for name, size in layout["device"].items() if size), reverse=True)
-    yield from wrapped("on a GPU: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for size, name in parts), width)
+    yield from wrapped(
+        "on a GPU: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for size, name in parts), width
+    )
 
 
 def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:

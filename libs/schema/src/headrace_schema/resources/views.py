@@ -136,7 +136,9 @@ class RunView(Resource):
     waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
     policy: PolicyView | None
     warmup_steps: int
-    layout: str = Field(default="", description="how the trainers hold the model, what it needs of a rank, and why")
+    layout: str = Field(
+        default="", description="how the trainers hold the model, what it needs of a rank, and why"
+    )
     baseline_prefill: EvaluationView | None
     evaluations: list[EvaluationView]
     last_step: StepView | None

@@ -61,7 +61,9 @@ class TrainerGroup:
         own = rooms_on(self.device)
         device = own.device or Room("", 0, 0)
         bodies = self.gather(
-            msgspec.msgpack.encode((socket.gethostname(), own.host.free, own.host.total, device.free, device.total))
+            msgspec.msgpack.encode(
+                (socket.gethostname(), own.host.free, own.host.total, device.free, device.total)
+            )
         )
         hosts, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
         host_free, host_total, free, total = map(min, sizes)

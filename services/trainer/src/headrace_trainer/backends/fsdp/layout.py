@@ -99,7 +99,9 @@ def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm)
             key=key,
         )
     trainer = config.trainer
-    for ranks in sorted({trainer.ranks, trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks}):
+    for ranks in sorted(
+        {trainer.ranks, trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks}
+    ):
         check_ranks(options, ranks)
 
 

@@ -180,10 +180,12 @@ def plan_memory(
         "masters": shard * FP32,
         "moments": shard * MOMENTS_BYTES,
         "gradients": (sizes.learned if layout.shard == "state" else shard) * FP32,
-        "frozen weights": sizes.frozen * width if frozen_whole else -(-sizes.frozen // layout.shard_ranks) * width,
+        "frozen weights": sizes.frozen * width
+        if frozen_whole
+        else -(-sizes.frozen // layout.shard_ranks) * width,
         "gathered weights": whole,
         **_work(sizes, layout, largest, adapters=adapters),
-        "reference": _reference_bytes(config, sizes, layout),
+        "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
     host = {
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
@@ -222,7 +224,9 @@ def _work(sizes: Sizes, layout: Layout, largest: Unit, *, adapters: bool) -> dic
     if layout.checkpointing:
         # What the layer keeps, and gradients of about as much at a time.
         layer = sizes.layer + sizes.layer // 2
-        moments.append({"activations": kept + layer, "head": min(waiting, sizes.head * FP32), "reductions": reduced})
+        moments.append(
+            {"activations": kept + layer, "head": min(waiting, sizes.head * FP32), "reductions": reduced}
+        )
     moments.append({"activations": outside, "head": waiting, "reductions": waiting + reduced // 2})
     return max(moments, key=lambda moment: sum(moment.values()))
 
@@ -245,11 +249,13 @@ def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
     return sum(parameter.numel() for parameter in load_model(section, weights=False).parameters())
 
 
-def _reference_bytes(config: TrainerConfig, sizes: Sizes, layout: Layout) -> int:
+def _reference_bytes(config: TrainerConfig, algorithm: Algorithm, sizes: Sizes, layout: Layout) -> int:
+    """Of a rank's shards of the reference, in its own type; of adapters that stand in for it: those of the warm-up."""
     if sizes.reference:
         section: ModelSection = config.trainer.reference or config.model
         return -(-sizes.reference // layout.shard_ranks) * DTYPES[section.dtype].itemsize
-    return 0
+    needed = config.trainer.lora is not None and REFERENCE_LOG_PROBS in algorithm.columns
+    return sizes.learned * FP32 if needed and config.trainer.warmup.steps else 0
 
 
 def _activations(config: TrainerConfig) -> tuple[int, int]:
