@@ -7,6 +7,7 @@ with tensors on the host raises FakeTensorDeviceMismatchError.
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -18,13 +19,43 @@ from torch.utils import backend_registration
 NAME = "gpu"
 
 
+class _Event:
+    """Of a stream on which all is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize = record
+
+
+class _Stream:
+    """All is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = synchronize = wait_stream
+
+
 @cache
 def fake_device() -> torch.device:
     """The device, after it is registered with torch: once a process, and for good."""
     module: Any = types.ModuleType(f"torch.{NAME}")
-    for name in dir(torch.cpu):  # its streams and events do nothing, which is what is wanted
+    for name in dir(torch.cpu):
         if not name.startswith("__"):
             setattr(module, name, getattr(torch.cpu, name))
+    module.Stream, module.Event = _Stream, _Event
+    module.current_stream = lambda device=None: _Stream()
+    module.stream = lambda stream: nullcontext()
     module.is_initialized = module.is_available = lambda: True
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None

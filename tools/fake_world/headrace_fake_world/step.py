@@ -1,4 +1,4 @@
-"""What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend and wake), measured.
+"""What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend, wake), measured.
 
 A model of many alike layers is measured with four and with six of them, and the rest is multiplied out: bytes and
 collectives of each phase are linear in the layers (`whole=True` measures them all).
@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ import torch
 from headrace_modelkit import devices
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.backends import build_backend
-from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends import build_backend, choose_backend
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout
+from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.memory import MemoryPlan, check_rooms
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from headrace_fake_world.device import NAME
 from headrace_fake_world.meter import Meter, Phase
 from headrace_fake_world.models import MODELS, write_model
-from headrace_fake_world.world import fake_world, outside
+from headrace_fake_world.world import fake_world, outside, rooms_of
 
 FEW, MORE = 4, 6
 """Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer
@@ -113,8 +116,13 @@ class Measured:
 
 
 def measure(case: Case, *, whole: bool = False, device: torch.device | None = None) -> Measured:
-    """Goes through a step on one rank of the case. Raises what the trainer's own code raises."""
+    """Goes through a step on one rank of the case, in its layout or the one that is chosen for the whole model.
+
+    Raises what the trainer's own code raises, and Refusal where no layout fits.
+    """
     started = time.monotonic()
+    if case.layout is None:
+        case = replace(case, layout=planned(case)[0])
     layers = MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
@@ -125,6 +133,23 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
     kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
     return Measured(phases, kept, more.layout, time.monotonic() - started)
+
+
+def planned(case: Case) -> tuple[Layout, MemoryPlan]:
+    """What the trainer chooses and plans for a rank of the case, on hosts with eight GPUs of 80 GB.
+
+    Raises Refusal where no layout fits.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config = case.config(write_model(Path(directory), case.model))
+        chosen = choose_backend(config.trainer)
+        algorithm = build_algorithm(config.algorithm)
+        assert isinstance(chosen.options, FsdpOptions)
+        ranks_here = min(case.ranks, GPUS_PER_HOST)
+        layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
+    if case.layout is None:
+        check_rooms(plan, rooms_of())
+    return layout, plan
 
 
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:

@@ -81,6 +81,12 @@ class FakeTrainerGroup(TrainerGroup):
     def gather(self, data: bytes) -> list[bytes]:
         return [data] * self.world_size
 
+    def receive(self, source: int, tensor: Tensor) -> None:
+        """Nothing comes, and what is there stands for it."""
+
+    def note_connections(self) -> None:
+        """There are none."""
+
 
 @contextmanager
 def fake_world(

@@ -20,8 +20,8 @@ class FsdpOptions(Options):
     shard_ranks: PositiveInt | None = Field(
         default=None,
         description="ranks that hold one copy of the model between them, a divisor of trainer.ranks: fewer than all "
-        "gather among themselves alone, and reduce gradients over the copies (HSDP); default: the ranks of a host where "
-        "that fits, else all",
+        "gather among themselves alone, and reduce gradients over the copies (HSDP); default: the ranks of a host "
+        "where that fits, else all",
     )
     offload: Literal["none", "optimizer", "parameters"] | None = Field(
         default=None,

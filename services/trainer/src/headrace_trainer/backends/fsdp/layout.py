@@ -1,4 +1,4 @@
-"""How a model lies on its ranks, and in which order layouts are tried: the cheapest first. Knows no bytes and no tensor."""
+"""How a model lies on its ranks, and in which order layouts are tried: the cheapest first. Knows no bytes."""
 
 from __future__ import annotations
 

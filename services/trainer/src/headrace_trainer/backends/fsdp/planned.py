@@ -44,7 +44,7 @@ def choose_layout(
     rooms: Rooms,
 ) -> tuple[Layout, MemoryPlan]:
     """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
-    sizes = Sizes.of(config, algorithm)
+    sizes = _sizes(config, algorithm)
     tried: list[Tried] = []
     plans: list[tuple[int, Layout, MemoryPlan]] = []
     for layout in candidates(config, options, ranks, ranks_per_host, on_gpu=rooms.device is not None):
@@ -71,6 +71,15 @@ def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
     if rooms.device is None:  # Of the whole memory, so that a run lies alike whatever else the host does.
         return host <= rooms.host.total / ranks_here
     return host <= rooms.host.free / ranks_here and MARGIN * sum(plan.device.values()) <= rooms.device.free
+
+
+def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
+    key = config.model_dump_json()
+    if key not in _known:
+        _known.clear()
+        _known[key] = Sizes.of(config, algorithm)
+    return _known[key]
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,8 @@ class Sizes:
     """Of a layer's input: what recomputation keeps of it."""
     reference: int
     """Weights of the reference model that the run has beside the policy."""
+    tensor: int
+    """Elements of the largest weight."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -134,6 +145,7 @@ class Sizes:
             layer,
             tokens * text.hidden_size * width,
             reference,
+            max(weight.numel() for weight in policy.parameters()),
         )
 
     @property
@@ -171,11 +183,9 @@ def plan_memory(
 
     *layers, root = sizes.units
     largest = max(layers, key=gathered, default=root)
-    if layout.shard == "weights":
-        # A layer while the next one comes, and the root's, which stay for the whole of a backward.
-        whole = gathered(root) + 2 * gathered(largest)
-    else:
-        whole = sum(map(gathered, sizes.units))
+    # Of divided weights a layer while the next one comes, and the root's, which stay for the whole of a backward.
+    divided = layout.shard == "weights"
+    whole = gathered(root) + 2 * gathered(largest) if divided else sum(map(gathered, sizes.units))
     device = {
         "masters": shard * FP32,
         "moments": shard * MOMENTS_BYTES,
@@ -188,6 +198,8 @@ def plan_memory(
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
     host = {
+        # Of what rollouts install, the base and the current version: in shared memory of the leader's host.
+        "published versions": 2 * (sizes.learned + sizes.frozen) * width,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm),
     }
@@ -195,11 +207,14 @@ def plan_memory(
         return MemoryPlan(device | host, {})
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
+    # Weights come from files and go to rollouts one by one.
+    host["one weight"] = sizes.tensor * FP32
     for part in _OFFLOADED[layout.offload]:
         host[part] = device.pop(part)
     return MemoryPlan(host, device)
 
 
+_known: dict[str, Sizes] = {}
 _OFFLOADED = {
     "none": (),
     "optimizer": ("moments",),
