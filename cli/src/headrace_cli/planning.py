@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
-GPU_GIB, HOST_GIB, GPUS_PER_HOST = 80.0, 2000, 8
+HOST_GIB, GPUS_PER_HOST = 2000, 8
 """What the trainers' layout is planned for where nothing says otherwise."""
 LAYOUT_S = 120.0
 HOST = "host"
@@ -79,35 +79,37 @@ def explain_file(
         request["cluster"] = {HOST: {"count": 1}, **request["cluster"]}
     if simulation is not None:
         request["simulation"] = simulation
-    found = _explained(request)
-    if "model" in document and (layout := trainer_layout(document, request)) is not None:
-        found["layout"] = layout
-    return found
+    return _explained(request)
 
 
-def trainer_layout(document: dict[str, Any], request: dict[str, Any]) -> dict[str, Any] | None:
-    """How the trainers would hold the run's model on such GPUs, or the `problem`; None where the trainer's package is
-    not installed beside the command, or the run has no fsdp model. The trainer's own plan, in a process of its own.
+def trainer_layout(file: Path, sets: list[str], gpu_gib: float) -> dict[str, Any]:
+    """How the trainers would hold a run's model on GPUs of so many GiB, eight a host: the trainer's own plan, made in a
+    process of its own, or the `problem` in words. Needs the trainer's package, and the model's configuration.
+
+    CommandError (exit code 2) for a file that is no run spec of a language model on fsdp.
     """
     from importlib.util import find_spec
 
     from headrace_schema.openings import TrainerConfig
     from headrace_schema.spec import RunSpec
 
+    document = _read(file, sets)
+    if "model" not in document:
+        raise user_error("--gpu-gib", "the file is no run spec and names no model", "leave it out")
     run = RunSpec.model_validate(document)
-    fsdp = run.environment is None and run.trainer.backend == "fsdp"
-    if not fsdp or find_spec("headrace_trainer") is None:
-        return None
+    if run.environment is not None or run.trainer.backend != "fsdp":
+        raise user_error(
+            "--gpu-gib", "only the backend fsdp chooses how a model lies on its ranks", "leave it out"
+        )
+    if find_spec("headrace_trainer") is None:
+        raise user_error("--gpu-gib", "headrace-trainer is not installed here", "install it, or leave it out")
     warmup = run.trainer.warmup.model_copy(
         update={"steps": 0}
     )  # its examples are the data's, which is not read
-    trainer = run.trainer.model_copy(update={"warmup": warmup})
-    cluster = request["cluster"] if isinstance(request["cluster"], dict) else {}
-    kind = cluster.get(kind_of(request["profile"]), {})
-    gib = (kind.get("memory_gib") if isinstance(kind, dict) else None) or request["profile"].get("memory_gib")
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"warmup": warmup})})
     asked = {
-        "config": json.loads(TrainerConfig.of(run.model_copy(update={"trainer": trainer})).model_dump_json()),
-        "gpu_bytes": int(float(gib or GPU_GIB) * 2**30),
+        "config": json.loads(TrainerConfig.of(run).model_dump_json()),
+        "gpu_bytes": int(gpu_gib * 2**30),
         "host_bytes": HOST_GIB * 2**30,
         "ranks_per_host": GPUS_PER_HOST,
     }
@@ -118,7 +120,7 @@ def trainer_layout(document: dict[str, Any], request: dict[str, Any]) -> dict[st
         )
     except (subprocess.SubprocessError, OSError) as error:
         return {"problem": f"the trainer's plan failed: {error}"}
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 

@@ -28,6 +28,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 151936,
     },
+    "qwen2.5-1.5b": _QWEN2
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
     "qwen2.5-7b": _QWEN2
     | {
         "hidden_size": 3584,

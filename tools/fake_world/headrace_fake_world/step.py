@@ -77,8 +77,8 @@ class Case:
         )
 
     def rows(self) -> Rows:
-        """Answers as long as rows, the last eighth of each trained."""
-        length, trained = self.row_tokens, self.row_tokens // 8
+        """Answers as long as rows, the last 64 of each trained."""
+        length, trained = self.row_tokens, self.row_tokens // 32
         columns = dict.fromkeys(
             build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained
         )
