@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "fake_wor
 
 from _harness import emit, machine, say, table
 from headrace_fake_world.device import NAME
-from headrace_fake_world.meter import Phase
 from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, Measured, measure, planned
+from headrace_fake_world.tracker import Phase
 from headrace_trainer.errors import Refusal
 
 SIZES = ("qwen2.5-7b", "qwen2.5-32b", "llama-3-70b", "qwen3-30b-a3b")

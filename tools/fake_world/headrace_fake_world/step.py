@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from headrace_fake_world.device import NAME
-from headrace_fake_world.meter import Meter, Phase
 from headrace_fake_world.models import MODELS, write_model
+from headrace_fake_world.tracker import Phase, Tracker
 from headrace_fake_world.world import fake_world, outside, rooms_of
 
 FEW, MORE = 4, 6
@@ -164,15 +164,15 @@ def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
 
 
 def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
-    with fake_world(case.ranks, device) as (group, meter), _nothing_reserved():
+    with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
         config = case.config(directory)
         backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
         with outside():  # the plan makes fake models of its own
             _ = backend.layout
-        with meter.phase("restore"):
+        with tracker.phase("restore"):
             backend.load_initial()
             backend.load_reference()
-        _label(meter, backend)
+        _label(tracker, backend)
         rows = case.rows()
         columns = build_algorithm(config.algorithm).columns
         for step in (
@@ -180,29 +180,29 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
             ("first micro-batch", "micro-batch"),
         ):  # moments come with a first commit
             if columns:
-                with meter.phase("infer"):
+                with tracker.phase("infer"):
                     backend.infer(rows, columns)
-                _label(meter, backend)
+                _label(tracker, backend)
             for name in step:
-                with meter.phase(name):
+                with tracker.phase(name):
                     backend.micro(rows)
-                _label(meter, backend)
-            with meter.phase("commit"):
+                _label(tracker, backend)
+            with tracker.phase("commit"):
                 backend.commit(10.0, 1e-6)
-            _label(meter, backend)
-        kept = {name: meter.alive(name) for name in (group.device.type, "cpu")}
-        with meter.phase("publish"):
+            _label(tracker, backend)
+        kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
+        with tracker.phase("publish"):
             _exhaust(backend.weights())
-        with meter.phase("checkpoint"):
+        with tracker.phase("checkpoint"):
             _exhaust(backend.moments())
-        with meter.phase("suspend"):
+        with tracker.phase("suspend"):
             backend.suspend()
-        with meter.phase("asleep"):
+        with tracker.phase("asleep"):
             pass
-        with meter.phase("wake"):
+        with tracker.phase("wake"):
             backend.wake()
-        _label(meter, backend)
-        return Measured(dict(meter.phases), kept, backend.layout, time.monotonic() - started)
+        _label(tracker, backend)
+        return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
 
 
 def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -210,24 +210,24 @@ def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
-def _label(meter: Meter, backend: Any) -> None:
+def _label(tracker: Tracker, backend: Any) -> None:
     """Names what the backend holds between its calls."""
     model: ShardedModel = backend._model
-    meter.label("masters", model.learned.values())
-    meter.label("frozen weights", (p for p in model.parameters.values() if not p.requires_grad))
-    meter.label("frozen weights", model.buffers.values())
+    tracker.label("masters", model.learned.values())
+    tracker.label("frozen weights", (p for p in model.parameters.values() if not p.requires_grad))
+    tracker.label("frozen weights", model.buffers.values())
     for parameter in fsdp_parameters(model.policy):
-        meter.label("gathered weights", parameter.all_gather_outputs)
+        tracker.label("gathered weights", parameter.all_gather_outputs)
         whole = getattr(parameter, "_unsharded_param", None)
-        meter.label(
+        tracker.label(
             "gradients", [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
         )
-    meter.label("gradients", (parameter.grad for parameter in model.parameters.values()))
+    tracker.label("gradients", (parameter.grad for parameter in model.parameters.values()))
     for state in backend._adamw._adamw.state.values():
-        meter.label("moments", state.values())
+        tracker.label("moments", state.values())
     if backend._reference is not None:
         reference: ShardedModel = backend._reference._model
-        meter.label("reference", [*reference.parameters.values(), *reference.buffers.values()])
+        tracker.label("reference", [*reference.parameters.values(), *reference.buffers.values()])
 
 
 def fsdp_parameters(root: torch.nn.Module) -> Iterator[Any]:

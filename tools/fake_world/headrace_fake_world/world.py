@@ -24,7 +24,7 @@ from transformers import masking_utils
 from typing_extensions import override
 
 from headrace_fake_world.device import NAME, fake_device
-from headrace_fake_world.meter import Meter
+from headrace_fake_world.tracker import Tracker
 
 CARD_BYTES = 80 * 10**9
 """Of a GPU of 80 GB."""
@@ -91,7 +91,7 @@ class FakeTrainerGroup(TrainerGroup):
 @contextmanager
 def fake_world(
     world_size: int, device: torch.device | None = None, *, room_bytes: int = CARD_BYTES
-) -> Iterator[tuple[FakeTrainerGroup, Meter]]:
+) -> Iterator[tuple[FakeTrainerGroup, Tracker]]:
     """A rank of so many on `device` (by default the imaginary GPU), and what measures it; ends the process group.
 
     The device has `room_bytes` of memory, of which all is free; eight ranks are on a host.
@@ -105,12 +105,12 @@ def fake_world(
         group = FakeTrainerGroup(world_size, where, room_bytes)
         with (
             FakeTensorMode() as mode,
-            Meter() as meter,
+            Tracker() as tracker,
             _device_attention(where),
             _data_that_moves(),
             _packed(mode),
         ):
-            yield group, meter
+            yield group, tracker
     finally:
         dist.destroy_process_group()
 

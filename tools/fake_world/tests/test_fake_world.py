@@ -32,13 +32,13 @@ def plan_error(case: Case) -> float:
 
 
 def test_a_tensor_on_the_wrong_device_raises():
-    with fake_world(2) as (group, meter):
+    with fake_world(2) as (group, tracker):
         on_gpu = torch.ones(1024, device=group.device)
-        assert meter.alive(NAME) == {"work": 4096} and not meter.alive("cpu")
+        assert tracker.alive(NAME) == {"work": 4096} and not tracker.alive("cpu")
         with pytest.raises(FakeTensorDeviceMismatchError):
             on_gpu + torch.ones(1024)
         del on_gpu
-        assert not meter.alive(NAME)
+        assert not tracker.alive(NAME)
     assert torch.ones(1).item() == 1.0, "tensors are real again"
 
 

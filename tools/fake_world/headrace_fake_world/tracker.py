@@ -58,7 +58,7 @@ class Phase:
         return sum(self.peaks.get(device, {}).values())
 
 
-class Meter(TorchDispatchMode):
+class Tracker(TorchDispatchMode):
     """Sees every operation inside its body. Values do not exist: where code asks for one, it gets 1, or True."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Meter(TorchDispatchMode):
         """Bytes by kind at the moment."""
         return {kind: size for kind, size in self._live[device].items() if size}
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Tracker:
         self._resize = torch.UntypedStorage.resize_
         entries, resize, changed = self._entries, self._resize, self._changed
 
