@@ -203,7 +203,9 @@ def keep_opening(ledger, upto):
     st.randoms(use_true_random=False),
     st.integers(0, 6),
 )
-def test_the_members_of_steps_that_are_open_at_once_are_those_of_steps_one_after_the_other(unkept, order, limit):
+def test_the_members_of_steps_that_are_open_at_once_are_those_of_steps_one_after_the_other(
+    unkept, order, limit
+):
     ledger = opened_ledger()
     keep_opening(ledger, 4)
     before = {}

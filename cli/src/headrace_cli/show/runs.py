@@ -45,6 +45,7 @@ def run_table(run: Run) -> Table:
         ("warning", "\n".join(run.warnings)),
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
+        ("layout", run.layout),
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.ordinal}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),

@@ -163,6 +163,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             version=wire.version_message(found.version),
             warmup_steps=found.warmup_steps,
             figures=found.figures,
+            layout=found.layout,
         )
 
     # Steps

@@ -140,6 +140,9 @@ class RunView(Resource):
     )
     policy: PolicyView | None
     warmup_steps: int
+    layout: str = Field(
+        default="", description="how the trainers hold the model, what it needs of a rank, and why"
+    )
     baseline_prefill: EvaluationView | None
     evaluations: list[EvaluationView]
     last_step: StepView | None

@@ -100,6 +100,7 @@ class RunState(msgspec.Struct):
     finished_at: float = 0.0
     steps_total: int = 0
     warmup_steps: int = 0
+    layout: str = ""
     trainer_group_generation: int = 0
     trainer_group: list[str] = []
     recoveries: int = 0
@@ -216,6 +217,7 @@ class RunState(msgspec.Struct):
                 self.trainer_group_generation, self.trainer_group = event.generation, list(event.trainers)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
+                self.layout = event.layout
                 self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
                 self._prune()

@@ -186,6 +186,7 @@ async def _restore(context: RunContext) -> None:
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
+            layout=response.layout,
             kept=await event_log.history.kept(run.id, source.frontier_step),
         )
     )

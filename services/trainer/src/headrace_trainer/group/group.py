@@ -6,6 +6,7 @@ Knows no model and no step. Everything that travels is bytes or numbers, never a
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group import connections
 from headrace_trainer.group.liveness import SILENT_S, Liveness
 from headrace_trainer.group.meeting import Failure, GivenUp, Meeting, Member, late, meet, own_facts
+from headrace_trainer.memory import Room, Rooms, rooms_on
 
 # A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.
 IDLE_LIMIT = timedelta(days=1)
@@ -64,6 +67,7 @@ class TrainerGroup:
         self.world_size = world_size
         self.device = device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world_size,))
+        self._meshes: dict[int, DeviceMesh] = {world_size: self.mesh}
         # Headers wait for as long as the leader has nothing to do: a group of their own.
         self._headers = dist.new_group(backend="gloo", timeout=forming)
         self._figures = dist.new_group(backend="gloo", timeout=forming)
@@ -73,6 +77,37 @@ class TrainerGroup:
     def leads(self) -> bool:
         """Whether this rank is the leader."""
         return self.rank == 0
+
+    def mesh_of(self, shard_ranks: int) -> DeviceMesh:
+        """Copies × the ranks that hold one copy, which follow each other; `mesh` for all ranks. All ranks call it."""
+        if shard_ranks not in self._meshes:
+            shape = (self.world_size // shard_ranks, shard_ranks)
+            self._meshes[shard_ranks] = init_device_mesh(
+                self.device.type, shape, mesh_dim_names=("copies", "shards")
+            )
+        return self._meshes[shard_ranks]
+
+    def least_rooms(self) -> tuple[Rooms, int]:
+        """The least room that a rank has, and how many ranks a host has (all, unless each has as many in a row).
+
+        All ranks call it.
+        """
+        own = rooms_on(self.device)
+        device = own.device or Room("", 0, 0)
+        bodies = self.gather(
+            msgspec.msgpack.encode(
+                (socket.gethostname(), own.host.free, own.host.total, device.free, device.total)
+            )
+        )
+        hosts, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
+        host_free, host_total, free, total = map(min, sizes)
+        least = Rooms(
+            Room(own.host.name, host_free, host_total),
+            None if own.device is None else Room(own.device.name, free, total),
+        )
+        runs = [len(list(same)) for _, same in groupby(hosts)]
+        alike = len(runs) == len(set(hosts)) and len(set(runs)) == 1
+        return least, runs[0] if alike else self.world_size
 
     # Small exchanges
 

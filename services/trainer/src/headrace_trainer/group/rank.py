@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
@@ -36,7 +34,7 @@ from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.messages import AnyRound
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Columns, EpisodeData, EpisodeScores
-from headrace_trainer.memory import MemoryPlan, Room, check_room
+from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
 
 
 @dataclass
@@ -97,15 +95,11 @@ class Rank:
     def check_memory(self) -> MemoryPlan:
         """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
         try:
-            plan = self._new_backend().memory_plan()
+            rooms = rooms_on(self.ranks.device)
+            plan = self._new_backend().memory_plan(rooms)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
-        host = host_memory()
-        # What is loaded already is dropped before anything is loaded anew.
-        check_room(plan.host, Room("host memory", host.available + resident_bytes(), host.total))
-        if (device := self.ranks.device).type != "cpu":
-            free = free_bytes(device) + used_bytes(device)
-            check_room(plan.device, Room("GPU memory", free, total_bytes(device)))
+        check_rooms(plan, rooms)
         return plan
 
     def restore_figures(self) -> dict[str, float]:

@@ -66,6 +66,7 @@ def run_view(
         warnings=list(run.warnings.values()),
         policy=policy_view(base) if base else None,
         warmup_steps=run.warmup_steps,
+        layout=run.layout,
         baseline_prefill=evaluation_view(totals.baseline) if totals.baseline else None,
         evaluations=[evaluation_view(view) for view in totals.evaluations],
         last_step=step_view(totals.last_step) if totals.last_step else None,

@@ -116,6 +116,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
+    layout: str = ""
+    """How the trainers hold the model, and why; as the leader of the trainer group says it."""
     kept: Kept | None = None
 
 
