@@ -32,6 +32,8 @@ class EngineConfig:
     codec: TextCodec
     max_concurrency: int
     devices: tuple[torch.device, ...] = ()
+    routed_experts: bool = False
+    """Prefixes of ended samples carry `routes`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Capabilities:
     """Suspend gives the memory of weights and cache back on the devices of this build."""
     tensor_parallel: bool = False
     """One model may span several devices."""
+    routed_experts: bool = False
+    """Tells the experts that tokens were sent to, where `EngineConfig.routed_experts` asks for them."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True
