@@ -171,33 +171,40 @@ def test_the_queue_has_the_groups_of_the_step_that_is_learned(ledger):
 
 
 def ended(staleness, **rollout):
-    """A world without faults, whose trainer and rollouts take about as long."""
+    """A calm world of one run: the steps that began before the step in front of them was committed, and all commits."""
     world = World(5, faults=False)
-    algorithm = world.spec.algorithm.model_copy(update={"max_staleness": staleness})
-    placement = world.spec.placement.model_copy(update={"mode": "disaggregated", "flow": None})
-    world.spec = world.spec.model_copy(
-        update={
-            "steps": 10,
-            "deterministic": False,
-            "algorithm": algorithm,
-            "placement": placement,
-            "rollout": world.spec.rollout.model_copy(update={"instances": 1, **rollout}),
-            "data": world.spec.data.model_copy(update={"curriculum": None, "heldout": 0}),
-        }
-    )
+    spec = world.spec
+    changes = {
+        "algorithm": {"max_staleness": staleness, "options": {}},
+        "placement": {"mode": "disaggregated", "flow": None},
+        "rollout": {"instances": 1, **rollout},
+        "trainer": {"helpers": 0},
+        "data": {"curriculum": None, "heldout": 0},
+        "evaluation": {"every": 0},
+    }
+    sections = {name: getattr(spec, name).model_copy(update=change) for name, change in changes.items()}
+    world.spec = spec.model_copy(update={"steps": 10, "deterministic": False, **sections})
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and outcome.recoveries == 0
-    steps = [event for _, event in world.history if isinstance(event, ev.StepCommitted)]
-    return world, outcome, steps
+    steps, early = [], set()
+    for event in world.store.log:
+        if isinstance(event, ev.StepCommitted):
+            steps.append(event)
+        elif isinstance(event, ev.SlotsAssigned):
+            begun = {prompt // spec.algorithm.prompts_per_step for prompt, *_ in event.slots}
+            early |= {step for step in begun if step > len(steps)}
+    return early, steps
 
 
 def test_answers_of_the_next_step_are_made_while_a_step_is_learned():
-    strict = ended(0)
+    assert ended(0)[0] == set()
     for install in ("in_flight", "drain", "abort_and_resume"):
-        _, outcome, steps = ended(1, install=install)
-        assert outcome.virtual_s < 0.8 * strict[1].virtual_s, install
+        early, steps = ended(1, install=install)
+        assert len(early) >= 5, install
         assert max(step.certificate.max_staleness for step in steps) == 1
-        assert all(0 <= step.certificate.mean_staleness <= 1 for step in steps)
+        waited = [step.view["stage_s"].get("wait for tail", 0.0) for step in steps]
+        assert max(waited) > 0, "the trainer is faster here"
+        assert all(seconds < step.view["wall_s"] for seconds, step in zip(waited, steps, strict=True))
 
 
 def test_a_world_with_answers_of_older_versions_holds_its_guarantees():
