@@ -217,10 +217,11 @@ class SlotLedger(msgspec.Struct, dict=True):
         self._add(self.prompts_of(step))
 
     def _add(self, prompts: range) -> None:
+        index = self.index  # Before the slots are there: one that is made with them would count them twice.
         for prompt in prompts:
             for sample in range(self.group_size):
                 slot = self.slots[self.ordinal(prompt, sample)] = Slot(prompt, sample)
-                self.index.enter(slot)
+                index.enter(slot)
 
     def _drop(self, event: ev.GroupDropped) -> None:
         unsettled = event.prompt in self.index.open
