@@ -172,6 +172,14 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
 
 
+def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_are_made_with_it():
+    stale = {"algorithm": {"max_staleness": 1}}
+    found = problems({**stale, "rollout": {"engine": "vllm"}}, BOTH)
+    assert "set rollout.install: abort_and_resume or drain" in found["rollout.install"]
+    between = {"engine": "vllm", "install": "drain"}
+    assert "rollout.install" not in problems({**stale, "rollout": between}, BOTH)
+
+
 def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
     resident = {"placement": {"mode": "collocated", "memory": "resident"}}
     assert "set placement.memory: offloaded" in problems(resident, GPUS)["placement.memory"]
