@@ -74,7 +74,7 @@ def test_prediction_and_simulated_cluster_agree(bound, generating, learn_s):
 
 
 def test_a_long_tail_makes_the_trainer_wait_until_the_bound_is_large_enough():
-    tail = Lengths((1.0,) * 63 + (40.0,), group=GROUP)
+    tail = Lengths((1.0,) * 63 + (40.0,))
     work = workload(256, lengths=tail, learn_s=0.4, fixed_s=4.0, item_s=0.1)
     given = [Draws({"generate": [value / tail.mean for value in tail.values] * 4}, [1.0] * 256)]
     waited = {k: simulate_async(work, 4, 4, k, iterations=6, given=given) for k in (0, 1, 4)}
