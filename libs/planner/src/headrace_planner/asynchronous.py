@@ -143,9 +143,8 @@ def _saturated(pace: Pace, load: float, bound: int) -> float:
     most = float(pace.concurrency)
     if pace.power == 1.0:
         return load * (pace.fixed / most + pace.each)
-    most = min(most, (bound + 1) * load)
-    if pace.power > 1 and pace.each:  # where a further one costs more than it shares
-        most = min(most, max(1.0, (pace.fixed / (pace.each * (pace.power - 1))) ** (1 / pace.power)))
+    # All that may start is started: of k + 1 open steps half of one is finished, in the mean.
+    most = min(most, (bound + 0.5) * load)
     return load * pace.seconds(most) / most
 
 

@@ -173,7 +173,7 @@ class Profile:
         if self.batch_power == 1.0:
             return 1.0
         fewer = self.lengths.crowd(self.batch_power) if self.lengths else 1.0
-        return fewer * max(1.0, flying) ** (self.batch_power - 1)
+        return float(fewer * max(1.0, flying) ** (self.batch_power - 1))
 
     def arrivals(self, items: float, devices: int, group: int, chunks: int) -> tuple[float, ...]:
         """When each of `chunks` equal parts of the stage's output is complete, as shares of its time."""
