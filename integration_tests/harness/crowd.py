@@ -209,7 +209,7 @@ def certificate(step: int) -> CertificateView:
     version = PolicyView(number=step + 1, parent=parent, ordinal=step if step < 31 else step - 10, digest="d")
     return CertificateView(
         version=version, step=step, attempt=1, live=not 20 < step < 31, trained=[(step, n, 1) for n in range(64)],
-        dropped={}, set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
+        dropped=[], set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
         log_prob_mismatch_mean=1e-4, drop_rate_by_length={}, drop_rate_by_pass_rate={},
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ function showStaleness(panel, certificates, ordinals) {
   if (panel.hidden) return;
   const mean = tokens.reduce((sum, count, lag) => sum + lag * (count ?? 0), 0) / total;
   const rows = Array.from(tokens, (count = 0, lag) => h("tr", {},
-    h("th", { scope: "row" }, plural(lag, "step")), h("td", {}, count.toLocaleString("en")), h("td", {}, `${number(100 * count / total)} %`),
+    h("th", { scope: "row" }, plural(lag, "step")), h("td", {}, count.toLocaleString("en")), h("td", {}, `${number((100 * count) / total, 1)} %`),
     h("td", {}, h("progress", { max: 1, value: count / total, "aria-label": `share of tokens that lag ${plural(lag, "step")}` }))));
   panel.replaceChildren(h("h2", {}, "Staleness"),
     h("p", { class: "muted" }, `Steps that trained tokens lag behind the weights they were learned at, over the updates below: ${number(mean, 2)} in the mean.`),
