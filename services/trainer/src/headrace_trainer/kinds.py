@@ -272,7 +272,7 @@ class EpisodesRun(RunKind):
             "trainer.backend_options": bool(trainer.backend_options),
             "trainer.reference": trainer.reference is not None,
             "trainer.lora": trainer.lora is not None,
-            "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
+            "trainer.gradient_checkpointing": bool(trainer.gradient_checkpointing),
         }
         for key in (key for key, given in idle.items() if given):
             raise invalid(f"{key}: is for language models; leave it out", key=key)

@@ -224,6 +224,14 @@ class Engine(PolicyHolder, Protocol):
         """
 
     @property
+    def oldest(self) -> int | None:
+        """Number of the first version whose streams are served: later ones were installed in flight.
+
+        An engine that installs between samples only may leave it out: read it with `oldest_of`.
+        """
+        return None
+
+    @property
     def waiting_samples(self) -> int: ...
 
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
@@ -239,6 +247,12 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+def oldest_of(holder: PolicyHolder) -> int | None:
+    """`holder.oldest`; None where it serves the streams of its installed version alone."""
+    found: int | None = getattr(holder, "oldest", None)
+    return found
 
 
 def prefills_of(engine: Engine) -> Sequence[Prefills]:

@@ -66,6 +66,11 @@ class TransformersEngine(ThreadedHolder, Engine):
         return [self._decoder.prefills]
 
     @property
+    @override
+    def oldest(self) -> int:
+        return self._decoder.oldest
+
+    @property
     def waiting_samples(self) -> int:
         """Samples that have no row yet."""
         return self._decoder.waiting
