@@ -47,23 +47,28 @@ def models(folder) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder, models) -> dict[str, SimpleNamespace]:
+def chosen(request) -> set[str]:
+    """The cases that the chosen tests need."""
+    named = [item for item in request.session.items if item.path == request.path]
+    found = {item.callspec.params["name"] for item in named if hasattr(item, "callspec")}
+    return found | ({"two", "four"} if any("of_divided_experts" in item.name for item in named) else set())
+
+
+@pytest.fixture(scope="module")
+def expected(folder, models, chosen) -> dict[str, SimpleNamespace]:
     """One rank's, which has all experts."""
-    found = walk_cases(folder, 1, {name: {"config": config(models[name]), "saved": ""} for name in MODELS})
-    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in MODELS}
+    wanted = sorted({CASES[name][1] for name in chosen})
+    found = walk_cases(folder, 1, {name: {"config": config(models[name]), "saved": ""} for name in wanted})
+    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in wanted}
     for name, resumed in walk_cases(folder, 1, cases).items():
         found[name.removesuffix("-on")].third = part(resumed.tensors, "third")
     return found
 
 
 @pytest.fixture(scope="module")
-def walked(request, folder, models, expected) -> dict[str, SimpleNamespace]:
-    """The cases that the chosen tests name, in as few groups of processes as there are numbers of ranks."""
+def walked(folder, models, expected, chosen) -> dict[str, SimpleNamespace]:
+    """The chosen cases, in as few groups of processes as there are numbers of ranks."""
     found = {}
-    named = [item for item in request.session.items if item.path == request.path]
-    chosen = {item.callspec.params["name"] for item in named if hasattr(item, "callspec")}
-    if any("checkpoint_of_divided" in item.name for item in named):
-        chosen |= {"two", "four"}
     for ranks in sorted({CASES[name][0] for name in chosen}):
         cases = {
             name: {
