@@ -248,3 +248,12 @@ def test_adapters_of_experts_are_refused_by_name(make_config, moe, target):
     config = make_config(model={"path": str(moe)}, trainer={"lora": {"targets": [target]}})
     with pytest.raises(Refusal, match=r"trainer\.lora\.targets.*they and their routers stay frozen"):
         run_kind(TrainerConfig.model_validate(config)).check()
+
+
+def test_a_run_publishes_one_tensor_an_expert(make_config, moe, moe_backend):
+    kind = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(moe)})))
+    published = kind.checkpoint_names().layout(moe_backend().weight_layout())
+    shapes = {name: shape for name, _, shape in published}
+    assert shapes["model.layers.1.mlp.experts.7.up_proj.weight"] == (48, 64)
+    assert shapes["model.layers.1.mlp.experts.7.down_proj.weight"] == (64, 48)
+    assert not any(name.endswith("experts.gate_up_proj") for name in shapes)
