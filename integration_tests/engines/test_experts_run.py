@@ -19,7 +19,12 @@ CASES = {
         ("--trainer", "2", "--backend", "megatron"),
         {"trainer": {"backend": "megatron"}},
     ),
-    "vllm": ("ENGINE", ("--trainer", "2", "--engine", "vllm"), {"rollout": {"engine": "vllm"}}),
+    # vLLM tells routes with its second model runner alone, which is not for every CPU.
+    "vllm": (
+        "ENGINE",
+        ("--trainer", "2", "--engine", "vllm"),
+        {"rollout": {"engine": "vllm"}, "algorithm": {"options": {"balance_loss_coef": 0.001}}},
+    ),
 }
 """Name → the variable that says that its environment is there, the fleet's options, what differs in the spec."""
 
