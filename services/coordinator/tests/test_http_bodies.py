@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 PATHS = ("/v1/runs", "/v1/plans", "/v1/evaluations")

@@ -24,8 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headrace_modelkit.experts import expert_blocks
 from headrace_modelkit.loading import sync_directory
 
+EXPERT_NAMES = frozenset({"experts", "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj"})
+"""What layers of experts and their routers are called."""
 A, B = "lora_A", "lora_B"
 """Names of a layer's adapter, beside its `weight`."""
 BLOCK_ELEMENTS = 1 << 20
@@ -128,6 +131,11 @@ def targets_problem(model: PreTrainedModel, lora: LoraSection) -> str:
         return ""
     for target in lora.targets:
         if not any(_is(name, target) for name in names):
+            if target.rpartition(".")[2] in EXPERT_NAMES and any(True for _ in expert_blocks(model)):
+                return (
+                    f"{target!r} is of experts, which get no adapter: they and their routers stay frozen; name layers "
+                    f"of the attention, such as q_proj, or write all-linear"
+                )
             fix = choose(target, {name.rpartition(".")[2] for name in names})
             return f"no linear layer of the model is called {target!r} (the head gets no adapter); {fix}"
     return ""

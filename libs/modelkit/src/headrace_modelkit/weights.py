@@ -80,7 +80,7 @@ class CheckpointNames:
         count = 0
         for name, shape in shapes.items():  # numbered rows: where a number comes out, the row has gone
             rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
-            numbers = torch.arange(count, count + rows)
+            numbers = torch.arange(count, count + rows, device="cpu")
             probes[name] = numbers.view(*shape[:-1], 1) if len(shape) > 1 else numbers.view(shape)
             starts[name] = count
             count += rows
@@ -91,7 +91,7 @@ class CheckpointNames:
             first = int(numbers[0])
             owner, start = max((each for each in owners if each[1] <= first), key=lambda each: each[1])
             shape = shapes[owner]
-            inside = torch.equal(numbers, torch.arange(first, first + len(numbers)))
+            inside = torch.equal(numbers, torch.arange(first, first + len(numbers), device="cpu"))
             own = (*found.shape[:-1], shape[-1]) if len(shape) > 1 else tuple(found.shape)
             if inside:
                 pieces[owner].append(Piece(name, first - start, own))

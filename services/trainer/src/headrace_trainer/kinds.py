@@ -143,7 +143,8 @@ class AnswersRun(RunKind):
     @override
     def checkpoint_names(self) -> CheckpointNames:
         with torch.device("meta"):
-            return CheckpointNames.of(load_model(self._config.model, weights=False))
+            empty = load_model(self._config.model, weights=False)
+        return CheckpointNames.of(empty)
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
-from headrace_modelkit.experts import expert_blocks
+from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS
 from headrace_modelkit.lora import add_adapters
@@ -285,6 +285,9 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     if config.trainer.lora is not None:
         add_adapters(model, config.trainer.lora, config.seed)
     _attend_as_on_a_gpu(model)
+    take_routers(
+        model
+    )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
