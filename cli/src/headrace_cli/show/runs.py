@@ -42,6 +42,7 @@ def run_table(run: Run) -> Table:
         ("place", f"{run.place} in the queue" if run.place else ""),
         ("priority", run.priority or ""),
         ("waits for", "\n".join(run.waiting_for)),
+        ("warning", "\n".join(run.warnings)),
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
         ("layout", run.layout),

@@ -130,6 +130,8 @@ class RunState(msgspec.Struct):
     """Ranks from the next step on; 0: no change."""
     ranks_reason: str = ""
     """Why they were changed last."""
+    warnings: dict[str, str] = {}
+    """What makes it learn nothing, by what that is about."""
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
@@ -237,6 +239,8 @@ class RunState(msgspec.Struct):
                 self.evaluation.result = event.result
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
+            case ev.Warned(warnings=warnings):
+                self.warnings = warnings
             case ev.ModelExported(path=path):
                 self.export_path = path
 

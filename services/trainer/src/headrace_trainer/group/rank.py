@@ -66,6 +66,8 @@ class Rank:
         self.contributed: PrivateGradient | None = None
         self.warmup = WarmUp(0)
         self.restored = 0
+        self.replica_of: list[int] = [0] * ranks.world_size
+        """Which replica each rank is part of, once weights are loaded."""
         self._backend: Backend | None = None
 
     @property
@@ -118,9 +120,9 @@ class Rank:
                 case messages.MicroRound():
                     if not self.ranks.leads:
                         self.algorithm.load_state(round.algorithm_state)
-                    return self.backend.micro(round.work[self.backend.replica]).finite
+                    return [self.backend.micro(rows).finite for rows in round.work]
                 case messages.CountRound():
-                    self.balancing.count_experts(round.work[self.backend.replica])
+                    self.balancing.count_experts(round.work)
                 case messages.BalanceRound():
                     self.balancing.balance_experts(round.denominator)
                 case messages.CheckRound():
@@ -162,8 +164,8 @@ class Rank:
             return nullcontext()
         size = 0  # What a rank's seconds in a round rise with: tokens, or chunks of actions.
         if isinstance(round, messages.MicroRound | messages.InferRound | messages.CountRound):
-            rows = round.work[self.backend.replica]
-            size = sum(len(sequence.tokens) for row in rows for sequence in row)
+            batches = round.work if isinstance(round, messages.MicroRound) else [round.work]
+            size = sum(len(sequence.tokens) for rows in batches for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
             size = len(round.chunks[self.backend.replica])
         fixed = self.config.deterministic
@@ -193,8 +195,15 @@ class Rank:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:
             self.reader = None
-        self._backend = backend
+        self._loaded_with(backend)
         self.restored = round.number
+
+    def _loaded_with(self, backend: Backend) -> None:
+        """Weights are loaded, and the process groups that they need are made."""
+        found = self.ranks.gather(backend.replica.to_bytes(4, "big"))
+        self.replica_of = [int.from_bytes(each, "big") for each in found]
+        self.ranks.note_connections()
+        self._backend = backend
 
     @property
     def helping(self) -> HelpingBackend:
@@ -237,19 +246,18 @@ class Rank:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:
             self.reader = None
-        self._backend = backend
+        self._loaded_with(backend)
 
     def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
-        """The columns of each replica's rows, by replica."""
-        own = self.backend.replica
-        found = self.backend.infer(round.work[own], round.columns)
-        parts = self.ranks.gather(msgspec.msgpack.encode((own, found)))
+        """The columns of each replica's rows, by replica, on the leader."""
+        found = self.backend.infer(round.work, round.columns)
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((self.backend.replica, found)))
         by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
         found = self._episodes.read(episodes)
-        parts = self.ranks.gather(msgspec.msgpack.encode(found))
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode(found))
         return [own for part in parts for own in msgspec.msgpack.decode(part, type=list[EpisodeScores])]
 
     @property

@@ -63,6 +63,7 @@ def run_view(
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
         waiting_for=waiting_for,
+        warnings=list(run.warnings.values()),
         policy=policy_view(base) if base else None,
         warmup_steps=run.warmup_steps,
         layout=run.layout,

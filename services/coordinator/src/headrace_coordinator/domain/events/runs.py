@@ -216,3 +216,9 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     """A message for the run's user."""
 
     text: str
+
+
+class Warned(RunEvent, frozen=True, kw_only=True):
+    """What makes the run learn nothing has changed: all warnings that hold now, by what they are about."""
+
+    warnings: dict[str, str]
