@@ -42,8 +42,8 @@ computes is not all there."""
 class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
-    `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model that
-    is cut to so many.
+    `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model
+    that is cut to so many.
     """
 
     model: str

@@ -254,7 +254,8 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     rows_SD = hidden_ND[order_S // count]
     exchange: Exchange | None = getattr(experts, "exchange", None)
     total = int(getattr(experts, "total_experts", 0) or experts.num_experts)
-    counts_E = flat_S.bincount(minlength=total)
+    # As bincount, whose size hangs on values, which tensors without elements (the memory plan's) have not.
+    counts_E = flat_S.new_zeros(total).scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
     def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         return expert_products(
