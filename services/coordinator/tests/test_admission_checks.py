@@ -1,7 +1,6 @@
 """What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -41,17 +40,6 @@ def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str,
     }
     found = problems_of(submission_of(RunSpec.model_validate(spec), fleet))
     return {item.key: sentence(item) for item in found}
-
-
-def test_a_reference_that_is_not_there_is_named(tmp_path):
-    found = problems(
-        {
-            "trainer": {"reference": {"path": str(tmp_path / "none")}},
-            "algorithm": {"options": {"cap": 1, "kl_loss_coef": 0.1}},
-        },
-        replace(FLEET, capabilities={**FLEET.capabilities, "trainer": {}}),
-    )
-    assert "does not exist" in found["trainer.reference.path"] and "model.path" not in found
 
 
 def test_a_spec_that_fits_has_no_problem():
@@ -145,49 +133,6 @@ def test_the_fleet_is_the_union_of_ready_instances():
     assert fleet.names("rollout", "engines") == {"x", "y"}
     assert fleet.instances == {"rollout": 2}
     assert fleet.devices == ["h/cpu:0"]
-
-
-def model_problem(path, **values) -> dict[str, str]:
-    return problems({"model": {"path": str(path), **values}})
-
-
-def test_a_model_directory_must_hold_a_model(tmp_path):
-    model = tmp_path / "tiny-model"
-    assert "does not exist; did you mean" not in model_problem(model)["model.path"]
-    model.mkdir()
-    assert "it has no config.json" in model_problem(model)["model.path"]
-    (model / "config.json").write_text("{}")
-    assert "it has no safetensors weights" in model_problem(model)["model.path"]
-    (model / "model.safetensors").write_bytes(b"")
-    assert model_problem(model) == {}
-    assert f"did you mean {model}?" in model_problem(tmp_path / "tiny-modle")["model.path"]
-    assert f"did you mean {model}?" in model_problem(tmp_path)["model.path"]
-    assert "is a file" in model_problem(model / "config.json")["model.path"]
-    assert f"the nearest that exists is {tmp_path}" in model_problem(tmp_path / "x" / "y")["model.path"]
-
-
-def test_gguf_weights_are_named(tmp_path):
-    (tmp_path / "weights-q4.gguf").write_bytes(b"")
-    assert "set model.gguf_file: weights-q4.gguf" in model_problem(tmp_path)["model.gguf_file"]
-    assert model_problem(tmp_path, gguf_file="weights-q4.gguf") == {}
-    found = model_problem(tmp_path, gguf_file="weights-q8.gguf")["model.gguf_file"]
-    assert "did you mean weights-q4.gguf?" in found
-
-
-def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "does not exist" in model_problem("./models/x")["model.path"]
-    assert "does not exist" in model_problem("~/no-such-model-here")["model.path"]
-    (tmp_path / "plain").mkdir()
-    assert "it has no config.json" in model_problem("plain")["model.path"]
-    for wrong in ("a b", "a/b/c", "a\0b", "x" * 5000):
-        assert "model.path" in model_problem(wrong) or wrong == "x" * 5000, wrong
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_directory_is_named(tmp_path):
-    (tmp_path / "m").mkdir(mode=0)
-    assert "cannot be read" in model_problem(tmp_path / "m")["model.path"]
 
 
 def test_a_warm_up_needs_answers(tmp_path):
