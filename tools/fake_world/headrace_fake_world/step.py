@@ -42,7 +42,8 @@ computes is not all there."""
 class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
-    `trainer`, `algorithm` and `more` go into the run's configuration as they would stand in a run spec.
+    `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model
+    that is cut to so many.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Case:
     row_tokens: int = 2048
     dtype: str = "bfloat16"
     layout: Layout | None = None
+    layers: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
@@ -123,10 +125,10 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     started = time.monotonic()
     if case.layout is None:
         case = replace(case, layout=planned(case)[0])
-    layers = MODELS[case.model]["num_hidden_layers"]
+    layers = case.layers or MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
-            return _go(case, write_model(Path(directory), case.model), device, started)
+            return _go(case, write_model(Path(directory), case.model, layers=case.layers), device, started)
         few = _go(case, write_model(Path(directory), case.model, layers=FEW), device, started)
         more = _go(case, write_model(Path(directory), case.model, layers=MORE), device, started)
     times = (layers - FEW) / (MORE - FEW)
@@ -141,7 +143,7 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     Raises Refusal where no layout fits.
     """
     with tempfile.TemporaryDirectory() as directory:
-        config = case.config(write_model(Path(directory), case.model))
+        config = case.config(write_model(Path(directory), case.model, layers=case.layers))
         chosen = choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         assert isinstance(chosen.options, FsdpOptions)

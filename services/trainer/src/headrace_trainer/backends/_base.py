@@ -136,7 +136,7 @@ class Backend(Protocol):
         Raises ModelNotReadable.
         """
 
-    layout_chosen = ""
+    layout_chosen: str = ""
     """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
 
     def load_initial(self) -> None:

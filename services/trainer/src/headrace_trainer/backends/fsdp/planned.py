@@ -30,6 +30,8 @@ from headrace_trainer.memory import MemoryPlan, Rooms, Tried, kept_bytes
 
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
+LEADERS = {"published versions", "kept groups"}
+"""Parts that the leader alone has."""
 MARGIN = 1.1
 """A layout is taken where so many times its bytes fit into a GPU: plans are true within a tenth, and a CUDA context,
 communicators and what the allocator cannot use come to it."""
@@ -67,10 +69,15 @@ def choose_layout(
 
 
 def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
-    host = sum(plan.host.values())
+    host = host_bytes(plan, ranks_here)
     if rooms.device is None:  # Of the whole memory, so that a run lies alike whatever else the host does.
-        return host <= rooms.host.total / ranks_here
-    return host <= rooms.host.free / ranks_here and MARGIN * sum(plan.device.values()) <= rooms.device.free
+        return host <= rooms.host.total
+    return host <= rooms.host.free and MARGIN * sum(plan.device.values()) <= rooms.device.free
+
+
+def host_bytes(plan: MemoryPlan, ranks_here: int) -> int:
+    """Of the leader's host, which has so many ranks: what only the leader keeps is there once."""
+    return sum(size * (1 if part in LEADERS else ranks_here) for part, size in plan.host.items())
 
 
 def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -121,11 +128,13 @@ class Sizes:
             if config.trainer.lora is not None:
                 add_adapters(policy, config.trainer.lora, config.seed)
             bodies: list[nn.Module] = [policy]
+            layers = layers_of(policy)
             plan = algorithm.critic
             if plan is not None and plan.own_model:
-                bodies.append(load_critic(critic_section(config.model, plan.path), weights=False))
+                critic = load_critic(critic_section(config.model, plan.path), weights=False)
+                bodies.append(critic)
+                layers += layers_of(critic.body)
             reference = _reference_weights(config, algorithm)
-        layers = [layer for body in bodies for layer in layers_of(body)]
         units = [_unit(layer) for layer in layers]
         whole = [_unit(body) for body in bodies]
         root = Unit(
@@ -284,6 +293,7 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
     if config.trainer.lora is not None:
         add_adapters(model, config.trainer.lora, config.seed)
+    take_routers(model)
     _attend_as_on_a_gpu(model)
     take_routers(
         model

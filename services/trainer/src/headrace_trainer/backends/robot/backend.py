@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyPolicy
 
 FP32 = 4
+STATE = {"masters": 1, "moments": 2, "gradients": 2}
+"""How often a rank has all weights in fp32."""
+STATE_BYTES = sum(STATE.values()) * FP32
+"""Of each weight, on each rank."""
 CRITIC = ("critic.", "value_head.")
 """What names of a critic's own weights begin with."""
 PATCH_PIXELS = 14 * 14
@@ -218,7 +222,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
             config = policy_of(self._config.model)
             assert config is not None
             weights = sum(parameter.numel() for parameter in config.build(0).parameters())
-        state = {"masters": weights * FP32, "moments": 2 * weights * FP32, "gradients": 2 * weights * FP32}
+        state = {name: copies * weights * FP32 for name, copies in STATE.items()}
         hold = {"hold": 3 * weights * FP32 if self._algorithm.passes.several else 0}
         return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
 
