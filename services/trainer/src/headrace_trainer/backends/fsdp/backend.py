@@ -67,7 +67,9 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         trainer = self._config.trainer
         if trainer.lora is None or trainer.reference is not None:
             weights = dict(self._sharded.weights()) if warmed else None
-            self._reference = Reference(self._config, self._ranks, weights, self._expert_mesh())
+            self._reference = Reference(
+                self._config, self._ranks, weights, self._expert_mesh(), self._context
+            )
         else:
             adapters = self._sharded.adapters() if warmed else ()
             self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
@@ -34,6 +35,7 @@ class Reference:
         ranks: TrainerGroup,
         warmed: Mapping[str, Tensor] | None,
         experts: ExpertMesh | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
@@ -54,6 +56,7 @@ class Reference:
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
         self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True, experts=divided)
+        self._model.policy.context = context
         self._away = False
         self.park()
 
