@@ -105,7 +105,7 @@ class Session:
         self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
         seconds = {"restore_seconds": time.monotonic() - started}
         figures = seconds | planned.figures() | rank.restore_figures()
-        reply = Restored(version, rank.warmup.steps, figures)
+        reply = Restored(version, rank.warmup.steps, figures, rank.backend.layout_chosen)
         self.checkpoints.begin(origin, store_id, reply)
         return reply
 
@@ -152,7 +152,7 @@ class Session:
             )
         self._state, self._carried = carried.state, None
         figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
-        return Restored(carried.version, 0, figures)
+        return Restored(carried.version, 0, figures, self.rounds.rank.backend.layout_chosen)
 
     def _assemble(self) -> None:
         rank = self.rounds.rank

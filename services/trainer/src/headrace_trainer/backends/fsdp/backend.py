@@ -68,7 +68,12 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         if trainer.lora is None or trainer.reference is not None:
             weights = dict(self._sharded.weights()) if warmed else None
             self._reference = Reference(
-                self._config, self._ranks, weights, self._expert_mesh(), self._context
+                self._config,
+                self._ranks,
+                weights,
+                self.layout.shard_ranks,
+                self._expert_mesh(),
+                self._context,
             )
         else:
             adapters = self._sharded.adapters() if warmed else ()
@@ -137,7 +142,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         """The reduced shards with what helpers have added, which is then part of them and of nothing else."""
         gradients = self._sharded.gradients()
         for name, shard in self._contributed.items():
-            gradients[name].add_(shard)
+            gradients[name].add_(shard.to(gradients[name].device))
         self._contributed = {}
         return gradients
 
@@ -167,6 +172,4 @@ class FsdpBackend(FsdpModels, HelpingBackend):
 
     @override
     def _global_norm(self, gradients: dict[str, Tensor]) -> float:
-        norms = torch._foreach_norm(list(gradients.values()))
-        own = torch.stack(norms).double().square().sum().item()
-        return math.sqrt(self._ranks.sum({"square": own})["square"])
+        return math.sqrt(self._sharded.norm_square(gradients.values()))

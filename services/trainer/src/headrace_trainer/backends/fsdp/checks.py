@@ -10,7 +10,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.experts import check_experts
+from headrace_trainer.backends.fsdp.layout import check_run as check_layout
 from headrace_trainer.backends.fsdp.prefixes import obstacle_to_trees
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
@@ -20,7 +20,7 @@ CONTEXT = "trainer.backend_options.context_parallel"
 
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
-    check_experts(options, config, algorithm)
+    check_layout(options, config, algorithm)
     if options.context_parallel > 1:
         _check_context(options.context_parallel, config, algorithm)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.group.group import TrainerGroup
@@ -34,6 +35,7 @@ class Reference:
         config: TrainerConfig,
         ranks: TrainerGroup,
         warmed: Mapping[str, Tensor] | None,
+        shard_ranks: int,
         experts: ExpertMesh | None = None,
         context: ContextGroup | None = None,
     ) -> None:
@@ -55,7 +57,8 @@ class Reference:
         # It chooses experts itself, whatever the engine did with the policy.
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True, experts=divided)
+        layout = Layout("weights", shard_ranks)
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
         self._model.policy.context = context
         self._away = False
         self.park()
