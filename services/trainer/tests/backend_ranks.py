@@ -67,9 +67,12 @@ class Walk:
         self.backend: Any = build_backend(config, build_algorithm(config.algorithm), trainer_group)
         self.tensors: dict[str, torch.Tensor] = {}
         self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
+        self.grouped = case.get("grouped", False)
+        """Whether a row has a whole group, which may be a tree, in place of one sequence."""
 
     def all_rows(self) -> Rows:
-        return [[sequence] for seed in (2, 3) for sequence in random_sequences(seed)]
+        groups = [random_sequences(seed) for seed in (2, 3)]
+        return groups if self.grouped else [[sequence] for group in groups for sequence in group]
 
     def learn(self) -> None:
         """Accumulates this rank's share, whose reference is a little off the policy."""
@@ -79,10 +82,8 @@ class Walk:
         bodies = self.trainer_group.gather(json.dumps([self.backend.replica, found]).encode())
         by_replica = dict(json.loads(body) for body in bodies)
         self.figures["log_probs"].append([by_replica[replica] for replica in sorted(by_replica)])
-        moved = [
-            [with_column(row[0], [value - 0.1 for value in values["reference_log_probs"]])]
-            for row, values in zip(rows, own, strict=True)
-        ]
+        references = iter([value - 0.1 for value in values["reference_log_probs"]] for values in own)
+        moved = [[with_column(sequence, next(references)) for sequence in row] for row in rows]
         assert self.backend.micro(moved).finite
 
     def commit(self) -> None:

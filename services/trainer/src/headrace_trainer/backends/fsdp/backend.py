@@ -68,7 +68,12 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         if trainer.lora is None or trainer.reference is not None:
             weights = dict(self._sharded.weights()) if warmed else None
             self._reference = Reference(
-                self._config, self._ranks, weights, self.layout.shard_ranks, self._expert_mesh()
+                self._config,
+                self._ranks,
+                weights,
+                self.layout.shard_ranks,
+                self._expert_mesh(),
+                self._context,
             )
         else:
             adapters = self._sharded.adapters() if warmed else ()

@@ -34,12 +34,13 @@ from headrace_trainer.backends._base import (
     ReferenceFacts,
     StateReader,
 )
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, compile_layers
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
 from headrace_trainer.backends.shared.losses import Forward
@@ -83,13 +84,18 @@ class FsdpModels(LanguageModel, AdaptingBackend):
     @property
     @override
     def replicas(self) -> int:
-        """Each rank computes with whole layers."""
-        return self._ranks.world_size
+        """Each rank computes with whole layers, and with whole rows unless ranks divide them."""
+        return self._ranks.world_size // self._options.context_parallel
 
     @property
     @override
     def replica(self) -> int:
-        return self._ranks.rank
+        return self._ranks.rank // self._options.context_parallel
+
+    @property
+    def speaks(self) -> bool:  # type: ignore[override]
+        """The ranks that divide rows have the figures of all of them."""
+        return self._ranks.rank % self._options.context_parallel == 0
 
     @property
     @override
@@ -237,6 +243,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
+            if self._options.compile:
+                compile_layers(body)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
@@ -250,8 +258,14 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             routing=self._routing,
             experts=self._expert_mesh(),
         )
+        self._model.policy.context = self._context
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    @property
+    def _context(self) -> ContextGroup | None:
+        size = self._options.context_parallel
+        return ContextGroup(self._ranks, size) if size > 1 else None
 
     def _expert_mesh(self) -> ExpertMesh | None:
         size = self._options.expert_parallel
@@ -323,8 +337,11 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             rows or self._dummy,
             shared=self.shares_prefixes,
             attends=self._attends,
+            multiple=self._options.context_parallel,
             experts=self._expert_shape,
         )
+        if (context := self._context) is not None:
+            batch = context.divided(batch)
         return (batch if rows else batch.uncounted()).to(self._ranks.device)
 
     @property
@@ -332,7 +349,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
             return Attends.MASK
-        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
+        divided = self._options.context_parallel > 1
+        return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
 
     @property
     def _lora(self) -> LoraSection | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
@@ -36,6 +37,7 @@ class Reference:
         warmed: Mapping[str, Tensor] | None,
         shard_ranks: int,
         experts: ExpertMesh | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
@@ -57,6 +59,7 @@ class Reference:
         # Resharded after every layer: a whole copy would stand beside the policy's.
         layout = Layout("weights", shard_ranks)
         self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
+        self._model.policy.context = context
         self._away = False
         self.park()
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.shared.fit import CRITIC
@@ -258,6 +259,12 @@ class ShardedModel:
         self._root.set_is_last_backward(reduce)
 
 
+def compile_layers(body: PreTrainedModel) -> None:
+    """Has torch compile the forward of each layer, one program for all of them; fully_shard's hooks stay outside."""
+    for layer in layers_of(body):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return (
@@ -283,6 +290,8 @@ class Policy(nn.Module):
         self.critic = critic
         self.routing = routing
         """What its routers are told, of a model with experts."""
+        self.context: ContextGroup | None = None
+        """The ranks that divide the micro-batches it gets; set by who divides them."""
 
     def forward(
         self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
@@ -300,21 +309,37 @@ class Policy(nn.Module):
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
-        hidden_UD = _hidden(self.model.base_model, batch)
+        hidden_UD = self._hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
-        index_K = batch.index_K
-        values_K = self._values(batch, hidden_UD)[index_K] if values else None
-        return log_probs_U[index_K], entropy_U[index_K], values_K
+        found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
+        if self.context is not None:
+            found = [self.context.whole(own_U, batch) for own_U in found]
+        own_K = [each_U[batch.index_K] for each_U in found]
+        return own_K[0], own_K[1], own_K[2] if values else None
 
     def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
         assert self.critic is not None
         if self.critic.body is not None:
-            hidden_UD = _hidden(self.critic.body, batch)
+            hidden_UD = self._hidden(self.critic.body, batch)
         found_U: Tensor = self.critic.head(hidden_UD)
         return found_U
+
+    def _hidden(self, body: Any, batch: MicroBatch) -> Tensor:
+        """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+        # Only bodies whose attention takes them are given any.
+        told = {"paths": batch.paths, "segments": batch.segments, "context": self.context}
+        options = {name: value for name, value in told.items() if value is not None}
+        hidden_RLD: Tensor = body(
+            input_ids=batch.tokens_RL,
+            position_ids=batch.positions_RL,
+            attention_mask=batch.mask_R1LL,
+            use_cache=False,
+            **options,
+        ).last_hidden_state
+        return hidden_RLD.flatten(0, 1)[batch.sources_U]
 
     def _gather_in_fp32(self) -> None:
         """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
@@ -327,18 +352,3 @@ class Policy(nn.Module):
             pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
             for parameter in module.parameters(recurse=False):
                 gather_in_fp32(parameter)
-
-
-def _hidden(body: Any, batch: MicroBatch) -> Tensor:
-    """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
-    # Only bodies whose attention takes them are given any.
-    told = {"paths": batch.paths, "segments": batch.segments}
-    options = {name: value for name, value in told.items() if value is not None}
-    hidden_RLD: Tensor = body(
-        input_ids=batch.tokens_RL,
-        position_ids=batch.positions_RL,
-        attention_mask=batch.mask_R1LL,
-        use_cache=False,
-        **options,
-    ).last_hidden_state
-    return hidden_RLD.flatten(0, 1)[batch.sources_U]
