@@ -54,7 +54,8 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
 
     As `load_model`. Raises ModelNotReadable.
     """
-    hook = register_module_parameter_registration_hook(_onto_meta)
+    register: Any = register_module_parameter_registration_hook
+    hook = register(_onto_meta)
     try:
         model = load_model(config, weights=False, dtype=dtype)
     finally:
@@ -68,7 +69,9 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
     return model
 
 
-def _onto_meta(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+def _onto_meta(
+    _: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None
+) -> torch.nn.Parameter | None:
     if parameter is None or parameter.is_meta:
         return parameter
     return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -130,7 +133,8 @@ def _files(config: ModelSection, *, cached: bool) -> list[Path]:
                 raise not_readable(config, f"{file.name}, which {SAFE_WEIGHTS_INDEX_NAME} names, is missing")
         return found
     options.pop("_raise_exceptions_for_missing_entries")
-    shards, _ = get_checkpoint_shard_files(path, index, **options)
+    find_shards: Any = get_checkpoint_shard_files
+    shards, _ = find_shards(path, index, **options)
     return [Path(shard) for shard in shards]
 
 
@@ -155,7 +159,8 @@ class ModelFiles(Tensors):
     def __init__(self, files: Iterable[Path], model: PreTrainedModel) -> None:
         self._model = model
         self._files = TensorFiles(files)
-        self._parameters = dict(state_tensors(model))
+        # As it is now: the model may be taken to other types and devices before its weights are read.
+        self._layout = {name: (tuple(own.shape), own.dtype) for name, own in state_tensors(model)}
         self._sources: dict[str, _Sources] = {}
         self._converted: tuple[str, dict[str, Tensor]] | None = None
         """What the last conversion made: others of its weights, or other parts of them, may be asked for next."""
@@ -172,7 +177,7 @@ class ModelFiles(Tensors):
         for alias, name in (getattr(untyped, "all_tied_weights_keys", None) or {}).items():
             if name not in self._sources and alias in self._sources:
                 self._sources[name] = self._sources[alias]
-        missing = {name for name in self._parameters if name not in self._sources}
+        missing = {name for name in self._layout if name not in self._sources}
         self.drawn = _may_be_missing(model, missing)
         """Weights without a tensor that the architecture lets be missing."""
         self.missing = missing - self.drawn
@@ -180,15 +185,15 @@ class ModelFiles(Tensors):
 
     @override
     def names(self) -> Iterable[str]:
-        return self._parameters.keys()
+        return self._layout.keys()
 
     @override
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._parameters[name].shape)
+        return self._layout[name][0]
 
     @override
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        sources, dtype = self._sources[name], self._parameters[name].dtype
+        sources, dtype = self._sources[name], self._layout[name][1]
         if box is not None and not volume(box):
             return torch.empty([end - first for first, end in box], dtype=dtype)
         if sources.converter is None:

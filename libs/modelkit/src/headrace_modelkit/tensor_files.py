@@ -1,8 +1,8 @@
 """Named tensors in safetensors files, of which one part after another is read. Knows no model.
 
-A *box* is a part of a tensor: its first element and the one behind its last in each dimension. A file may hold a box of a
-tensor in place of the whole, and says so in its header: then several files, of one writer each, have a tensor between
-them. Only what is asked for is read: a file is mapped for as long as one part is copied out of it.
+A *box* is a part of a tensor: its first element and the one behind its last in each dimension. A file may hold a box in
+place of the whole tensor, and says so in its header: several files, of one writer each, then hold the tensor. Only what is
+asked for is read: a file is mapped for as long as one part is copied out of it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Piece:
 
 
 class TensorFiles(Tensors):
-    """The tensors of several files. Raises OSError for one that is missing, ValueError, naming it, for a damaged one."""
+    """The tensors of several files. Raises OSError for a file that is missing, ValueError for a damaged one."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -75,8 +75,9 @@ class TensorFiles(Tensors):
         for file in files:
             for name, shape, box in read_header(file):
                 if self._shapes.setdefault(name, shape) != shape:
+                    other = list(self._shapes[name])
                     raise ValueError(
-                        f"{file.name}: {name} has the shape {list(shape)} there and {list(self._shapes[name])} elsewhere"
+                        f"{file.name}: {name} has the shape {list(shape)} there and {other} elsewhere"
                     )
                 self._pieces.setdefault(name, []).append(_Piece(file, box))
         for name, pieces in self._pieces.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
+from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
@@ -84,21 +85,21 @@ class ReferenceFacts:
 
 
 class StateReader(Protocol):
-    """Named full tensors of a checkpoint."""
+    """Named tensors of a checkpoint, or parts of them."""
 
-    def weight(self, name: str) -> Tensor:
-        """fp32 weight, or a buffer in its own type."""
+    def weight(self, name: str, box: Box | None = None) -> Tensor:
+        """fp32 weight, or a buffer in its own type; a box of it alone, as for all of these."""
 
-    def moment(self, kind: str, name: str) -> Tensor:
+    def moment(self, kind: str, name: str, box: Box | None = None) -> Tensor:
         """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
 
-    def critic_weight(self, name: str) -> Tensor:
+    def critic_weight(self, name: str, box: Box | None = None) -> Tensor:
         """fp32 weight of the critic, or a buffer in its own type."""
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer of the critic by name; empty without one."""
 
-    def adapter(self, name: str) -> Tensor:
+    def adapter(self, name: str, box: Box | None = None) -> Tensor:
         """fp32 part of an adapter, or "alpha"."""
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -133,6 +134,12 @@ class Backend(Protocol):
     def memory_plan(self) -> MemoryPlan:
         """What this rank will need at least, by the models' shapes; loads nothing. Raises ModelNotReadable."""
 
+    def check_files(self, *, initial: bool) -> None:
+        """Opens what a restore of the initial model, or of a checkpoint, reads of models; loads nothing.
+
+        Raises ModelNotReadable, naming a file that is missing or damaged.
+        """
+
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""
 
@@ -140,7 +147,7 @@ class Backend(Protocol):
         """Raises Refusal CHECKPOINT_MISMATCH, naming the key, for another model or optimizer. Loads nothing."""
 
     def load_state(self, reader: StateReader | None) -> None:
-        """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
+        """A checkpoint's weights and optimizer state. A rank that cannot read it passes None; rank 0 always can."""
 
     def load_reference(self) -> None:
         """The frozen reference model, where the algorithm's columns name it: after the initial model and its warm-up,

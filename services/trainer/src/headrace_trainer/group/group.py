@@ -100,6 +100,14 @@ class TrainerGroup:
         if self.world_size > 1:
             dist.broadcast(tensor, 0)
 
+    def send(self, rank: int, tensor: Tensor) -> None:
+        """Gives another rank a tensor on the CPU; that rank calls `receive`."""
+        dist.send(_bytes(tensor), rank, group=self._figures)
+
+    def receive(self, rank: int, tensor: Tensor) -> None:
+        """Overwrites a contiguous tensor on the CPU with what another rank sends."""
+        dist.recv(_bytes(tensor), rank, group=self._figures)
+
     def leave(self) -> None:
         """Ends the process group; what was sharded over it can no longer communicate."""
         dist.destroy_process_group()
@@ -159,6 +167,10 @@ def _late(generation: int, world_size: int, rendezvous: str, timeout_s: float, e
         f"{timeout_s:g} s: {reason}",
         "unavailable",
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -91,6 +91,13 @@ class Rank:
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
 
+    def check_files(self, *, initial: bool) -> None:
+        """Opens the models' files that a restore reads. Raises Refusal MODEL_NOT_READABLE, naming what is wrong."""
+        try:
+            self._new_backend().check_files(initial=initial)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+
     def check_memory(self) -> MemoryPlan:
         """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
         try:

@@ -85,6 +85,7 @@ class Session:
         reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps) if saved else None
         if reader is not None:
             rank.check_state(reader)
+        rank.check_files(initial=not checkpoint)
         planned = rank.check_memory()
         before = self.state, self.checkpoints.manifest
         self._state, self.checkpoints.manifest, self._carried = steps.lost(self.state), b"", None

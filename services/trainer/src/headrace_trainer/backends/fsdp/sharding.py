@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from headrace_trainer.backends.fsdp.loading import materialise, materialise_whole
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -53,8 +54,7 @@ class ShardedModel:
         )
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
         frozen = {p for p in self.policy.parameters() if not p.requires_grad and ranks.world_size == 1}
-        for parameter in frozen:
-            parameter.data = parameter.data.to(ranks.device)
+        frozen = materialise_whole(self.policy, frozen, ranks.device)
         for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
             sharded = fully_shard(
                 module,
@@ -65,12 +65,17 @@ class ShardedModel:
             )
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
+        materialise(self.policy, ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=ranks.device)
         self._accumulating(reshard)
         self.finish_backward()  # fixes the sharded parameters for good
         self._name_tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer by name, the critic's too: sharded ones as DTensors."""
+        return self.parameters | self.buffers
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own fp32 master shards of what learns; writing to them changes the model."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,11 @@ from torch import Tensor
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
+from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, parts_of
 from headrace_trainer.backends.megatron.shards import Shards
+from headrace_trainer.backends.shared.distributing import Place, Read, distribute
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
-
-Read = Callable[[str], Tensor]
-"""A whole canonical tensor by name."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,36 @@ class Settings:
     dtype: torch.dtype
     sequence_parallel: bool = False
     recompute: bool = False
+
+
+class _Pending:
+    """Local parameters in fp32 of which not all canonical parts have come yet."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        shapes: Mapping[str, torch.Size],
+        device: torch.device,
+        done: Callable[[str, Tensor], None],
+    ) -> None:
+        self._parts = parts
+        self._shapes = shapes
+        self._device = device
+        self._done = done
+        self._missing = Counter(part.local for part in parts.values())
+        self._pending: dict[str, Tensor] = {}
+
+    def take(self, name: str, value: Tensor) -> None:
+        """A part by its canonical name; the parameter goes on to `done` when it was the last one."""
+        part = self._parts[name]
+        local = part.local
+        if local not in self._pending:
+            self._pending[local] = torch.empty(self._shapes[local], device=self._device)
+        own = part.of_local(self._pending[local])
+        own.copy_(value.reshape(own.shape))
+        self._missing[local] -= 1
+        if not self._missing[local]:
+            self._done(local, self._pending.pop(local))
 
 
 class ParallelModel:
@@ -73,28 +102,44 @@ class ParallelModel:
         self.counted = [name for name in self.shards.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
 
-    def load(self, read: Read | None) -> None:
-        """Sets all weights; rank 0 reads whole ones, the others pass None."""
-        for name, value in self.scatter(read):
-            self.shards.fill(name, value)
+    def load(self, read: Read | None, types: Mapping[str, torch.dtype] | None = None) -> None:
+        """Sets all weights, which `distribute` brings in `types`, by default in fp32."""
+        self._distribute(read, self.shards.fill, types)
 
-    def scatter(self, read: Read | None) -> Iterator[tuple[str, Tensor]]:
-        """(local name, fp32 value) of each of this rank's parameters, of whole canonical tensors that rank 0 reads."""
-        device, shapes = self._ranks.device, self.shards.shapes()
-        pending: dict[str, Tensor] = {}
-        missing = Counter(part.local for part in self._parts.values())
-        for name, shape in self.architecture.shapes.items():
-            whole = torch.empty(shape, dtype=torch.float32, device=device)
-            if read is not None:
-                whole.copy_(read(name).detach())
-            self._ranks.share(whole)
-            if (part := self._parts.get(name)) is None:
-                continue
-            own = pending.setdefault(part.local, torch.empty(shapes[part.local], device=device))
-            part.of_local(own).copy_(part.of_whole(whole))
-            missing[part.local] -= 1
-            if not missing[part.local]:
-                yield part.local, pending.pop(part.local)
+    def pieces(self, read: Read | None) -> dict[str, Tensor]:
+        """This rank's pieces, flat and in fp32 by local name, of tensors that are shaped like the weights."""
+        found: dict[str, Tensor] = {}
+
+        def take(name: str, value: Tensor) -> None:
+            found[name] = self.shards.piece(name, value).clone()
+
+        self._distribute(read, take)
+        return found
+
+    def load_whole(self, found: Iterator[tuple[str, Tensor]]) -> None:
+        """Sets all weights from whole canonical tensors, which every rank has one after another."""
+        parts = _Pending(self._parts, self.shards.shapes(), self._ranks.device, self.shards.fill)
+        for name, value in found:
+            if (part := self._parts.get(name)) is not None:
+                parts.take(name, part.of_whole(value))
+
+    def _distribute(
+        self,
+        read: Read | None,
+        take: Callable[[str, Tensor], None],
+        types: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Gives `take` every parameter of this rank, by local name and in fp32."""
+        parts = _Pending(self._parts, self.shards.shapes(), self._ranks.device, take)
+        places = {
+            name: Place(
+                part.box(self.architecture.shapes[name]),
+                types[name] if types else torch.float32,
+                partial(parts.take, name),
+            )
+            for name, part in self._parts.items()
+        }
+        distribute(self._ranks, places, read)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
 from headrace_trainer.backends.megatron.architecture import Architecture
@@ -29,6 +31,19 @@ class Part:
     of_local: Pick
     of_whole: Pick
     copy: bool = False
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """Which box of the whole `of_whole` picks: from its first element to its last."""
+        whole = torch.empty(shape, device="meta")
+        view = self.of_whole(whole)
+        first = view.storage_offset()
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
+        )
+        return tuple(
+            (first // stride % size, last // stride % size + 1)
+            for size, stride in zip(shape, whole.stride(), strict=True)
+        )
 
 
 def parts_of(architecture: Architecture, layout: Layout, tensor_rank: int, stage: int) -> dict[str, Part]:

@@ -223,6 +223,10 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
 
     @override
+    def check_files(self, *, initial: bool) -> None:
+        """A policy is built here, or read whole."""
+
+    @override
     def load_initial(self) -> None:
         self._take(initial_policy(self._config.model, self._config.seed))
 

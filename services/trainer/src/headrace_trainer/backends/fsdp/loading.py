@@ -1,0 +1,91 @@
+"""Fills the shards of a model that was sharded on meta, and says which box of a tensor each of them is.
+
+Knows no files and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from headrace_modelkit.tensor_files import Box, slices, volume, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from headrace_trainer.backends.shared.distributing import Place
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Gives what lies on meta memory on `device`, with values to be filled in; the rest stays as it is.
+
+    The memory is not touched: on a CPU it is not resident before values come.
+    """
+    untyped: Any = module
+    with torch.no_grad():
+        untyped._apply(lambda own: torch.empty_like(own, device=device) if own.is_meta else own)
+
+
+def materialise_whole(
+    module: nn.Module, parameters: Iterable[nn.Parameter], device: torch.device
+) -> set[nn.Parameter]:
+    """As `materialise`, of parameters that are not sharded, which it replaces: those that stand in their places."""
+    made = {
+        id(own): nn.Parameter(
+            torch.empty_like(own, device=device) if own.is_meta else own.to(device), requires_grad=False
+        )
+        for own in parameters
+    }
+    for each in module.modules():
+        for name, own in each.named_parameters(recurse=False, remove_duplicate=False):
+            if id(own) in made:
+                setattr(each, name, made[id(own)])
+    return set(made.values())
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Which part of the whole is here: of a sharded parameter its shard, of another tensor all of it."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    sizes, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(
+        (min(at, size), min(at, size) + own) for at, own, size in zip(first, sizes, tensor.shape, strict=True)
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What is here of it; writing to it changes the model."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Whether no rank before this one has the same shard."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        at == 0 for at, each in zip(coordinate, tensor.placements, strict=True) if isinstance(each, Replicate)
+    )
+
+
+def places(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> dict[str, Place]:
+    """Where parts of these tensors go, by name; they travel in `types`, by default in their own."""
+    return {
+        name: Place(box_of(own), types[name] if types else own.dtype, local(own).copy_)
+        for name, own in tensors.items()
+    }
+
+
+def fill_from(tensors: Mapping[str, Tensor], found: Iterator[tuple[str, Tensor]]) -> None:
+    """Takes this rank's parts of whole tensors that every rank has, one after another."""
+    with torch.no_grad():
+        for name, value in found:
+            own = local(tensors[name])
+            own.copy_(value[slices(box_of(tensors[name]))].view(own.shape))
+
+
+def part_of(tensor: Tensor, value: Tensor, *, leads: bool) -> tuple[Box, Tensor] | None:
+    """(box, value) that this rank saves of `tensor`, of which it has `value`; None where another rank saves it."""
+    box = box_of(tensor)
+    if not isinstance(tensor, DTensor) or not tensor.numel():
+        return (box, value) if leads else None
+    return (box, value) if volume(box) and is_first_copy(tensor) else None
