@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from state_parts import whole_state
 from trainer_calls import random_sequences
 
 COLUMNS = ("old_log_probs", "reference_log_probs")
@@ -92,7 +93,10 @@ class Walk:
 
     def state(self) -> dict[str, torch.Tensor]:
         weights = {f"weights/{name}": value.clone() for name, value in self.backend.weights()}
-        return weights | {f"moments/{name}": value.clone() for name, value in self.backend.moments()}
+        saved = whole_state(self.trainer_group, self.backend.weight_parts())
+        assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
+        moments = whole_state(self.trainer_group, self.backend.moment_parts())
+        return weights | {f"moments/{name}": value for name, value in moments.items()}
 
     def go(self, saved: str) -> None:
         backend = self.backend

@@ -1,8 +1,8 @@
 """Named tensors in safetensors files, of which one part after another is read. Knows no model.
 
 A *box* is a part of a tensor: its first element and the one behind its last in each dimension. A file may hold a box in
-place of the whole tensor, and says so in its header: several files, of one writer each, then hold the tensor. Only what is
-asked for is read: a file is mapped for as long as one part is copied out of it.
+place of the whole tensor, and says so in its header: several files, of one writer each, then hold the tensor.
+Only what is asked for is read: a file is mapped for as long as one part is copied out of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,24 @@ Box = tuple[tuple[int, int], ...]
 """(first, end) in each dimension."""
 BOXES = "boxes"
 """Key of a safetensors header's metadata: name → [shape of the whole, first element of the box], as JSON."""
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TornTensor(ValueError):
+    """A file is damaged, or files do not hold all of a tensor; the text names it."""
 
 
 class Tensors(Protocol):
@@ -67,7 +85,7 @@ class _Piece:
 
 
 class TensorFiles(Tensors):
-    """The tensors of several files. Raises OSError for a file that is missing, ValueError for a damaged one."""
+    """The tensors of several files. Raises OSError for a file that is missing, TornTensor for a damaged one."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -76,14 +94,14 @@ class TensorFiles(Tensors):
             for name, shape, box in read_header(file):
                 if self._shapes.setdefault(name, shape) != shape:
                     other = list(self._shapes[name])
-                    raise ValueError(
+                    raise TornTensor(
                         f"{file.name}: {name} has the shape {list(shape)} there and {other} elsewhere"
                     )
                 self._pieces.setdefault(name, []).append(_Piece(file, box))
         for name, pieces in self._pieces.items():
             found = sum(volume(piece.box) for piece in pieces)
             if found != (needed := math.prod(self._shapes[name])):
-                raise ValueError(f"{name}: the files hold {found} of its {needed} elements")
+                raise TornTensor(f"{name}: the files hold {found} of its {needed} elements")
 
     @override
     def names(self) -> Iterable[str]:
@@ -115,11 +133,11 @@ class TensorFiles(Tensors):
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file, to be used in a `with`. Raises OSError, and ValueError where it is damaged."""
+    """A safetensors file, to be used in a `with`. Raises OSError, and TornTensor where it is damaged."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
-        raise ValueError(f"{file.name}: {error}") from error
+        raise TornTensor(f"{file.name}: {error}") from error
 
 
 def read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], Box]]:
@@ -152,3 +170,28 @@ def slices(box: Box, inside: Box | None = None) -> tuple[slice, ...]:
     """Index of a box in the whole tensor, or in a tensor that is the box `inside`."""
     starts = [0] * len(box) if inside is None else [first for first, _ in inside]
     return tuple(slice(first - start, end - start) for (first, end), start in zip(box, starts, strict=True))
+
+
+def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file of these tensors begins with; their bytes follow, one after another."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Its elements as they are in a file."""
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from headrace_modelkit.tensor_files import Tensors
+
 ALIGNMENT_BYTES = 16
 """Of tensors that are used where they are: what vector instructions like to read."""
 
@@ -49,11 +51,21 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises ValueError, before anything is written, when names or shapes are not the model's own.
     """
     own = _named(model)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def read_weights(model: nn.Module, tensors: Tensors) -> None:
+    """As `load_weights`, of tensors that are read one after another."""
+    own = _named(model)
+    if problem := _difference(_shapes(own), {name: tensors.shape(name) for name in tensors.names()}):
+        raise ValueError(f"the weights are not this model's: {problem}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors.read(name))
 
 
 def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -62,7 +74,7 @@ def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     They may be read-only; the model keeps what they are views of. Odd addresses and other types are copied.
     """
     own = _named(model)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     for name, tensor in own.items():
         given = tensors[name]
@@ -75,14 +87,18 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(state_tensors(model))
 
 
-def _difference(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _difference(own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str:
     if missing := own.keys() - given.keys():
         return f"{len(missing)} missing, first {min(missing)}"
     if extra := given.keys() - own.keys():
         return f"{len(extra)} unknown, first {min(extra)}"
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape:
-            return f"{name} has shape {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+    for name, shape in own.items():
+        if shape != given[name]:
+            return f"{name} has shape {given[name]}, not {shape}"
     return ""
 
 

@@ -84,6 +84,19 @@ class ReferenceFacts:
     digest: str
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """What one rank saves of a tensor: a box of the whole, whose shape is given. All ranks' boxes make up the tensor.
+
+    `value` is on the device, and good until the next part is asked for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    value: Tensor
+
+
 class StateReader(Protocol):
     """Named tensors of a checkpoint, or parts of them."""
 
@@ -195,8 +208,13 @@ class Backend(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name; gathered one at a time, so every rank must exhaust it."""
 
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Full optimizer moments, named kind/weight, the critic's weights and adapters; every rank must exhaust it."""
+    def weight_parts(self) -> Iterator[StatePart]:
+        """What this rank saves of the weights; every rank must exhaust it."""
+
+    def moment_parts(self) -> Iterator[StatePart]:
+        """What this rank saves of optimizer moments, named kind/weight, of the critic's weights and of adapters; every
+        rank must exhaust it.
+        """
 
     @property
     def optimizer_steps(self) -> int:
@@ -235,6 +253,9 @@ class HelpingBackend(Protocol):
 @runtime_checkable
 class AdaptingBackend(Protocol):
     """What a backend has besides when it can train adapters beside frozen weights."""
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every part of an adapter, whole; all ranks exhaust it."""
 
     @property
     def base_model(self) -> ReferenceFacts | None:

@@ -1,8 +1,8 @@
-"""Named tensors of a run's state, one at a time: of a checkpoint's mapped files, or of host memory. Knows no model."""
+"""Named tensors of a run's state, one at a time: of a checkpoint's files, or of host memory. Knows no model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TensorsInMemory
@@ -10,7 +10,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.backends._base import ADAPTER_KIND, CRITIC_KIND, StateReader
-from headrace_trainer.checkpoints.state import OPTIMIZER, WEIGHTS
 from headrace_trainer.errors import Refusal
 
 RANDOM_STATE = "random_state"
@@ -29,23 +28,14 @@ class TensorReader(StateReader):
         self._source = source
 
     @classmethod
-    def of_checkpoint(cls, path: Path, optimizer_steps: int) -> TensorReader:
-        """Of a checkpoint's directory."""
-        weights, optimizer = TensorFiles([path / WEIGHTS]), TensorFiles([path / OPTIMIZER])
-        return cls(weights, optimizer, optimizer_steps, "CHECKPOINT_MISMATCH", "the checkpoint")
-
-    @classmethod
-    def of_copies(
-        cls, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], optimizer_steps: int
-    ) -> TensorReader:
-        """Of what a leader carries from one trainer group into the next."""
-        return cls(
-            TensorsInMemory(weights),
-            TensorsInMemory(optimizer),
-            optimizer_steps,
-            "CARRIED_MISMATCH",
-            "what was carried",
+    def of_checkpoint(cls, path: Path, files: Iterable[str], optimizer_steps: int) -> TensorReader:
+        """Of these files in a checkpoint's directory, which all ranks have written. Raises OSError and ValueError."""
+        names = sorted(name for name in files if name.endswith(".safetensors"))
+        weights, optimizer = (
+            TensorFiles([path / name for name in names if name.startswith(kind)])
+            for kind in ("weights", "optimizer")
         )
+        return cls(weights, optimizer, optimizer_steps, "CHECKPOINT_MISMATCH", "the checkpoint")
 
     @classmethod
     def of_version(cls, weights: Mapping[str, Tensor]) -> TensorReader:

@@ -83,9 +83,8 @@ def fill_from(tensors: Mapping[str, Tensor], found: Iterator[tuple[str, Tensor]]
             own.copy_(value[slices(box_of(tensors[name]))].view(own.shape))
 
 
-def part_of(tensor: Tensor, value: Tensor, *, leads: bool) -> tuple[Box, Tensor] | None:
-    """(box, value) that this rank saves of `tensor`, of which it has `value`; None where another rank saves it."""
-    box = box_of(tensor)
+def is_saved_here(tensor: Tensor, *, leads: bool) -> bool:
+    """Whether this rank saves what it has of a tensor: it is a shard that no rank before has, or it leads."""
     if not isinstance(tensor, DTensor) or not tensor.numel():
-        return (box, value) if leads else None
-    return (box, value) if volume(box) and is_first_copy(tensor) else None
+        return leads
+    return bool(volume(box_of(tensor))) and is_first_copy(tensor)

@@ -13,7 +13,7 @@ from headrace_modelkit.critic import Critic, critic_section, hidden_size
 from headrace_modelkit.loading import DTYPES, load_architecture
 from headrace_modelkit.lora import add_adapters, standing_in
 from headrace_modelkit.model_files import empty_model
-from headrace_modelkit.tensor_files import Tensors
+from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
@@ -32,9 +32,10 @@ from headrace_trainer.backends._base import (
     CRITIC_KIND,
     AdaptingBackend,
     ReferenceFacts,
+    StatePart,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.loading import box_of, places
+from headrace_trainer.backends.fsdp.loading import box_of, is_saved_here, local, places
 from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
@@ -158,10 +159,11 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._shard(model, self._empty_critic())
         if self._lora:
             self._fill_weights(source, types)
+            self._fill(self._sharded.adapter_names, reader.adapter if reader else None)
         else:
             self._fill(self._sharded.weight_names, reader.weight if reader else None)
-        self._fill(self._sharded.adapter_names, reader.adapter if reader else None)
-        self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
+        if self._sharded.critic_names:
+            self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
         steps = self._saved_steps(reader)
         if steps:
             self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
@@ -221,18 +223,40 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return self._sharded.weights()
 
     @override
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_parts(self) -> Iterator[StatePart]:
+        for name in self._sharded.weight_names:
+            if not self._sharded.is_adapted(name):
+                yield from self._part(name, name)
+                continue
+            # Merged as it is published, to the last bit: of the whole weight.
+            box = box_of(self._sharded.tensors()[name])
+            yield from self._part(name, name, self._sharded.weight(name)[slices(box)])
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
         shards = self._sharded.shards()
         for kind in MOMENTS:
             for name, shard in shards.items():
                 own = self._adamw.moment(kind, name) if shard.numel() else shard
-                yield f"{kind}/{name}", self._sharded.gather(name, own)
-        for name, tensor in self._sharded.critic_weights():
-            yield f"{CRITIC_KIND}/{name}", tensor
-        for name, tensor in self._sharded.adapters():
-            yield f"{ADAPTER_KIND}/{name}", tensor
-        if self._lora:
-            yield f"{ADAPTER_KIND}/{ALPHA}", torch.tensor(self._lora.alpha, dtype=torch.float64)
+                yield from self._part(f"{kind}/{name}", name, own)
+        for name in self._sharded.critic_names:
+            yield from self._part(f"{CRITIC_KIND}/{name}", name)
+        for name in self._sharded.adapter_names:
+            yield from self._part(f"{ADAPTER_KIND}/{name}", name)
+        if self._lora and self._ranks.leads:
+            alpha = torch.tensor(self._lora.alpha, dtype=torch.float64)
+            yield StatePart(f"{ADAPTER_KIND}/{ALPHA}", (), (), alpha)
+
+    def _part(self, saved_as: str, name: str, value: Tensor | None = None) -> Iterator[StatePart]:
+        """What this rank saves of tensor `name`, or of one that is sharded like it; nothing where another rank does."""
+        tensor = self._sharded.tensors()[name]
+        if is_saved_here(tensor, leads=self._ranks.leads):
+            own = local(tensor) if value is None else value
+            yield StatePart(saved_as, tuple(tensor.shape), box_of(tensor), own)
+
+    @override
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.adapters()
 
     @override
     def release(self) -> None:

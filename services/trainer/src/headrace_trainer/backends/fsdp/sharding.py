@@ -170,21 +170,25 @@ class ShardedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the policy, whole, adapters merged; all ranks exhaust it."""
-        for name in self.weight_names:
-            layer, _, kind = name.rpartition(".")
-            tensor = self._whole(name)
-            if kind == "weight" and layer in self._scales:
-                adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
-                tensor = merged_weight(tensor, *adapter, self._scales[layer])
-            yield name, tensor.cpu()
+        return ((name, self.weight(name).cpu()) for name in self.weight_names)
+
+    def weight(self, name: str) -> Tensor:
+        """One of them, where it is computed with; all ranks call it."""
+        tensor = self._whole(name)
+        if self.is_adapted(name):
+            layer = name.rpartition(".")[0]
+            adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
+            tensor = merged_weight(tensor, *adapter, self._scales[layer])
+        return tensor
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether a weight has an adapter, which is merged into what is published and saved of it."""
+        layer, _, kind = name.rpartition(".")
+        return kind == "weight" and layer in self._scales
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""
         return ((name, self.gather(name)) for name in self.adapter_names)
-
-    def critic_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the critic, whole; all ranks exhaust it."""
-        return ((name, self.gather(name)) for name in self.critic_names)
 
     def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
         """As `gather`, where it is computed with."""

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from headrace_trainer.backends._base import StatePart
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
@@ -140,6 +141,30 @@ class ParallelModel:
             for name, part in self._parts.items()
         }
         distribute(self._ranks, places, read)
+
+    def state_parts(self, pieces: Mapping[str, Tensor]) -> Iterator[StatePart]:
+        """What this rank saves of tensors whose pieces are given by local name; every rank exhausts it.
+
+        The ranks that have the same parameters take turns: each puts every so-manieth one together and saves it.
+        """
+        group = self.groups.sum
+        by_local: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            if not part.copy:
+                by_local.setdefault(part.local, []).append(name)
+        for index, local in enumerate(self.shards.shapes()):
+            own = self.shards.whole(local, pieces[local])
+            owner = index % group.size()
+            if group.size() > 1:
+                # A rank's whole is 0 where others have the values, so the bits add up.
+                dist.reduce(own.view(torch.int32), dist.get_global_rank(group, owner), group=group)
+            if group.rank() != owner:
+                continue
+            for name in by_local.get(local, ()):
+                part, shape = self._parts[name], self.architecture.shapes[name]
+                box = part.box(shape)
+                value = part.of_local(own).reshape([end - first for first, end in box])
+                yield StatePart(name, shape, box, value)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.

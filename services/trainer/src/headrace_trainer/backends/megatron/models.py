@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends._base import ReferenceFacts, StateReader
+from headrace_trainer.backends._base import ReferenceFacts, StatePart, StateReader
 from headrace_trainer.backends.fsdp.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
@@ -138,14 +138,19 @@ class MegatronModels(LanguageModel):
         return self._model.gather(self._model.shards.masters())
 
     @override
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_parts(self) -> Iterator[StatePart]:
+        return self._model.state_parts(self._model.shards.masters())
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
         masters = self._model.shards.masters()
         for kind in MOMENTS:
             own = {
                 name: self._adamw.moment(kind, name) if piece.numel() else piece
                 for name, piece in masters.items()
             }
-            yield from ((f"{kind}/{name}", whole) for name, whole in self._model.gather(own))
+            for part in self._model.state_parts(own):
+                yield replace(part, name=f"{kind}/{part.name}")
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes values, masters, gradients and moments elsewhere; nothing runs until they are back on the device."""

@@ -89,7 +89,7 @@ def open_source(ranks: TrainerGroup, section: ModelSection, model: PreTrainedMod
 
 
 def check_files(section: ModelSection, key: str = "model.path") -> None:
-    """Opens a model's files, and loads nothing. Raises ModelNotReadable, naming `key` and what is missing or damaged."""
+    """Opens a model's files, loads nothing. Raises ModelNotReadable, naming `key` and what is missing or damaged."""
     try:
         open_model(section, empty_model(section))
     except ModelNotReadable as error:
