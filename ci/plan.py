@@ -100,9 +100,9 @@ _UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
 # Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
-# less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay. What
-# kills and stops fleets comes after, alone, since silences are timed there; and so does vLLM, whose engine takes
-# both cores. Environments and images are made before the parts that use them.
+# less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
+# kills and stops fleets waits for silences of many heartbeats. Megatron and vLLM take both cores, alone. Environments
+# and images are made before the parts that use them.
 TEST = [
     Part(
         "images",
@@ -111,7 +111,7 @@ TEST = [
         needs="integration_tests/compose",
         shares=True,
     ),
-    _script("simulation", "-m", "headrace_simulation", "--seeds", "200", timeout_s=900),
+    _script("simulation", "-m", "headrace_simulation", "--seeds", "100", timeout_s=900),
     Part("browser-environment", ("sh", "ci/browser.sh", sys.executable), timeout_s=600, shares=True),
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
@@ -123,8 +123,8 @@ TEST = [
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
     Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
+    _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True),
     _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True),
-    _tests("faults", "integration_tests/faults", timeout_s=1500),
     _megatron(timeout_s=900),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
@@ -137,7 +137,7 @@ NIGHTLY = [
         "-m",
         "headrace_simulation",
         "--first",
-        "200",
+        "100",
         "--seeds",
         "4000",
         timeout_s=14400,

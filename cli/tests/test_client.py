@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import time
+from pathlib import Path
 
 import headrace.client.errors
 import headrace.client.specs
@@ -250,7 +251,7 @@ def test_bad_overrides_name_key_and_fix(override, sentence):
     assert sentence in problem.problem and problem.fix and caught.value.is_user_error
 
 
-def test_paths_in_files_become_absolute(tmp_path):
+def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def score(*_): return 1.0")
     (tmp_path / "models" / "m").mkdir(parents=True)
     file = tmp_path / "run.yaml"
@@ -259,6 +260,21 @@ def test_paths_in_files_become_absolute(tmp_path):
     spec = load_spec(file)
     assert spec["model"]["path"] == str(tmp_path / "models" / "m")
     assert [item["name"] for item in spec["reward"]["scorers"]] == [f"{tmp_path / 'mine.py'}:score", "exact"]
+    (tmp_path / "sums.jsonl").write_text("")
+    file.write_text(
+        "data: {source: mixture, options: {parts: [{source: jsonl, options: {path: sums.jsonl}}]}}\n"
+        "algorithm: {options: {critic_path: ./models/m}}\nreply: {path: ~/nowhere}"
+    )
+    spec = load_spec(file, ["trainer.reference.path=models/m", "data.options.parts.0.options.form=trl"])
+    (part,) = spec["data"]["options"]["parts"]
+    assert part["options"] == {"path": str(tmp_path / "sums.jsonl"), "form": "trl"}
+    assert spec["algorithm"]["options"]["critic_path"] == str(tmp_path / "models" / "m")
+    assert spec["trainer"]["reference"]["path"] == str(tmp_path / "models" / "m")
+    assert spec["reply"]["path"] == f"{Path.home()}/nowhere"
+    monkeypatch.setenv("MODELS", str(tmp_path / "models"))
+    monkeypatch.chdir(tmp_path)
+    assert load_spec({"model": {"path": "$MODELS/m"}})["model"]["path"] == str(tmp_path / "models" / "m")
+    assert load_spec({}, ["model.path=models/m"])["model"]["path"] == str(tmp_path / "models" / "m")
     file.write_text("model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}")
     assert load_spec(file)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -72,6 +72,7 @@ def test_a_store_that_is_restarted_while_nobody_writes(fleet, spec_of):
     assert len(audit(fleet, fleet.client.get(run.id)).trained) == BATCH
 
 
+@pytest.mark.nightly  # test_flow_steering scales a fleet of processes
 def test_services_are_scaled_in_the_middle_of_a_run(fleet, spec_of):
     fleet.up("--scale", "rollout=2", "--scale", "reward=2")
     try:

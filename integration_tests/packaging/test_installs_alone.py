@@ -86,7 +86,11 @@ def imports_all(environment, package):
     assert int(environment.run("-c", IMPORT_ALL, package, *OF_EXTRAS)) > 5
 
 
-@pytest.mark.parametrize("service", WITHOUT_TORCH)
+@pytest.mark.parametrize(
+    "service",
+    # The images of these two are built from the same requirements in each CI.
+    ["coordinator", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("reward", "simulator"))],
+)
 def test_a_service_installs_alone_and_without_torch(service, make_environment, tmp_path, valkey):
     extras = WITHOUT_TORCH[service]
     options = ["--data-dir", str(tmp_path / "data")]

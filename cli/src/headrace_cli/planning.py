@@ -131,7 +131,8 @@ def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
     check_schema(spec)
     run = RunSpec.model_validate(spec)
     rooms = {"environments": run.environment.count} if run.environment else {}
-    return {"workflow": _graph_of(run), "items": run.slots_per_step, **rooms}
+    bound = {"max_staleness": run.algorithm.max_staleness} if run.algorithm.max_staleness else {}
+    return {"workflow": _graph_of(run), "items": run.slots_per_step, **rooms, **bound}
 
 
 def _graph_of(run: RunSpec) -> dict[str, Any]:

@@ -184,6 +184,7 @@ def test_a_helper_learns_beside_an_owner_with_a_device_of_its_own(tmp_path, spec
     assert any(helped[2:]), notes
 
 
+@pytest.mark.nightly  # test_helpers has it in virtual time; the helper beside it contributes here
 def test_the_only_rollout_s_core_helps_once_all_is_decoded(tmp_path, spec_of):
     slow = "trainer.micro=delay:0.5"
     with Fleet(tmp_path / "data", *FLAGS, HEADRACE_FAILPOINTS=slow) as fleet:

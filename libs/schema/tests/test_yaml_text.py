@@ -27,6 +27,7 @@ def test_the_examples_read_as_any_yaml_reader_reads_them(file):
         ("a: &a {x: 1}\nb: {<<: *a, y: 2}", {"a": {"x": 1}, "b": {"x": 1, "y": 2}}),
         ("a: &a {x: 1}\nb: {<<: *a, x: 2}", {"a": {"x": 1}, "b": {"x": 2}}),
         ("", None),
+        ("a: [0, 0.10, 1_000, 0x10, '010', '1:30']", {"a": [0, 0.1, 1000, 16, "010", "1:30"]}),
         ("a: [yes, ~, '1', 1]", {"a": [True, None, "1", 1]}),
     ],
 )
@@ -41,6 +42,10 @@ def test_data(text, data):
         ("a: 1\nlr: -.inf", 2, "finite"),
         ("lr: 1e999", 1, "finite"),
         ("steps: " + "9" * 5000, 1, "is not a number"),
+        ("seed: 010", 1, "010 would be read as octal"),
+        ("seed: -0_7", 1, "read as octal"),
+        ("a: 1\nat: 1:30", 2, "1:30 would be a number to the base 60"),
+        ("at: 1:30.5", 1, "to the base 60"),
         ("a: !!int x", 1, "is not a number"),
         ("a: !!bool x", 1, "truth value"),
         ("a: 1\nb: &b\n  c: *b", 3, "inside of what it names"),

@@ -1,5 +1,6 @@
 """What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -234,6 +235,46 @@ def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
         in problems({"placement": {"mode": "hybrid"}}, GPUS)["placement.mode"]
     )
     assert problems(resident, BOTH) == {}, "on CPU slots"
+
+
+SPAN = "rollout.engine_options.tensor_parallel_size"
+
+
+def spans(size, **rollout):
+    return {"rollout": {"engine": "vllm", "engine_options": {"tensor_parallel_size": size}, **rollout}}
+
+
+def test_engines_that_span_more_gpus_than_there_are_name_what_fits():
+    eight = replace(
+        BOTH,
+        devices=[f"h/gpu:{n}" for n in range(8)],
+        rollouts_see=[4, 8],
+        instances={"rollout": 4, "trainer": 4, "reward": 1},
+    )
+    apart = {"placement": {"mode": "disaggregated"}}
+    assert problems(spans(8), eight) == problems({**spans(4, instances=2)}, eight) == {}
+    assert "the nearest valid value is 8" in problems(spans(16), eight)[SPAN]
+    found = problems({**spans(4, instances=2), **apart}, eight)
+    assert "needs 9 devices (8 to generate and 1 to learn) and there are 8" in found["placement.mode"]
+    assert "take rollout.instances: 1" in found["placement.mode"]
+    named = {"placement": {"rollout": ["gpu:0", "gpu:1"], "trainer": ["gpu:7"]}}
+    assert "need 4, and 2 are named" in problems({**spans(4), **named}, eight)["placement.rollout"]
+    helpers = {**spans(2, helpers=1), **apart}
+    assert (
+        "leave rollout.engine_options.tensor_parallel_size out" in problems(helpers, eight)["rollout.helpers"]
+    )
+
+
+def test_gpus_that_cannot_divide_a_models_heads_are_refused(tmp_path):
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    (tmp_path / "model.safetensors").touch()
+    model = {"model": {"path": str(tmp_path)}}
+    assert problems({**spans(4), **model}, BOTH)[SPAN].endswith("set one of 1, 2, 14")
+    assert problems({**spans(2), **model}, BOTH) == {}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": heads}))
+    assert SPAN in problems({**spans(7), **model}, BOTH), "heads of keys and values neither"
+    assert SPAN not in problems(spans(3), BOTH), "an id's configuration is the engine's to read"
 
 
 def test_answers_that_the_engine_would_sample_otherwise_are_refused():

@@ -188,10 +188,10 @@ def test_prompts_as_chat_and_as_text():
 def test_a_field_that_some_item_lacks_is_unknown():
     items = [DataItem("1", "1", {"b": 4}), DataItem("2", "2")]
     section = changed(DIGITS, heldout=0, prompt=PromptSection(template="{b}"))
-    with pytest.raises(Impossible, match="items have no field 'b'"):
+    with pytest.raises(Impossible, match="1 of 2 items have no field 'b'"):
         Dataset(section, items, 0)
     data = Dataset(changed(section, prompt=PromptSection()), items, 0)
-    with pytest.raises(Impossible, match=r"evaluation\.baseline_prefill: items have no field"):
+    with pytest.raises(Impossible, match=r"evaluation\.baseline_prefill: 1 of 2 items have no field"):
         data.check_template("{b}", "evaluation.baseline_prefill")
 
 
@@ -200,6 +200,48 @@ def test_the_first_of_equal_questions_counts_and_answers_may_be_missing():
     data = Dataset(changed(DIGITS, heldout=0), items, 0)
     assert sorted(item.answer for item in epoch(data, 0)) == ["", "1"]
     assert data.unanswered() == 1
+
+
+ASKED = {"role": "user", "content": "And?"}
+
+
+def test_items_differ_by_what_their_prompts_show():
+    contexts = [DataItem("Who?", "1", {"context": context}) for context in ("a", "b", "b ")]
+    alone = changed(DIGITS, heldout=0)
+    assert Dataset(alone, contexts, 0).train_size == 1
+    shown = Dataset(changed(alone, prompt=PromptSection(template="{context}: {question}")), contexts, 0)
+    assert (shown.train_size, shown.repeated) == (2, 1)
+    assert {shown.place(item) for item in epoch(shown, 0)} == {0, 1}
+    turns = [
+        DataItem("And?", "1", messages=({"role": "user", "content": text}, ASKED))
+        for text in ("Hi", "Ho", "Hi")
+    ]
+    assert Dataset(alone, turns, 0).train_size == 2
+    assert Dataset(alone, [DataItem("Who?", "1", id=name) for name in "aab"], 0).train_size == 2
+
+
+def test_other_items_keep_their_order_when_a_question_is_asked_twice():
+    """So an item that is added moves no other one between the held-out and the training part."""
+    section = changed(DIGITS, heldout=3, prompt=PromptSection(template="{digits} {question}"))
+    items = [DataItem(f"{n}?", "1", {"digits": str(n)}) for n in range(12)]
+    before = [item.question for item in Dataset(section, items, 0).heldout_items()]
+    also = [*items, DataItem("100?", "1", {"digits": "1"}), DataItem("100?", "1", {"digits": "2"})]
+    after = [item.question for item in Dataset(section, also, 0).heldout_items()]
+    assert [question for question in after if question != "100?"] == before[: 3 - after.count("100?")]
+
+
+def test_a_conversation_is_rendered_as_it_is_and_its_last_turn_by_the_template():
+    before = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"})
+    item = DataItem("And?", "1", messages=(*before, {"role": "assistant", "content": "Ho"}, ASKED))
+    section = changed(
+        DIGITS, heldout=0, prompt=PromptSection(template="{question}!", template_arguments={"tools": []})
+    )
+    content = Dataset(section, [item], 0).prompt(item)
+    assert content.chat == [*item.messages[:-1], {"role": "user", "content": "And?!"}]
+    assert content.arguments == {"tools": []}
+    for prompt, key in ((PromptSection(system="Be."), "system"), (PromptSection(chat=False), "chat")):
+        with pytest.raises(Impossible, match=rf"data\.prompt\.{key}: "):
+            Dataset(changed(section, prompt=prompt), [item], 0)
 
 
 def test_a_changed_file_changes_the_digest(tmp_path):

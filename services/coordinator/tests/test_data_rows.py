@@ -88,6 +88,78 @@ def test_a_row_that_lacks_its_form_is_named(lines, form, row, words):
     assert words in found and (form == "gsm" or "line 1 of" in found)
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+VERL = {
+    "data_source": "sums",
+    "prompt": CHAT,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "messages"),
+    [
+        ("verl", VERL, CHAT),
+        ("trl", {"prompt": CHAT, "solution": 2}, CHAT),
+        ("trl", {"prompt": "1 + 1?", "answer": "2"}, []),
+        ("openai", {"messages": [*CHAT, {"role": "assistant", "content": "2"}]}, CHAT),
+        ("dpo", {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, []),
+        (
+            "dpo",
+            {
+                "chosen": [*CHAT, {"role": "assistant", "content": "2"}],
+                "rejected": [*CHAT, {"role": "assistant", "content": "3"}],
+            },
+            CHAT,
+        ),
+        (
+            "dpo",
+            {"prompt": CHAT, "chosen": [{"role": "assistant", "content": "2"}], "rejected": []},
+            CHAT,
+        ),
+    ],
+)
+def test_rows_of_other_trainers_become_items(lines, form, row, messages):
+    (item,) = items_of("jsonl", path=lines(row), form=form)
+    assert (item.question, item.answer, list(item.messages)) == ("1 + 1?", "2", messages)
+
+
+def test_what_a_row_of_verl_holds_reaches_templates_and_scorers(tmp_path):
+    path = tmp_path / "rows.parquet"
+    row = {**VERL, "extra_info": {**VERL["extra_info"], "score": float("nan")}}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    (item,) = items_of("parquet", path=str(path), form="verl")
+    assert item.fields["extra_info.index"] == 7 and "extra_info.score" not in item.fields
+    assert item.metadata["reward_model"] == {"ground_truth": "2", "style": "rule"}
+    assert json.loads(item.metadata_json)["extra_info"]["score"] is None, "a table's missing number"
+
+
+def test_keys_may_be_paths_and_a_row_without_an_answer_is_an_item(lines):
+    row = {"task": {"text": "1 + 1?", "id": "t1"}, "meta": {"gold": "2"}}
+    (item,) = items_of("jsonl", path=lines(row), question="task.text", answer="meta.gold", id="task.id")
+    assert (item.question, item.answer, item.id) == ("1 + 1?", "2", "t1")
+    assert [each.answer for each in items_of("jsonl", path=lines({"question": "?"}))] == [""]
+    assert "has no key 'meta.gold'" in refusal(
+        "jsonl", path=lines({"question": "?", "meta": {}}), answer="meta.gold"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "human", "content": "?"}], "has 'human' as role of messages[0]"),
+        ([{"role": "user", "content": None}], "has None as content of messages[0]"),
+        ([{"role": "assistant", "content": "!"}], "has no user's turn"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "images are not read yet"),
+        ([], "as 'messages'"),
+    ],
+)
+def test_an_ill_formed_conversation_is_named(lines, messages, words):
+    assert words in refusal("jsonl", path=lines({"messages": messages}), form="openai")
+
+
 def test_long_questions_and_rows_beyond_a_pass_rate_are_left_out(lines):
     path = lines(
         *({"question": f"{rate}?", "answer": "x", "pass_rate": rate} for rate in (0, 0.2, 0.9, 1.0)),

@@ -95,7 +95,7 @@ def test_jsonl_reads_questions_answers_and_fields(tmp_path):
         tmp_path, b'{"q": "1+1", "a": 2, "level": "easy", "tags": ["x"]}', b"", b'{"q": "\\u00e9", "a": "e"}'
     )
     items = items_of("jsonl", {"path": path, "question": "q", "answer": "a"})
-    assert items[0] == DataItem("1+1", "2", {"level": "easy"}, {"level": "easy", "tags": ["x"]})
+    assert items[0] == DataItem("1+1", "2", {"level": "easy"}, {"a": 2, "level": "easy", "tags": ["x"]})
     assert items[1].question == "é"
 
 
@@ -108,7 +108,9 @@ def test_jsonl_reads_questions_answers_and_fields(tmp_path):
         (b'{"question": "\\ud800", "answer": "x"}', "is not valid Unicode"),
         (b'{"question": "x", "answer": NaN}', "NaN is no JSON number"),
         (b'{"qestion": "x", "answer": "y"}', "has no key 'question'; did you mean qestion?"),
-        (b'{"question": "x", "answer": null}', "has None as 'answer'"),
+        (b'{"question": "x", "answer": {}}', "has {} as 'answer'"),
+        (b'{"question": "x", "Answer": "y"}', "has no key 'answer'; did you mean Answer?"),
+        (b'{"question": "x", "answer": "y", "at": [1, {"far": 1e400}]}', "has inf under 'at[1].far'"),
         (b'{"question": true, "answer": "x"}', "has True as 'question'"),
         (b'{"question": " ", "answer": "x"}', "has an empty 'question'"),
         (b"[" * 100_000, "is not JSON"),

@@ -21,7 +21,7 @@ from ledger_parts import assign, open_ledger, opened, run_state
 
 def take(ledger, order, holder, capacity=100, holders=1):
     """Gives a holder what is planned for it; the groups."""
-    work = plan_dispatch(ledger.index, order, holder, capacity, holders)
+    work = plan_dispatch(ledger.index, order, holder, capacity, holders, ledger.prompts.stop)
     assign(ledger, [ledger.slot(prompt, sample) for prompt, samples in work for sample in samples], holder)
     return work
 

@@ -16,17 +16,27 @@ GROUP = 2
 TRUNCATED = common_pb2.FINISH_REASON_LENGTH
 
 
+class Ledger(SimpleNamespace):
+    """As much of a ledger as the queue of settled groups asks."""
+
+    @property
+    def settled(self):
+        return sorted(self.index.settled)
+
+
 @pytest.fixture
 def attempt():
     groups = {
         prompt: [Slot(prompt, sample, reward=prompt + sample / 2) for sample in range(GROUP)]
         for prompt in range(9)
     }
-    ledger = SimpleNamespace(group=groups.__getitem__, index=SimpleNamespace(settled=set(groups)))
+    ledger = Ledger(group=groups.__getitem__, index=SimpleNamespace(settled=set(groups)), prompts=range(9))
     lineage = SimpleNamespace(versions={4: Version(4, 3, 1, "digest")})
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
-        spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask"), deterministic=False),
+        spec=SimpleNamespace(
+            algorithm=SimpleNamespace(truncated="mask", max_staleness=0), deterministic=False
+        ),
         workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
         placement=SimpleNamespace(hybrid=False),
     )

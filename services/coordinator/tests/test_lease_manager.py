@@ -172,3 +172,13 @@ async def test_a_revoke_that_a_broken_session_lost_is_said_again_to_the_next(lea
     await releasing
     lease_manager.fleet.attach("a", lambda command, body: said.append((command, body)))
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(("engine", "doubted"), [("vllm", False), ("transformers", True)])
+async def test_what_a_holder_may_keep_follows_from_its_runs_engine(lease_manager, engine, doubted):
+    log, gpu = lease_manager.event_log, "GPU-1/gpu:0"
+    spec = {"rollout": {"engine": engine}}
+    log.state.runs["r"] = RunState("r", spec, "", SlotLedger(2, 2), Lineage(), 0.0)
+    log.post(ev.LeaseGranted(at=0, epoch=2, incarnation="a", run="r", stage="generate", devices=[gpu]))
+    lease_manager.fleet.lease_manager.released("a", 2, used_bytes=2**30)
+    assert (gpu in log.state.table.quarantined) is doubted and 2 not in log.state.table.leases

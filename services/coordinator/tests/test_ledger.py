@@ -77,7 +77,7 @@ def test_only_the_assigned_attempt_fills_a_slot_and_only_with_one_digest():
     ledger.apply(ev.SlotsFinished(at=0, run="r", slots=[(0, 0, 1, "a", 1)]))
     assert accepts(slot, 1, "a") == ""
     assert "already offered with digest a" in accepts(slot, 1, "b")
-    assert accepts(ledger.slot(9, 0), 1, "a") == "not a slot of the open step"
+    assert accepts(ledger.slot(9, 0), 1, "a") == "not a slot of an open step"
 
 
 def test_attempts_rise_over_reissue_and_restart():

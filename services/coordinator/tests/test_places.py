@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, plan_grant
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, plan_grant
 from headrace_coordinator.domain.devices.places import machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
@@ -182,6 +182,109 @@ def test_an_engine_and_a_rank_hold_one_gpu_each():
     workers = workers_of(spec, grant, rollouts, trainers)
     assign_devices(workers, set(), joined=False)
     assert [member.devices for member in (*rollouts, *trainers)] == [(GPUS[0],), (GPUS[1],), (GPUS[0],)]
+
+
+def spanning(each, *, instances=1, ranks=1, **placement):
+    """A run whose engines span `each` GPUs."""
+    made = submitted("a", **placement).spec
+    made["rollout"] |= {"engine": "vllm", "instances": instances}
+    made["rollout"]["engine_options"] = {"tensor_parallel_size": each}
+    made["trainer"]["ranks"] = ranks
+    return ev.RunSubmitted(at=0, run="a", spec=made, directory="d")
+
+
+def gpus_of(host, count):
+    return [f"GPU-{host}{number}/gpu:{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "count"),
+    [("collocated", 1, 4), ("collocated", 4, 4), ("disaggregated", 1, 5), ("disaggregated", 4, 8)],
+)
+def test_engines_are_granted_and_seated_on_the_gpus_that_they_span(mode, ranks, count):
+    gpus = gpus_of("a", 8)
+    rollouts = [instance(f"rollout-{number}", "h1", gpus) for number in range(2)]
+    trainers = [instance(f"trainer-{number}", "h1", gpus, "trainer") for number in range(ranks)]
+    event = spanning(2, instances=2, ranks=ranks, mode=mode)
+    grant = plan_admission(state_of([*rollouts, *trainers], event), 1.0).grants[0]
+    assert grant.devices == gpus[:count]
+    decode, learn = [seated(i) for i in rollouts], [seated(i) for i in trainers]
+    spec = RunSpec.model_validate(event.spec)
+    workers = workers_of(spec, Grant(grant.rollouts, grant.trainers, grant.devices), decode, learn)
+    workers.ranks = ranks
+    assign_devices(workers, set(), joined=False)
+    assert [worker.devices for worker in decode] == [(gpus[0], gpus[1]), (gpus[2], gpus[3])]
+    assert {len(worker.devices) for worker in learn} == {1}
+    own = [device for worker in learn for device in worker.devices]
+    assert own == gpus[:ranks] if mode == "collocated" else own == gpus[4 : 4 + ranks]
+
+
+def test_engines_spread_over_hosts_as_their_gpus_allow():
+    """By name all four of the first host would come first, and its four GPUs hold two engines of two."""
+    first, second = gpus_of("a", 4), gpus_of("b", 4)
+    rollouts = [instance(f"rollout-{number}", "h1", first) for number in range(4)]
+    rollouts += [instance(f"rollout-{number}", "h2", second) for number in range(4, 8)]
+    trainers = [instance("trainer-0", "h1", first, "trainer")]
+    event = spanning(2, instances=4, mode="collocated")
+    plan = plan_admission(state_of([*rollouts, *trainers], event), 1.0)
+    assert plan.grants[0].rollouts == ["rollout-0", "rollout-1", "rollout-4", "rollout-5"]
+    assert plan.grants[0].devices == [*first, *second]
+
+
+def test_ranks_beside_engines_go_where_gpus_are_left():
+    first, second = gpus_of("a", 4), gpus_of("b", 4)
+    members = [instance("rollout-0", "h1", first)]
+    members += [
+        instance(f"trainer-{n}", f"h{1 + n // 2}", (first, second)[n // 2], "trainer") for n in range(4)
+    ]
+    plan = plan_admission(state_of(members, spanning(4, ranks=2, mode="disaggregated")), 1.0)
+    assert plan.grants[0].trainers == ["trainer-2", "trainer-3"]
+    assert plan.grants[0].devices == [*first, *second[:2]]
+
+
+def test_an_engine_waits_for_all_the_gpus_that_it_spans():
+    gpus = gpus_of("a", 4)
+    members = [instance(f"{kind}-0", "h1", gpus, kind) for kind in ("rollout", "trainer")]
+    state = state_of(members, spanning(4, mode="collocated"))
+    state.table.quarantined[gpus[2]] = Quarantine("old", "in doubt")
+    plan = plan_admission(state, 1.0)
+    assert not plan.grants and plan.waiting["a"].startswith("4 devices on h1 (3 free of 3")
+
+
+def test_an_engine_is_not_seated_on_gpus_that_its_instance_does_not_see():
+    gpus = gpus_of("a", 4)
+    rollouts = [instance("rollout-0", "h1", gpus[3:]), instance("rollout-1", "h1", gpus[:3])]
+    trainers = [instance("trainer-0", "h1", gpus, "trainer")]
+    spec = RunSpec.model_validate(spanning(2, instances=2, mode="collocated").spec)
+    workers = workers_of(
+        spec,
+        Grant(["rollout-0", "rollout-1"], ["trainer-0"], gpus),
+        [seated(i) for i in rollouts],
+        [seated(i) for i in trainers],
+    )
+    with pytest.raises(PlacementError, match=r"engine of 2 GPUs is wanted and rollout-0 sees 1 of those"):
+        assign_devices(workers, set(), joined=False)
+    workers.grant.devices = gpus[1:]
+    with pytest.raises(PlacementError, match=r"2 engines of 2 GPUs .* need 4 and there are 3"):
+        assign_devices(workers, set(), joined=False)
+
+
+def test_a_replaced_engine_takes_the_gpus_that_the_others_leave():
+    gpus = gpus_of("a", 6)
+    rollouts = [seated(instance(f"rollout-{number}", "h1", gpus)) for number in range(3)]
+    trainers = [seated(instance("trainer-0", "h1", gpus, "trainer"))]
+    spec = RunSpec.model_validate(spanning(2, instances=3, mode="collocated").spec)
+    grant = Grant([w.incarnation for w in rollouts], ["trainer-0"], gpus)
+    workers = workers_of(spec, grant, rollouts, trainers)
+    rollouts[2].devices, rollouts[2].lease_epoch = (gpus[0], gpus[1]), 7
+    assign_devices(workers, set(), joined=False)
+    assert [w.devices for w in rollouts] == [(gpus[2], gpus[3]), (gpus[4], gpus[5]), (gpus[0], gpus[1])]
+
+
+def test_on_cpu_slots_an_engine_has_its_part_whatever_its_size():
+    members = [instance(f"{kind}-0", "h1", CORES, kind) for kind in ("rollout", "trainer")]
+    grant = plan_admission(state_of(members, spanning(4, mode="disaggregated")), 1.0).grants[0]
+    assert grant.devices == CORES
 
 
 def test_a_device_that_only_one_side_sees_is_its_own():

@@ -67,7 +67,7 @@ def test_the_search_ends_at_its_limit():
     for prompt in range(5):
         drop(ledger, prompt)
         refill(ledger, limit=2)
-    assert ledger.prompts == range(5) and ledger.lacking == 3 and not ledger.index.open
+    assert ledger.prompts == range(5) and ledger.lacking(0) == 3 and not ledger.index.open
 
 
 def test_what_the_trainer_drops_is_not_replaced():
@@ -93,11 +93,11 @@ def test_a_whole_wave_ends_before_the_next_groups_of_a_deterministic_run_start()
 def test_groups_that_came_later_are_handed_out_after_the_first():
     ledger = opened_ledger()
     order = DispatchOrder(ledger.index.fresh, {0: 1, 1: 2, 2: 3, 3: 9}.__getitem__)
-    assert [prompt for prompt, _ in plan_dispatch(ledger.index, order, "x", 100, 1)] == [2, 1, 0]
+    assert [prompt for prompt, _ in plan_dispatch(ledger.index, order, "x", 100, 1, 99)] == [2, 1, 0]
     drop(ledger, 1)
     refill(ledger)
     order.reach(ledger.prompts)
-    assert [prompt for prompt, _ in plan_dispatch(ledger.index, order, "x", 100, 1)] == [2, 0, 3]
+    assert [prompt for prompt, _ in plan_dispatch(ledger.index, order, "x", 100, 1, 99)] == [2, 0, 3]
 
 
 def test_a_filtered_group_is_no_failure_and_the_frontier_moves_behind_all_groups():

@@ -193,14 +193,22 @@ async def test_printing_does_not_disturb(reward, scorer_file):
     ("source", "expected"),
     [
         ("#file\ndef score(a, b", "SyntaxError"),
-        ("#file\nimport no_such_module\ndef score(p, c, r, m): return 1.0", "no_such_module"),
+        (
+            "#file\nimport no_such_module\ndef score(prompt, completion, reference, metadata): return 1.0",
+            "no_such_module",
+        ),
         ("#file\nraise RuntimeError('at import')", "at import"),
         ("#file\nimport os; os._exit(4)", "exit code 4"),
         ("#file\ndef scores(p, c, r, m): return 1.0", "there is no function 'score'"),
-        ("#file\ndef score(p, c): return 1.0", "too many positional arguments"),
+        ("#file\ndef score(p, c): return 1.0", "its parameter 'p' is none of prompt, completion"),
         ("return undefined_name", "NameError"),
         ('return "0.5"', "returned str, not a number"),
-        ("return None", "returned NoneType, not a number"),
+        ("return [1.0]", "returned list, not a number"),
+        ("#file\ndef score(*answer): return 1.0", "it takes *args, but arguments are given by name"),
+        ("#file\ndef score(completion, /): return 1.0", "'completion' can only be given by place"),
+        ("#file\ndef score(): return 1.0", "it takes none of prompt"),
+        ("#file\ndef score(completions, trainer_state): return [1.0]", "which only TRL's trainer has"),
+        ("#file\ndef score(completions): return 1.0", "returned float for 1 answers"),
         ("while True: pass", "was probed with a blank answer"),
         ("import os; os._exit(5)", "exit code 5"),
     ],
@@ -288,7 +296,7 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path):
     from headrace_servicekit.rpc.client import dial
 
     (tmp_path / "slow.py").write_text(
-        "import time\ndef score(p, c, r, m):\n    c and time.sleep(60)\n    return 1.0\n"
+        "import time\ndef score(completion):\n    completion and time.sleep(60)\n    return 1.0\n"
     )
     with _service(tmp_path) as (process, address):
         channel = dial(address, token=None)
@@ -333,6 +341,8 @@ class _service:
 
 
 async def test_a_slow_import_has_the_limit_of_the_spec(reward, tmp_path):
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\ndef score(p, c, r, m): return 1.0\n")
+    (tmp_path / "slow.py").write_text(
+        "import time\ntime.sleep(30)\ndef score(prompt, completion, reference, metadata): return 1.0\n"
+    )
     said = await open_fault(reward, f"{tmp_path}/slow.py:score", load_timeout_s=1.0)
     assert "was loaded for 1 s without an end (reward.load_timeout_s)" in said

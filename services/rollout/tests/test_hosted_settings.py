@@ -6,7 +6,7 @@ import pytest
 import torch
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.hosted.backend import Start
-from headrace_rollout.engines.hosted.options import check_names, parallel_size
+from headrace_rollout.engines.hosted.options import check_heads, check_names, parallel_size
 from headrace_servicekit.registry import PluginError
 
 
@@ -46,3 +46,15 @@ def test_a_model_spans_what_is_leased_and_not_more():
     assert parallel_size(None, Start(cpu, 1)) == 1 and parallel_size(2, Start(cpu, 1)) == 2
     with pytest.raises(ValueError, match=r"tensor_parallel_size: 3 devices are wanted and 2 are leased"):
         parallel_size(3, Start(gpus, 1))
+    assert parallel_size(None, Start(gpus, 1), stages=2) == 1 == parallel_size(1, Start(gpus, 1), stages=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 4 devices are wanted and 2 are leased"):
+        parallel_size(2, Start(gpus, 1), stages=2)
+
+
+def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loaded(model_config):
+    check_heads(None, model_config)
+    check_heads(2, model_config)
+    with pytest.raises(
+        PluginError, match=r"tensor_parallel_size: 3 devices cannot divide 4 .* one of 1, 2, 4"
+    ):
+        check_heads(3, model_config)

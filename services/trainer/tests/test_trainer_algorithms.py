@@ -124,7 +124,9 @@ def test_importance_correction_is_capped_detached_and_skips_unknown_tokens():
     log_probs_K = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     engine_K = torch.tensor([-1.5, -9.0, float("nan")])
     batch = token_batch(log_probs_K, torch.ones(3), engine_K=engine_K)
-    build_algorithm(AlgorithmSection(options={"importance_cap": 2.0})).loss(batch).loss.backward()
+    build_algorithm(AlgorithmSection(options={"correction": "truncate", "correction_high": 2.0})).loss(
+        batch
+    ).loss.backward()
     expected_K = -torch.tensor([0.5, 1.0, 0.0]).exp().clamp(max=2.0)
     torch.testing.assert_close(log_probs_K.grad, expected_K)
 
@@ -157,7 +159,7 @@ def test_unknown_algorithm_names_the_nearest():
     [
         ({"normalise_std": False}, "algorithm.options.normalise_std", "did you mean 'normalize_std'"),
         ({"loss_aggregation": "token"}, "algorithm.options.loss_aggregation", "did you mean 'token-mean'"),
-        ({"importance_cap": -1}, "algorithm.options.importance_cap", "greater than 0"),
+        ({"correction_high": -1}, "algorithm.options.correction_high", "greater than 0"),
         ({"clip_low": 1.0}, "algorithm.options.clip_low", "less than 1"),
         ({"dual_clip": 0.5}, "algorithm.options.dual_clip", "greater than 1"),
         ({"clip_high": 0.28}, "algorithm.options.clip_high", "would have no effect"),
@@ -181,7 +183,7 @@ def test_wrong_options_are_named_by_key(options, key, words):
     ("options", "barrier"),
     [
         ({}, Barrier.GROUP),
-        ({"normalize_std": False, "importance_cap": 2.0}, Barrier.GROUP),
+        ({"normalize_std": False, "correction": "truncate", "correction_high": 2.0}, Barrier.GROUP),
         ({"epochs": 2, "clip_high": 0.28}, Barrier.BATCH),
         ({"minibatches": 2}, Barrier.BATCH),
     ],

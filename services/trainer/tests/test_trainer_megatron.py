@@ -5,20 +5,23 @@ Runs where megatron-core is: `make test-megatron`. Each layout is a group of pro
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from backend_cases import config, part, walk_cases
 from headrace_modelkit.loading import save_model
-from headrace_modelkit.presets.tiny import character_tokenizer, write_tiny
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from headrace_modelkit.presets.tiny import character_tokenizer, write_tiny, write_tiny_moe
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -26,7 +29,7 @@ pytestmark = [
         find_spec("megatron") is None, reason="megatron-core is not installed: make test-megatron"
     ),
 ]
-TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+TENSOR, PIPELINE, EXPERTS = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
 CASES = {
     "alone": (1, "qwen3", {}),
     "tensor": (2, "qwen3", TENSOR),
@@ -39,11 +42,16 @@ CASES = {
     "tensor-biased": (2, "qwen2", TENSOR),
     "tensor-pipeline": (4, "llama", {**TENSOR, **PIPELINE}),
     "tensor-data": (4, "qwen3", TENSOR),
+    "experts": (2, "qwen3_moe", EXPERTS),
+    "experts-context": (2, "qwen3_moe", {**EXPERTS, "context_parallel": 2}),
+    "experts-tensor": (4, "mixtral", {**EXPERTS, **TENSOR}),
+    "experts-sequence": (4, "qwen3_moe", {**EXPERTS, **TENSOR, "sequence_parallel": True}),
+    "experts-pipeline": (4, "qwen3_moe", {**EXPERTS, **PIPELINE}),
 }
 """Name → ranks, model, options."""
-RECOMPUTED = "sequence"
-"""The case that recomputes layers in the backward pass."""
-MODELS = ("qwen3", "llama", "qwen2")
+RECOMPUTED = ("sequence", "experts-pipeline")
+"""The cases that recompute layers in the backward pass."""
+MODELS = ("qwen3", "llama", "qwen2", "qwen3_moe", "mixtral")
 GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
 """Relative. After commits Adam has divided noise by noise in some weights, which then differ by up to the rate."""
 
@@ -53,6 +61,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     """Tiny models of three families: apart and tied heads, with and without biases."""
     folder = tmp_path_factory.mktemp("families")
     write_tiny(folder / "qwen3")
+    write_tiny_moe(folder / "qwen3_moe", initializer_range=0.2)
     shape = {
         "vocab_size": 32,
         "hidden_size": 64,
@@ -72,6 +81,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         for parameter in model.parameters():  # biases and norms too: those of a new model are 0 and 1
             parameter.data += 0.02 * torch.randn_like(parameter)
         save_model(model, character_tokenizer(), folder / name)
+    shape |= {"intermediate_size": 48, "num_local_experts": 4, "initializer_range": 0.2}
+    mixtral = MixtralForCausalLM(MixtralConfig(**{**shape, "tie_word_embeddings": False}))
+    save_model(mixtral, character_tokenizer(), folder / "mixtral")
     return {name: folder / name for name in MODELS}
 
 
@@ -81,29 +93,7 @@ def run_cases(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
 
     def run(ranks: int, cases: dict[str, dict]) -> dict[str, SimpleNamespace]:
-        job = folder / f"{'-'.join(cases)}.job"
-        listed = [{"name": name, **case} for name, case in cases.items()]
-        job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
-        script = Path(__file__).parent / "backend_ranks.py"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        children = [
-            subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
-            for rank in range(ranks)
-        ]
-        try:
-            assert [child.wait(300) for child in children] == [0] * ranks
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        return {
-            name: SimpleNamespace(
-                **json.loads((folder / f"{name}.json").read_text()),
-                tensors=load_file(folder / f"{name}.safetensors"),
-                file=str(folder / f"{name}.safetensors"),
-            )
-            for name in cases
-        }
+        return walk_cases(folder, ranks, cases)
 
     return run
 
@@ -125,7 +115,7 @@ def walked(run_cases, models, expected):
     for ranks in sorted({ranks for ranks, _, _ in CASES.values()}):
         cases = {
             name: {
-                "config": config(models[model], ranks, options, gradient_checkpointing=name == RECOMPUTED),
+                "config": config(models[model], ranks, options, gradient_checkpointing=name in RECOMPUTED),
                 "saved": expected[model].file,
             }
             for name, (own, model, options) in CASES.items()
@@ -133,32 +123,6 @@ def walked(run_cases, models, expected):
         }
         found |= run_cases(ranks, cases)
     return found
-
-
-def config(
-    model: Path, ranks: int = 1, options: dict | None = None, dtype: str = "float32", **trainer
-) -> dict:
-    backend = {} if options is None else {"backend": "megatron", "backend_options": options}
-    return {
-        "model": {"path": str(model), "dtype": dtype},
-        "algorithm": {
-            "group_size": 4,
-            "prompts_per_step": 4,
-            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1},
-        },
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
-        "trainer": {"micro_batch_tokens": 512, "ranks": ranks, **backend, **trainer},
-        "sampling": {"temperature": 0.7},
-        "checkpoint": {"keep": 2},
-        "seed": 1,
-        "steps": 10,
-    }
-
-
-def part(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(f"{kind}/"): value for name, value in tensors.items() if name.startswith(f"{kind}/")
-    }
 
 
 @pytest.mark.parametrize("name", CASES)

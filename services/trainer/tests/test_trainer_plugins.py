@@ -35,7 +35,9 @@ def build(name, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"epochs": 2, "minibatches": 2, "importance_cap": 2.0}], ids=["one", "passes"]
+    "options",
+    [{}, {"epochs": 2, "minibatches": 2, "correction": "truncate", "correction_high": 2.0}],
+    ids=["one", "passes"],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_the_contract_holds(name, options):
@@ -155,7 +157,9 @@ def test_dapo_shapes_the_rewards_of_long_answers():
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_a_step_streamed_in_micro_batches_is_the_function_s_loss_of_the_batch(name, options, loss, cap):
     """In value and gradient, though each micro-batch knows neither the others nor the totals."""
-    algorithm = build(name, epochs=2, **options, **({"importance_cap": cap} if cap else {}))
+    algorithm = build(
+        name, epochs=2, **options, **({"correction": "truncate", "correction_high": cap} if cap else {})
+    )
     given = outcomes()
     generator = torch.Generator().manual_seed(3)
     mask_BT = given.mask_BT

@@ -8,11 +8,12 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
+from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_to_trees
+from headrace_trainer.backends.fsdp.models import FsdpModels
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing
-from headrace_trainer.learning.packing import pack
+from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.wire.messages import read_sequence
 from torch.nn.functional import scaled_dot_product_attention
@@ -100,42 +101,67 @@ def _answers(prompt: int, answer: int, count: int = 4) -> list[Sequence]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "by_paths", "form"),
+    ("rows", "attends", "form"),
     [
-        ([_answers(2, 12)], True, "paths"),
-        ([_answers(2, 12)], False, "mask"),
-        ([_answers(24, 4)], True, "mask"),  # a tree of 36 nodes against four paths of 27
-        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], True, "causal"),
-        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], False, "causal"),
+        ([_answers(2, 12)], Attends.CHEAPEST, "paths"),
+        ([_answers(2, 12)], Attends.MASK, "mask"),
+        ([_answers(2, 12)], Attends.SEGMENTS, "segments"),
+        ([_answers(24, 4)], Attends.CHEAPEST, "mask"),  # a tree of 36 nodes against four paths of 27
+        ([_answers(510, 4)], Attends.CHEAPEST, "segments"),
+        ([_answers(2, 200)], Attends.CHEAPEST, "paths"),
+        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], Attends.CHEAPEST, "causal"),
+        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], Attends.MASK, "causal"),
+        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], Attends.SEGMENTS, "segments"),
     ],
 )
-def test_attention_takes_the_form_that_computes_less(rows, by_paths, form):
-    batch = pack(rows, shared=True, by_paths=by_paths)
-    found = (batch.paths is not None, batch.mask_R1LL is not None)
-    assert found == {"paths": (True, False), "mask": (False, True), "causal": (False, False)}[form]
+def test_attention_takes_the_form_that_computes_less(rows, attends, form):
+    batch = pack(rows, shared=True, attends=attends)
+    forms = {"mask": batch.mask_R1LL, "paths": batch.paths, "segments": batch.segments}
+    assert [name for name, value in forms.items() if value is not None] == (
+        [] if form == "causal" else [form]
+    )
 
 
 @pytest.mark.parametrize("option", [{}, {"gradient_checkpointing": True}])
-def test_both_forms_of_attention_give_the_plain_gradient(
+def test_all_forms_of_attention_give_the_plain_gradient(
     make_backend, sequences, accumulate, relative_l2, monkeypatch, option
 ):
     groups = [sequences(seed) for seed in range(3)]
     plain = make_backend(trainer={"shared_prefix": False})
     accumulate(plain, groups, 4096, shared=False)
     expected = plain.reduced_gradient(17.0)
-    for along in (True, False):
-        monkeypatch.setattr(packing, "_cheaper", lambda *_, along=along: along)
+    for form in ("paths", "mask_R1LL", "segments"):
+        monkeypatch.setattr(packing, "_cheaper", lambda *_, form=form: form == "paths")
+        monkeypatch.setattr(packing, "SHORT_NODES", 0 if form == "segments" else 512)
+        monkeypatch.setattr(packing, "_segments_win", lambda *_: True)
         backend = make_backend(trainer=option)
-        assert (backend._pack(groups).paths is not None) is along
+        assert getattr(backend._pack(groups), form) is not None
         accumulate(backend, groups, 4096)
         assert 0 < relative_l2(backend.reduced_gradient(17.0), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "a row a sample"])
+def test_rows_one_after_another_give_the_plain_gradient(
+    make_backend, sequences, accumulate, relative_l2, monkeypatch, shared
+):
+    """What runs on a GPU: no row is padded, and none sees another."""
+    groups = [sequences(seed) for seed in range(3)]
+    found = []
+    for attends in (Attends.SEGMENTS, Attends.CHEAPEST):
+        monkeypatch.setattr(FsdpModels, "_attends", attends)
+        backend = make_backend(trainer={"shared_prefix": shared})
+        batch = backend._pack([[sequence] for group in groups for sequence in group])
+        assert (batch.segments is not None) is (attends is Attends.SEGMENTS)
+        accumulate(backend, groups, 64, shared=shared)
+        found.append(backend.reduced_gradient(17.0))
+    assert 0 < relative_l2(*found) <= 1e-5
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(9, torch.float32), (WIDENED_TOKENS + 1, torch.bfloat16)])
 def test_short_sequences_of_a_bf16_model_are_attended_to_in_fp32(length, dtype):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
-    assert attend_along_paths(model, torch.device("cpu"))
+    assert attend_to_trees(model)
     module = model.model.layers[0].self_attn
     own = [torch.randn(2, heads, length, 8).bfloat16() for heads in (2, 1, 1)]
     found, _ = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](module, *own, None)
@@ -149,5 +175,5 @@ def test_a_model_with_attention_of_its_own_takes_no_paths(gemma):
     model, section = gemma
     config = TrainerConfig.model_validate({"model": section})
     own = model.config._attn_implementation
-    assert not attends_along_paths(config, [model], torch.device("cpu"))
+    assert not attends_along_paths(config, [model])
     assert model.config._attn_implementation == own

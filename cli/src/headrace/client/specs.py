@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     of `key=value` whose values are read as YAML. Raises HeadraceError INVALID for files that cannot be read
     and for keys that do not lead into a mapping or a list.
 
+    Paths, those of overrides too, are relative to the file's folder, else to the working directory, and come back
+    absolute; `~` and `$VAR` are expanded.
+
     List items are numbered: `reward.scorers.0.weight=2` or `reward.scorers[0].weight=2`.
 
     >>> load_spec({"steps": 1, "optimizer": {}}, ["steps=20", "optimizer.lr=1.0e-5"])
@@ -37,6 +41,9 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     loaded: dict[str, Any] = copy.deepcopy(dict(spec)) if isinstance(spec, Mapping) else _read(Path(spec))
     for key, value in _pairs(overrides):
         _assign(loaded, key, value)
+    folder = Path.cwd() if isinstance(spec, Mapping) else Path(spec).parent
+    for path in PATHS:
+        _make_absolute(loaded, path.split("."), folder)
     try:
         json.dumps(loaded, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -63,42 +70,58 @@ def _read(path: Path) -> dict[str, Any]:
         raise _mistake(str(path), str(error), error.fix) from error
     if not isinstance(loaded, dict):
         raise _mistake(str(path), "is not a mapping of keys", "start from one of the files in examples/")
-    _make_absolute(loaded, path.parent)
     return loaded
 
 
-def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
-    """Existing files and directories by absolute path: the services have another working directory."""
-    _absolute(spec.get("model"), "path", folder)
-    trainer = spec.get("trainer")
-    _absolute(trainer.get("warmup") if isinstance(trainer, dict) else None, "demonstrations", folder)
-    data = spec.get("data")
-    _absolute(data.get("options") if isinstance(data, dict) else None, "path", folder)
-    suite = spec.get("suite")
-    options = suite.get("options") if isinstance(suite, dict) else None
-    _absolute(options, "path", folder)
-    _absolute(options, "dataset", folder)
-    _absolute(options.get("options") if isinstance(options, dict) else None, "path", folder)
-    reward = spec.get("reward")
-    if isinstance(reward, dict):
-        stages = reward.get("stages")
-        found = [reward.get("scorers"), reward.get("evaluation")]
-        found += stages.values() if isinstance(stages, dict) else []
-        for scorers in found:
-            for scorer in scorers if isinstance(scorers, list) else []:
-                _absolute(scorer, "name", folder)
+PATHS = (
+    "model.path",
+    "trainer.reference.path",
+    "reply.path",
+    "algorithm.options.critic_path",
+    "trainer.warmup.demonstrations",
+    "data.options.path",
+    "data.options.dataset",
+    "data.options.parts.*.options.path",
+    "data.options.parts.*.options.dataset",
+    "suite.options.path",
+    "suite.options.dataset",
+    "suite.options.options.path",
+    "reward.scorers.*.name",
+    "reward.evaluation.*.name",
+    "reward.stages.*.*.name",
+)
+"""Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
+NAMES = ("name", "dataset")
 
 
-def _absolute(section: Any, key: str, folder: Path) -> None:
-    """Relative to the spec's folder, else to the working directory; `file.py:function` keeps its function."""
-    name = section.get(key) if isinstance(section, dict) else None
-    if not isinstance(name, str) or not name:
-        return
-    file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:
+    """Makes a path below a key absolute, in place: the services have another home and another working directory."""
+    key, rest = keys[0], keys[1:]
+    if rest:
+        if isinstance(spec, dict):
+            below = list(spec.values()) if key == "*" else [spec.get(key)]
+        else:
+            below = spec if key == "*" and isinstance(spec, list) else []
+        for each in below:
+            _make_absolute(each, rest, folder)
+    elif isinstance(spec, dict) and isinstance(spec.get(key), str) and spec[key]:
+        spec[key] = _absolute(spec[key], folder, named=key in NAMES)
+
+
+def _absolute(text: str, folder: Path, *, named: bool) -> str:
+    """Relative to the spec's folder, else to the working directory; `~` and `$VAR` are this machine's.
+
+    What is not there stays as it is: a Hugging Face id, or a path that only the services see. `file.py:function` keeps
+    its function.
+    """
+    expanded = os.path.expanduser(os.path.expandvars(text))
+    file, colon, function = expanded.rpartition(":") if ".py:" in expanded else (expanded, "", "")
+    if named and "/" not in file and not colon:
+        return text
     for place in (folder, Path.cwd()):
-        if (place / file).exists() and ("/" in file or colon):
-            section[key] = f"{(place / file).resolve()}{colon}{function}"
-            return
+        if (place / file).exists():
+            return f"{(place / file).resolve()}{colon}{function}"
+    return expanded
 
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:

@@ -42,6 +42,8 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     for other in plan["alternatives"]:
         time = seconds(other["step_s"]) if other["step_s"] is not None else "-"
         yield from wrapped(f"{other['mode']}: {time}; {other['why']}", width)
+    if plan.get("asynchronous"):
+        yield from asynchronous_lines(plan["asynchronous"], width)
     for more in plan["more_devices"]:
         devices = ", ".join(f"{count} {kind}" for kind, count in more["devices"].items())
         yield from wrapped(f"with {devices}: {seconds(more['step_s'])}, {more['faster']:.0%} faster", width)
@@ -78,6 +80,24 @@ def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:
     for row in rows:
         name, spent = f"{row['stage']:<{names}}"[: width - 40], f"{row['device_s']:,.0f}"
         yield f"{name}  {row['label']:<15} {spent:>12} device-s {row['share']:>6.1%}"[:width]
+
+
+def asynchronous_lines(found: dict[str, Any], width: int) -> Iterator[str]:
+    """A line for each bound of staleness, and from which on the trainer waits for no tail."""
+    for row in found["by_staleness"]:
+        text = f"asynchronous, max_staleness {row['max_staleness']}: {seconds(row['step_s'])}, {row['faster']:+.0%}; "
+        text += f"{row['generate_devices']} generate, {row['learn_devices']} learn {seconds(row['learn_s'])}"
+        if "simulated_s" in row:
+            text += f"; simulated {seconds(row['simulated_s'])}, the trainer waits for a tail in "
+            text += (
+                f"{row['waited_steps_share']:.0%} of the steps, {row['waited_time_share']:.0%} of the time"
+            )
+        yield from wrapped(text, width)
+    enough = found["enough"]
+    ends = "no bound up to 16 ends" if enough is None else f"max_staleness {enough} ends"
+    yield from wrapped(
+        f"with the devices of max_staleness {found['max_staleness']}, {ends} the wait for tails", width
+    )
 
 
 def seconds(value: float) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
+
+from headrace_modelkit.nvml import Nvml, NvmlMissing
 
 
 class DeviceNotSeen(Exception):
@@ -18,7 +21,9 @@ def torch_devices(gpu_uuids: Sequence[str]) -> tuple[torch.device, ...]:
     """
     if not gpu_uuids:
         return (torch.device("cpu"),)
-    seen = {_plain(uuid): index for index, uuid in enumerate(_seen())}
+    # A process computes on MIG devices that it was started with, in the order of their names; their UUIDs may be those
+    # of the whole GPU to it.
+    seen = {_plain(uuid): index for index, uuid in enumerate(_named_mig() or _seen())}
     if missing := [uuid for uuid in gpu_uuids if _plain(uuid) not in seen]:
         raise DeviceNotSeen(
             f"{', '.join(missing)} is leased and this process sees {', '.join(seen) or 'no GPU'}; give its container "
@@ -37,6 +42,28 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def process_bytes(devices: Sequence[torch.device], pids: Sequence[int]) -> int | None:
+    """Bytes that processes use on GPUs, their contexts included; None where the driver does not say.
+
+    So it is without NVML, and in a container whose process ids are not the host's: none of `pids` is listed then.
+    """
+    try:
+        nvml = Nvml.open()
+        listed: list[dict[int, int]] = [nvml.processes(driver_name(device)) for device in devices]
+    except NvmlMissing:
+        return None
+    if not any(pid in used for used in listed for pid in pids):
+        return None
+    return sum(used.get(pid, 0) for used in listed for pid in pids)
+
+
+def driver_name(device: torch.device) -> str:
+    """A GPU's UUID as the driver writes it, "GPU-8f2a…"; of a MIG device what CUDA_VISIBLE_DEVICES calls it."""
+    index = device.index or 0
+    named = _named_mig()
+    return named[index] if index < len(named) else f"GPU-{_seen()[index]}"
+
+
 def total_bytes(device: torch.device) -> int:
     """Memory that a GPU has."""
     return int(torch.cuda.mem_get_info(device)[1])
@@ -48,5 +75,21 @@ def _seen() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
+def _named_mig() -> list[str]:
+    """MIG devices by which CUDA_VISIBLE_DEVICES tells this process what it sees; none where it names no such."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return names if names[0].startswith("MIG-") else []
+
+
 def _plain(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").lower()
+    """A UUID as makers and torch write it, in one form.
+
+    >>> _plain("GPU-8F2A-1"), _plain("37326666-3964-3161-3361-346261366262")
+    ('8f2a-1', '72ff9d1a3a4ba6bb')
+    """
+    bare = uuid.removeprefix("GPU-").lower()
+    try:  # AMD's sixteen bytes are its identifier's sixteen digits
+        digits = bytes.fromhex(bare.replace("-", "")).decode("ascii")
+        return digits if len(digits) == 16 and int(digits, 16) >= 0 else bare
+    except ValueError:
+        return bare

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace_modelkit import logprobs
 from headrace_modelkit.logprobs import Head, scale
+from headrace_modelkit.products import product
 
 Gather = Callable[[Tensor], Tensor]
 """(N,) of this rank to (ranks, N)."""
@@ -165,7 +166,7 @@ def _softmax_gradient(
 def _through(gradient_NC: Tensor, weight_CD: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, D) gradient behind a product with these weights; of a bf16 model in bf16, like every other layer's."""
     if dtype == weight_CD.dtype == torch.bfloat16:
-        return gradient_NC.bfloat16() @ weight_CD
+        return product(gradient_NC.bfloat16(), weight_CD)
     return gradient_NC @ weight_CD.float()
 
 

@@ -23,6 +23,8 @@ Box = tuple[tuple[int, int], ...]
 """(first, end) in each dimension."""
 BOXES = "boxes"
 """Key of a safetensors header's metadata: name → [shape of the whole, first element of the box], as JSON."""
+NEXT = "@"
+"""Before a number, behind the name of a tensor of which a file has several boxes."""
 
 
 _NAMES = {
@@ -81,6 +83,7 @@ class _Piece:
     """Where a box of a tensor lies."""
 
     file: Path
+    key: str
     box: Box
 
 
@@ -91,13 +94,14 @@ class TensorFiles(Tensors):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for file in files:
-            for name, shape, box in read_header(file):
+            for key, shape, box in read_header(file):
+                name = key.partition(NEXT)[0]
                 if self._shapes.setdefault(name, shape) != shape:
                     other = list(self._shapes[name])
                     raise TornTensor(
                         f"{file.name}: {name} has the shape {list(shape)} there and {other} elsewhere"
                     )
-                self._pieces.setdefault(name, []).append(_Piece(file, box))
+                self._pieces.setdefault(name, []).append(_Piece(file, key, box))
         for name, pieces in self._pieces.items():
             found = sum(volume(piece.box) for piece in pieces)
             if found != (needed := math.prod(self._shapes[name])):
@@ -122,7 +126,7 @@ class TensorFiles(Tensors):
             with open_file(piece.file) as file:
                 # Where no element is common, the type is still asked for.
                 index = slices(common, piece.box) if common is not None else (slice(0, 0),) * len(wanted)
-                part = file.get_slice(name)[index]
+                part = file.get_slice(piece.key)[index]
                 if found is None:
                     found = torch.empty([end - first for first, end in wanted], dtype=part.dtype)
                 if common is not None:
@@ -141,7 +145,7 @@ def open_file(file: Path) -> Any:
 
 
 def read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-    """(name, shape of the whole, box that is in the file) of each tensor. Raises as `open_file`."""
+    """(key, shape of the whole, box that is in the file) of each entry. Raises as `open_file`."""
     with open_file(file) as opened:
         boxes = json.loads((opened.metadata() or {}).get(BOXES, "{}"))
         for name in opened.keys():  # noqa: SIM118

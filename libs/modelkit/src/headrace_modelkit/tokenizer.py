@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_schema.sections.generating import ModelSection
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from headrace_modelkit.errors import ModelNotReadable
@@ -85,9 +86,15 @@ class TextCodec:
         self._lengths = TokenLengths(tokenizer)
 
     def encode_prompt(
-        self, chat: Sequence[Mapping[str, str]] | None = None, text: str | None = None, prefill: str = ""
+        self,
+        chat: Sequence[Mapping[str, str]] | None = None,
+        text: str | None = None,
+        prefill: str = "",
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a prompt: a chat through the template, or text as it is; `prefill` begins the answer.
+
+        `arguments` are given to the template beside the messages.
 
         The prefill is joined as text before tokenising, so that no token boundary is forced before it.
         Raises ValueError when the tokenizer has no chat template, or both or neither form is given.
@@ -95,7 +102,7 @@ class TextCodec:
         if (chat is None) == (text is None):
             raise ValueError("a prompt is either a chat or a text")
         if chat is not None:
-            return self._ids(self._render(chat) + prefill, special=False)
+            return self._ids(self.render(chat, arguments) + prefill, special=False)
         return self._text_ids(f"{text}{prefill}")
 
     def encode_answer(self, text: str) -> list[int]:
@@ -115,19 +122,27 @@ class TextCodec:
         text = self.decode(ids)
         return text, self._lengths.of(ids, text)
 
-    def _render(self, chat: Sequence[Mapping[str, str]]) -> str:
+    def render(self, chat: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+        """The text that the chat template makes of messages; raises ValueError with the template's reason."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "data.prompt.chat: the model's tokenizer has no chat template; set data.prompt.chat: false"
             )
-        rendered: str = self.tokenizer.apply_chat_template(
-            [dict(message) for message in chat], tokenize=False, add_generation_prompt=True
-        )
+        messages = [dict(message) for message in chat]
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **(arguments or {})
+            )
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the model's chat template refuses messages of {roles}: {error}") from error
         return rendered
 
     def _text_ids(self, text: str) -> list[int]:
         """Ids of a text with what the tokenizer puts before it, and not what it puts behind it."""
         plain, decorated = self._ids(text, special=False), self._ids(text, special=True)
+        if plain[:1] and plain[0] == decorated[0] == self.tokenizer.bos_token_id:
+            return plain  # the text begins with it already
         # Some tokenizers append their end to every text: the answer would begin after an end.
         for start in range(len(decorated) - len(plain) + 1):
             if plain and decorated[start : start + len(plain)] == plain:

@@ -1,15 +1,23 @@
 """Weights in one canonical order: what a published version holds and how it gets in and out of a model.
 
-A model is any torch module: a language model or a robot policy.
-Tied weights appear once, under the name that Hugging Face saves. Knows no transport.
+A model is any torch module: a language model or a robot policy. Tied weights appear once, under the name that Hugging
+Face saves. A version names them as the model's checkpoint does, where transformers computes with other tensors: a layer
+of experts is one tensor there and one for each expert here. Knows no transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from headrace_modelkit.tensor_files import Tensors
 
@@ -31,26 +39,166 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a checkpoint: rows from `first` on of one of the model's, its leading dimensions counted as one."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of the model's tensor: a view where that is contiguous."""
+        if tuple(whole.shape) == self.shape:
+            return whole
+        rows = whole.flatten(0, -2)[self.first : self.first + math.prod(self.shape[:-1])]
+        return rows.view(self.shape)
+
+
+class CheckpointNames:
+    """How a checkpoint names a model's tensors, by the conversion that transformers' `save_pretrained` makes.
+
+    A tensor that a checkpoint has in another order than the model keeps the model's name.
+    """
+
+    def __init__(self, pieces: Mapping[str, list[Piece]]) -> None:
+        self._pieces = pieces
+        """Only of tensors that are named or cut otherwise in a checkpoint, in the order of their rows."""
+        self._owners = {piece.name: (name, piece) for name, found in pieces.items() for piece in found}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CheckpointNames:
+        """Of a model, also one on the meta device: its architecture decides, and not the files it was read from."""
+        if not isinstance(model, PreTrainedModel) or not get_model_conversion_mapping(
+            model, add_legacy=False
+        ):
+            return cls({})
+        starts: dict[str, int] = {}
+        probes: dict[str, Tensor] = {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}
+        count = 0
+        for name, shape in shapes.items():  # numbered rows: where a number comes out, the row has gone
+            rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
+            numbers = torch.arange(count, count + rows)
+            probes[name] = numbers.view(*shape[:-1], 1) if len(shape) > 1 else numbers.view(shape)
+            starts[name] = count
+            count += rows
+        pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+        owners = list(starts.items())
+        for name, found in _reverted(model, probes).items():
+            numbers = found.flatten()
+            first = int(numbers[0])
+            owner, start = max((each for each in owners if each[1] <= first), key=lambda each: each[1])
+            shape = shapes[owner]
+            inside = torch.equal(numbers, torch.arange(first, first + len(numbers)))
+            own = (*found.shape[:-1], shape[-1]) if len(shape) > 1 else tuple(found.shape)
+            if inside:
+                pieces[owner].append(Piece(name, first - start, own))
+        chosen = {}
+        for name, found in pieces.items():
+            found.sort(key=lambda piece: piece.first)
+            whole = sum(math.prod(piece.shape) for piece in found) == math.prod(shapes[name])
+            if whole and [piece.name for piece in found] != [name]:
+                chosen[name] = found
+        return cls(chosen)
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint's name, its part) of one of the model's tensors; parts are views of a contiguous one."""
+        if name not in self._pieces:
+            yield name, tensor
+            return
+        for piece in self._pieces[name]:
+            yield piece.name, piece.of(tensor)
+
+    def find(self, own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+        """(the model's tensor, its part) of a checkpoint's name. Raises KeyError."""
+        if name not in self._owners:
+            return own[name], own[name]
+        owner, piece = self._owners[name]
+        return own[owner], piece.of(own[owner])
+
+    def layout(
+        self, entries: Iterable[tuple[str, Kind, tuple[int, ...]]]
+    ) -> list[tuple[str, Kind, tuple[int, ...]]]:
+        """(checkpoint's name, type, shape) of (model's name, type, shape)."""
+        found = []
+        for name, kind, shape in entries:
+            pieces = self._pieces.get(name) or [Piece(name, 0, shape)]
+            found += [(piece.name, kind, piece.shape) for piece in pieces]
+        return found
+
+    def join(self, tensors: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Tensors by the model's names, of tensors by the checkpoint's (or by the model's: those stay as they are).
+
+        `own` are the shapes of the model's tensors. Raises ValueError for a name or a shape that is not the model's.
+        """
+        left = dict(tensors)
+        found: dict[str, Tensor] = {}
+        for name, shape in own.items():
+            pieces = self._pieces.get(name)
+            if pieces is None or name in left:
+                if name in left:
+                    found[name] = left.pop(name)
+                continue
+            parts = [left.pop(piece.name, None) for piece in pieces]
+            for piece, part in zip(pieces, parts, strict=True):
+                if part is None:
+                    raise ValueError(f"the weights are not this model's: {piece.name} is missing")
+                if tuple(part.shape) != piece.shape:
+                    raise ValueError(
+                        f"the weights are not this model's: {piece.name} has shape {tuple(part.shape)}, not "
+                        f"{piece.shape}"
+                    )
+            found[name] = torch.cat([part.flatten(0, -2) for part in parts if part is not None]).view(shape)
+        return {**found, **left}
+
+
+def _reverted(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `save_pretrained` would write of a new model of this architecture."""
+    untyped: Any = model
+    read_with = untyped.__dict__.pop("_weight_conversions", None)
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(untyped, dict(tensors))
+    finally:
+        if read_with is not None:
+            untyped._weight_conversions = read_with
+    return found
+
+
+_NAMES: WeakKeyDictionary[nn.Module, CheckpointNames] = WeakKeyDictionary()
+
+
+def _names_of(model: nn.Module) -> CheckpointNames:
+    if model not in _NAMES:
+        _NAMES[model] = CheckpointNames.of(model)
+    return _NAMES[model]
+
+
 def weight_layout(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """(name, type, shape) in canonical order. Parameters travel in `dtype`, buffers in their own type."""
-    return [(name, _travel_type(tensor, dtype), tuple(tensor.shape)) for name, tensor in state_tensors(model)]
+    """(checkpoint's name, type, shape) in canonical order. Parameters travel in `dtype`, buffers in their own type."""
+    own = [(name, _travel_type(tensor, dtype), tuple(tensor.shape)) for name, tensor in state_tensors(model)]
+    return _names_of(model).layout(own)
 
 
 def copy_out(model: nn.Module, name: str, out: memoryview, dtype: torch.dtype) -> None:
     """Writes one tensor of the layout into `out`, cast as the layout says. Raises KeyError on other names."""
-    tensor = _named(model)[name]
-    travel = _travel_type(tensor, dtype)
+    whole, tensor = _names_of(model).find(_named(model), name)
+    travel = _travel_type(whole, dtype)
     if tensor.numel():
         flat = torch.frombuffer(out, dtype=travel, count=tensor.numel())
         flat.view(tensor.shape).copy_(tensor.detach())
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies a whole version into the model, cast to the model's types.
+    """Copies a whole version into the model, cast to the model's types; by the checkpoint's names or the model's.
 
     Raises ValueError, before anything is written, when names or shapes are not the model's own.
     """
     own = _named(model)
+    tensors = _joined(model, own, tensors)
     if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     with torch.no_grad():
@@ -71,9 +219,11 @@ def read_weights(model: nn.Module, tensors: Tensors) -> None:
 def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """As `load_weights`, for a model that only reads: tensors of its own types become its weights, without a copy.
 
-    They may be read-only; the model keeps what they are views of. Odd addresses and other types are copied.
+    They may be read-only; the model keeps what they are views of. Odd addresses, other types and experts that come one
+    by one are copied.
     """
     own = _named(model)
+    tensors = _joined(model, own, tensors)
     if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     for name, tensor in own.items():
@@ -85,6 +235,14 @@ def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(state_tensors(model))
+
+
+def _joined(
+    model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    if own.keys() == tensors.keys():
+        return tensors
+    return _names_of(model).join(tensors, _shapes(own))
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from typing import Annotated
 from headrace_schema.sections.base import Count, Section
 from pydantic import Field, PositiveFloat
 
+from headrace_planner.asynchronous import MAX_STALENESS
 from headrace_planner.errors import refuse
 from headrace_planner.graph import Edge, Granularity, Workflow, embodied, reasoning
 from headrace_planner.profiling.fitting import Point, fit
@@ -260,6 +261,10 @@ class PlanRequest(Section):
     )
     simulation: SimulationSection | None = Field(
         default=None, description="simulate the plan as well; default: predict alone"
+    )
+    max_staleness: Annotated[int, Field(strict=True, ge=0, le=MAX_STALENESS)] = Field(
+        default=0,
+        description="steps that a trajectory may lag behind its base: the run's bound; 0: synchronous",
     )
 
     @property

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headrace_planner.asynchronous import AsyncPlan, best_period, enough_staleness
+from headrace_planner.cluster.asynchronous import simulate_async
 from headrace_planner.cluster.simulating import describe
 from headrace_planner.documents import PlanRequest
 from headrace_planner.errors import PlanError, refuse
@@ -18,7 +20,7 @@ from headrace_planner.planning import Plan, lower_bound, plan
 from headrace_planner.profiling.measured import HOST
 from headrace_planner.profiling.profiles import Profile
 from headrace_planner.seats import Seated, seated
-from headrace_planner.trees.costs import NO_SYNC, DeviceKind, Evaluation
+from headrace_planner.trees.costs import NO_SYNC, DeviceKind, Evaluation, Workload
 from headrace_planner.trees.search import CHUNKS, Shapes
 from headrace_planner.trees.timeline import Bar, bars
 from headrace_planner.trees.tree import Cycle, Node, Share, Split, draw, to_data
@@ -29,6 +31,8 @@ ALTERNATIVES = {
     "disaggregated, sequential": Shapes(False, False, chunks=(1,)),
     "disaggregated, pipelined": Shapes(False, False, chunks=CHUNKS),
 }
+STALENESS = (1, 2, 4)
+"""Bounds that asynchronous steps are predicted for, beside the request's own."""
 MAX_SIMULATED = 2_000_000
 """Items that one request may simulate: about a minute."""
 NOTE = "a prediction from the profile; a run with placement.mode: auto chooses by its own steps"
@@ -48,7 +52,8 @@ def explain(request: PlanRequest) -> dict[str, Any]:
         best = planned(cluster)
         found = _answer(request, best, planned, cluster)
         others = [_alternative(name, best, planned, cluster) for name in ALTERNATIVES]
-        return {**found, "mode": mode(best.tree), "alternatives": others}
+        beside = _asynchronous(request, best)
+        return {**found, "mode": mode(best.tree), "alternatives": others, "asynchronous": beside}
     given = seated(
         workflow,
         profiles,
@@ -105,6 +110,50 @@ def _seated(request: PlanRequest, given: Seated, best: Plan, free: Plan) -> dict
         "idle_share": max(0.0, 1 - busy / (given.devices * best.seconds)) if given.devices else 0.0,
         "alternatives": [{"mode": f"{mode(free.tree)}, on any of them", "step_s": free.seconds, "why": why}],
         "note": note,
+    }
+
+
+def _asynchronous(request: PlanRequest, best: Plan) -> dict[str, Any] | None:
+    """Steps that run ahead of each other, for the request's bound and some others; None where they cannot."""
+    work, wanted = best.workload, request.max_staleness
+    by_bound = {bound: best_period(work, bound) for bound in sorted({*STALENESS, wanted} - {0})}
+    found = {bound: made for bound, made in by_bound.items() if made is not None}
+    if not found:
+        return None
+    chosen = found[wanted or min(found)]
+    rows = [
+        {
+            "max_staleness": bound,
+            "step_s": made.seconds,
+            "generate_devices": made.generating,
+            "learn_devices": made.learning,
+            "generate_s": made.generate_s,
+            "learn_s": made.learn_s,
+            "faster": best.seconds / made.seconds - 1,
+            **_waits(request, work, made),
+        }
+        for bound, made in found.items()
+    ]
+    return {
+        "max_staleness": chosen.max_staleness,
+        "step_s": chosen.seconds,
+        "enough": enough_staleness(work, chosen.generating, chosen.learning),
+        "by_staleness": rows,
+    }
+
+
+def _waits(request: PlanRequest, work: Workload, made: AsyncPlan) -> dict[str, Any]:
+    """How often and how long the trainer waits for a tail, where the request asks for a simulation."""
+    wanted, filling = request.simulation, 2 * (made.max_staleness + 1)
+    if wanted is None or (wanted.iterations + filling) * request.items > MAX_SIMULATED // len(STALENESS):
+        return {}
+    found = simulate_async(
+        work, made.generating, made.learning, made.max_staleness, wanted.iterations, wanted.seed
+    )
+    return {
+        "simulated_s": found.step_s,
+        "waited_steps_share": found.waited_share,
+        "waited_time_share": found.wait_share,
     }
 
 

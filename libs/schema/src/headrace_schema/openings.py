@@ -65,6 +65,7 @@ class WarmupExample(Section):
     chat: list[dict[str, str]] | None = None
     text: str | None = None
     prefill: str = ""
+    arguments: dict[str, Any] = Field(default_factory=dict)
     answer: str
 
     @model_validator(mode="after")

@@ -125,6 +125,7 @@ class _Loader(yaml.SafeLoader):
         """A finite number."""
         kind = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
         line = node.start_mark.line + 1
+        _check_reading(node.value, line)
         try:
             value: int | float = kind(node)
         except (ValueError, OverflowError, IndexError) as error:
@@ -154,6 +155,20 @@ class _Loader(yaml.SafeLoader):
     def refuse(self, node: Any) -> Any:
         """Tags ask for objects; there are none."""
         raise YamlProblem(node.start_mark.line + 1, f"the tag {node.tag} is not allowed", "remove the tag")
+
+
+def _check_reading(text: str, line: int) -> None:
+    """Refuses the numbers that YAML 1.1 reads as nobody means them: 010 as 8, 1:30 as 90."""
+    if ":" in text:
+        raise YamlProblem(
+            line, f"{text[:40]} would be a number to the base 60", f"write '{text[:40]}' in quotes"
+        )
+    digits = text.lstrip("+-")
+    if len(digits) > 1 and digits[0] == "0" and digits.replace("_", "").isdigit():
+        plain = digits.replace("_", "").lstrip("0") or "0"
+        raise YamlProblem(
+            line, f"{text[:40]} would be read as octal", f"write {plain[:40]}, or put it in quotes"
+        )
 
 
 _Loader.add_implicit_resolver(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,7 +59,7 @@ def catalogue() -> list[dict[str, Any]]:
 def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[str, Any]:
     """Loads `sets` {name: [{name, options, part}]} for paths below `directory`, announcing each step {at}.
 
-    Returns {digests: {set: [digest]}}, or {error: {scorer_set, index, field, message}}.
+    Returns {digests: {set: [digest]}, together: [set]}, or {error: {scorer_set, index, field, message}}.
     """
     directory = Path(message["directory"])
     for set_name, entries in message["sets"].items():
@@ -73,22 +74,35 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
             except ScorerError as error:
                 return {"error": place | {"field": error.field, "message": error.message}}
             loaded[set_name].append(each)
-    return {"digests": {name: [each.digest for each in scorer_set] for name, scorer_set in loaded.items()}}
+    digests = {name: [each.digest for each in scorer_set] for name, scorer_set in loaded.items()}
+    return {
+        "digests": digests,
+        "together": [name for name, scorer_set in loaded.items() if together(scorer_set)],
+    }
 
 
 def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None:
-    """Judges answers {set, prompt, completion, reference, metadata, token_count}; a reply frame each."""
-    for fields in answers:
+    """Judges answers {set, and the fields of `Answer`}; a reply frame each, in their order."""
+    for name, group in groupby(answers, lambda fields: str(fields.pop("set"))):
+        asked = [Answer(**fields) for fields in group]
         begin = time.perf_counter()
-        judgement = judge.judge(loaded[fields.pop("set")], Answer(**fields))
-        reply = {
-            "parts": judgement.parts,
-            "scores": judgement.scores,
-            "fault": judgement.fault,
-            "detail": judgement.detail,
-            "wall_s": time.perf_counter() - begin,
-        }
-        _write(writer, reply)
+        scorers_of_set = loaded[name]
+        count = len(asked) if together(scorers_of_set) else 1
+        for judgement in judge.judge(scorers_of_set, asked):
+            reply = {
+                "parts": judgement.parts,
+                "scores": judgement.scores,
+                "fault": judgement.fault,
+                "detail": judgement.detail,
+                "wall_s": (time.perf_counter() - begin) / count,
+            }
+            _write(writer, reply)
+            begin = begin if count > 1 else time.perf_counter()
+
+
+def together(scorer_set: list[judge.LoadedScorer]) -> bool:
+    """Whether a set judges its answers at once."""
+    return any(each.together for each in scorer_set)
 
 
 def _write(writer: BinaryIO, message: dict[str, Any]) -> None:

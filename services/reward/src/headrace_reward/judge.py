@@ -5,145 +5,38 @@ Scorers are other people's code and may raise anything: `_call` is the one place
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import importlib.util
 import inspect
 import math
-import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from headrace_reward import scorers
 from headrace_reward.scorers.base import Answer, Score, Scorer, ScorerError
+from headrace_reward.user_scorer import UserScorer, is_user_scorer, load_user_scorer, locate
 
 _RESULT = TypeVar("_RESULT")
+
+
+class NoScores(Exception):
+    """A function of batches returned no list with one score an answer."""
+
+
 # Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.
-_CODE_FAULTS = (SyntaxError, ImportError, NameError)
+_CODE_FAULTS = (SyntaxError, ImportError, NameError, NoScores)
 _BLANK = Answer(prompt="", completion="", reference="", metadata={})
-_MODULE = "headrace_user_scorer_"
-SIGNATURE = (
-    "def score(prompt: str, completion: str, reference: str, metadata: dict) -> float | dict[str, float]"
-)
-
-
-def is_user_scorer(name: str) -> bool:
-    """Whether a name means a file rather than a registered scorer."""
-    return ".py:" in name or name.endswith(".py")
-
-
-class _Folder:
-    """The folder of user scorers. Their neighbours are importable while it is the active one.
-
-    Two folders may have modules of one name, so those of the others are taken out of `sys.modules`.
-    """
-
-    _known: ClassVar[dict[Path, _Folder]] = {}
-    _active: ClassVar[_Folder | None] = None
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._own: dict[str, ModuleType] = {}
-        self._count = 0
-
-    @classmethod
-    def of(cls, path: Path) -> _Folder:
-        """The one object of a folder in this process."""
-        return cls._known.setdefault(path, cls(path))
-
-    def activate(self) -> None:
-        """Makes this folder's modules importable in place of the former folder's."""
-        if _Folder._active is self:
-            return
-        if _Folder._active is not None:
-            _Folder._active._deactivate()
-        _Folder._active = self
-        sys.path.insert(0, str(self._path))
-        sys.modules.update(self._own)
-        self._count = len(sys.modules)
-
-    def _deactivate(self) -> None:
-        if len(sys.modules) != self._count:  # It has imported something since: most calls import nothing.
-            tops = {name for name in sys.modules if "." not in name and self._holds(name)}
-            self._own = {
-                name: module for name, module in sys.modules.items() if name.partition(".")[0] in tops
-            }
-        for name in self._own:
-            sys.modules.pop(name, None)
-        with suppress(ValueError):
-            sys.path.remove(str(self._path))
-
-    def _holds(self, name: str) -> bool:
-        """Whether a top-level module was imported from this folder."""
-        module = sys.modules[name]
-        file, folders = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
-        if name.startswith(_MODULE):  # A user's own file, under a name of its own.
-            return False
-        return (file is not None and Path(file).parent == self._path) or str(self._path / name) in folders
-
-
-class UserScorer:
-    """Calls the user's function, in whose folder it may import."""
-
-    def __init__(
-        self, function: Callable[[str, str, str, Mapping[str, object]], Score], folder: _Folder
-    ) -> None:
-        self._function, self._folder = function, folder
-
-    def score(self, answer: Answer) -> Score:
-        """What the function returns."""
-        self._folder.activate()
-        return self._function(answer.prompt, answer.completion, answer.reference, dict(answer.metadata or {}))
-
-
-def locate(name: str, directory: Path) -> tuple[Path, str]:
-    """Splits a name into an existing file and a function's name.
-
-    Raises:
-        ScorerError: there is no such file, or the function is not named.
-    """
-    path_text, _, function = name.rpartition(":")
-    if not path_text or not function.isidentifier():
-        raise ScorerError("name", f"{name}: name the function too, as {name.split(':')[0]}:score")
-    path = (directory / path_text).resolve()
-    if not path.is_file():
-        raise ScorerError("name", f"{name}: no such file {path}; paths start at {directory} or are absolute")
-    return path, function
-
-
-def _load_user_scorer(path: Path, function_name: str) -> UserScorer:
-    """Imports the file and takes the function; whatever the file raises goes through.
-
-    Raises:
-        ScorerError: the function is missing or takes other arguments.
-    """
-    folder = _Folder.of(path.parent)
-    folder.activate()
-    function = getattr(_import(path), function_name, None)
-    if not callable(function):
-        raise ScorerError("name", f"{path}: there is no function {function_name!r}; write {SIGNATURE}")
-    try:
-        inspect.signature(function).bind("", "", "", {})
-    except TypeError as error:
-        raise ScorerError("name", f"{path}:{function_name}: {error}; write {SIGNATURE}") from error
-    return UserScorer(function, folder)
-
-
-def _import(path: Path) -> ModuleType:
-    place = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
-    module_name = f"{_MODULE}{path.stem}_{place}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ScorerError("name", f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
+NOBODY = "every scorer abstained; of each kind of item one must return a number"
+TOTAL = "score"
+"""The key of a returned dict that is the whole score; the others are shown beside it."""
+_LOOP = asyncio.new_event_loop()
+"""Of coroutines: one for the whole process, as their clients keep connections that belong to a loop."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +47,7 @@ class Raised:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedScorer:
     """A scorer that can be called."""
 
@@ -163,6 +56,27 @@ class LoadedScorer:
     scorer: Scorer
     digest: str
     """Over its code and the versions of the packages it stands on."""
+    abstains: bool = False
+    """Whether it has returned None for an answer."""
+
+    @property
+    def batched(self) -> bool:
+        """Whether it judges several answers in one call."""
+        own = (
+            self.scorer.batched
+            if isinstance(self.scorer, UserScorer)
+            else hasattr(self.scorer, "score_batch")
+        )
+        return own
+
+    @property
+    def together(self) -> bool:
+        """Whether several answers take less than one after the other: in one call, or in coroutines."""
+        if self.batched:
+            return True
+        if isinstance(self.scorer, UserScorer):
+            return self.scorer.concurrent
+        return inspect.iscoroutinefunction(self.scorer.score)
 
 
 @dataclass(frozen=True)
@@ -171,7 +85,7 @@ class Judgement:
 
     parts: Mapping[str, float]
     scores: Mapping[str, float]
-    """One score a scorer, by part name: what the weights apply to."""
+    """One score a scorer that did not abstain, by part name: what the weights apply to."""
     fault: Literal["", "answer", "scorer"] = ""
     detail: str = ""
 
@@ -196,35 +110,103 @@ def probe(loaded: LoadedScorer) -> None:
     Raises:
         ScorerError: its code is at fault whatever the answer, or it returns no number.
     """
-    tried = _call(_scoring(loaded, _BLANK))
+    tried = _said(loaded, [_BLANK])[0]
     if isinstance(tried, Raised):
         # Anything else may be the blank question's fault; if it is not, the first answer says so.
         if isinstance(tried.error, _CODE_FAULTS):
             raise ScorerError("name", f"{loaded.part} fails on any answer: {tried.detail}")
     elif (wrong := _type_fault(tried)) is not None:
-        raise ScorerError("name", f"{loaded.part} {wrong}; return a float, or a dict of floats")
+        raise ScorerError("name", f"{loaded.part} {wrong}; return a float, a dict of floats, or None")
 
 
-def judge(loaded: list[LoadedScorer], answer: Answer) -> Judgement:
-    """Asks every scorer of a set, until one fails."""
-    parts: dict[str, float] = {}
-    scores: dict[str, float] = {}
+def judge(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> Iterator[Judgement]:
+    """Asks every scorer of a set about each answer, until one fails; judgements come in the answers' order.
+
+    Where a scorer judges `together`, all come at once; else each as soon as it is there.
+    """
+    if any(each.together for each in loaded):
+        yield from _judge_together(loaded, answers)
+    else:
+        for answer in answers:
+            yield from _judge_together(loaded, [answer])
+
+
+def _judge_together(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> list[Judgement]:
+    found = [Judgement({}, {}) for _ in answers]
     for each in loaded:
-        said = _call(_scoring(each, answer))
-        if isinstance(said, Raised):
-            fault: Literal["answer", "scorer"] = "scorer" if _broken(each, answer) else "answer"
-            return Judgement(parts, scores, fault, f"{each.part}: {said.detail}")
-        wrong = _type_fault(said) or _value_fault(said)
-        if wrong is not None:
-            return Judgement(parts, scores, "scorer", f"{each.part} {wrong}")
-        if isinstance(said, Mapping):
-            parts.update({f"{each.part}/{key}": float(value) for key, value in said.items()})
-        scores[each.part] = parts[each.part] = _total(said)
+        asked = [place for place, judgement in enumerate(found) if not judgement.fault]
+        for place, said in zip(asked, _said(each, [answers[place] for place in asked]), strict=True):
+            found[place] = _with(found[place], each, answers[place], said)
+    return [
+        replace(each, fault="scorer", detail=NOBODY) if not each.scores and not each.fault else each
+        for each in found
+    ]
+
+
+def _with(sofar: Judgement, each: LoadedScorer, answer: Answer, said: Any) -> Judgement:
+    """A judgement with what one more scorer said."""
+    parts, scores = dict(sofar.parts), dict(sofar.scores)
+    if isinstance(said, Raised):
+        fault: Literal["answer", "scorer"] = "scorer" if _broken(each, answer) else "answer"
+        return Judgement(parts, scores, fault, f"{each.part}: {said.detail}")
+    each.abstains = each.abstains or said is None
+    if each.abstains:
+        parts[f"{each.part}/abstained"] = float(said is None)
+    if said is None:
+        return Judgement(parts, scores)
+    wrong = _type_fault(said) or _value_fault(said)
+    if wrong is not None:
+        return Judgement(parts, scores, "scorer", f"{each.part} {wrong}")
+    if isinstance(said, Mapping):
+        parts |= {f"{each.part}/{key}": float(value) for key, value in said.items() if _is_number(value)}
+    scores[each.part] = parts[each.part] = _total(said)
     return Judgement(parts, scores)
 
 
-def _scoring(each: LoadedScorer, answer: Answer) -> Callable[[], Score]:
-    return lambda: each.scorer.score(answer)
+def _said(each: LoadedScorer, answers: Sequence[Answer]) -> list[Any]:
+    """What a scorer says of each answer, or `Raised`."""
+    if each.batched:
+        scorer: Any = each.scorer
+        said = _call(lambda: _awaited([scorer.score_batch(list(answers))])[0])
+        if isinstance(said, Raised) and len(answers) > 1:  # Which one was it?
+            return [one for answer in answers for one in _said(each, [answer])]
+        return [said] * len(answers) if isinstance(said, Raised) else _one_each(said, len(answers))
+    called = [_call(partial(each.scorer.score, answer)) for answer in answers]
+    return _awaited(called)
+
+
+def _one_each(said: object, count: int) -> list[Any]:
+    """The entries of what a function of batches returned."""
+    entries = _call(lambda: list(cast("Iterable[Any]", said)))
+    if isinstance(entries, Raised) or isinstance(said, (str, Mapping)) or len(entries) != count:
+        what = f"{len(entries)} scores" if isinstance(entries, list) else type(said).__name__
+        reason = f"returned {what} for {count} answers; return a list with one score an answer"
+        return [Raised(NoScores(reason), reason)] * count
+    return entries
+
+
+def _awaited(called: Sequence[Any]) -> list[Any]:
+    """The results of calls, of which those that are coroutines run side by side."""
+    if not any(inspect.isawaitable(each) for each in called):
+        return list(called)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _LOOP.run_until_complete(_gathered(called))
+    with ThreadPoolExecutor(1) as thread:  # in this process, whose own loop waits for the answer
+        return thread.submit(lambda: _LOOP.run_until_complete(_gathered(called))).result()
+
+
+async def _gathered(called: Sequence[Any]) -> list[Any]:
+    async def result(each: Any) -> Any:
+        if not inspect.isawaitable(each):
+            return each
+        try:
+            return await each
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - other people's code raises anything
+            return Raised(error, _describe(error))
+
+    return list(await asyncio.gather(*map(result, called)))
 
 
 def _build(name: str, options: Mapping[str, Any], directory: Path) -> tuple[Scorer, str]:
@@ -232,7 +214,7 @@ def _build(name: str, options: Mapping[str, Any], directory: Path) -> tuple[Scor
         if options:
             raise ScorerError("options", "a scorer of your own takes no options; put them into its file")
         path, function = locate(name, directory)
-        return _load_user_scorer(path, function), _digest_of(path.read_bytes(), ())
+        return load_user_scorer(path, function), _digest_of(path.read_bytes(), ())
     chosen = scorers.choose(name, options)
     source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""
@@ -248,19 +230,31 @@ def _broken(each: LoadedScorer, answer: Answer) -> bool:
     """Whether the same question fails with any answer: the right one, none, a number."""
     probes = {answer.reference, "", "0"} - {answer.completion}
     return all(
-        isinstance(_call(_scoring(each, replace(answer, completion=text, token_count=0))), Raised)
+        isinstance(_said(each, [replace(answer, completion=text, token_count=0)])[0], Raised)
         for text in sorted(probes)
     )
 
 
 def _total(said: Score) -> float:
-    return math.fsum(map(float, said.values())) if isinstance(said, Mapping) else float(said)
+    """The score; of a dict its `score`, as verl's functions name it, else the sum of all."""
+    if not isinstance(said, Mapping):
+        return float(said)
+    return float(said[TOTAL]) if TOTAL in said else math.fsum(map(float, said.values()))
+
+
+def _is_number(value: object) -> bool:
+    # numpy and torch scalars have __float__; text that float() would read has not.
+    return hasattr(type(value), "__float__")
 
 
 def _type_fault(said: object) -> str | None:
-    for key, value in said.items() if isinstance(said, Mapping) else [(None, said)]:
-        # numpy and torch scalars have __float__; text that float() would read has not.
-        if not (hasattr(type(value), "__float__") and (key is None or isinstance(key, str))):
+    if said is None:
+        return None
+    entries = dict(said).items() if isinstance(said, Mapping) else [(None, said)]
+    for key, value in entries:
+        if isinstance(said, Mapping) and TOTAL in said and key != TOTAL:
+            continue  # Beside a named total anything may be told; what is a number is shown.
+        if not (_is_number(value) and (key is None or isinstance(key, str))):
             where = "" if key is None else f" for {key!r}"
             return f"returned {type(value).__name__}{where}, not a number"
     return None

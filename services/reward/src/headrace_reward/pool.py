@@ -23,6 +23,8 @@ from headrace_reward.scorers.base import Answer, ScorerError
 
 # A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
 _TRIES = 2
+_DEATHS = 3
+"""Answers one after the other, of all children, each of which ended them: it is not the answers' fault."""
 
 
 class OpenFault(Exception):
@@ -49,6 +51,8 @@ class _Job:
     answer: Message
     found: asyncio.Future[Finding]
     tries: int = 0
+    alone: bool = False
+    """Several answers that were judged at once have failed: each is judged by itself now."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,9 @@ class ScorerPool(Pool):
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._digests: dict[str, list[str]] = {}
+        self._together: set[str] = set()
+        """Sets whose answers are judged at once, and so have their time limits together."""
+        self._deaths = 0
         self._closed = False
 
     async def open(self) -> dict[str, list[str]]:
@@ -167,18 +174,28 @@ class ScorerPool(Pool):
 
     async def _judge(self, child: Worker[Message], jobs: deque[_Job]) -> bool:
         """Judges jobs from the left, taking off what is settled; False when the child is no longer of use."""
-        child.send({"operation": "score", "answers": [job.answer for job in jobs]})
-        while jobs:
+        asked = deque([jobs[0]] if jobs[0].alone else jobs)
+        child.send({"operation": "score", "answers": [job.answer for job in asked]})
+        while asked:
+            at_once = sum(job.answer["set"] in self._together for job in asked)
+            limit = self._timeout_s * max(1, at_once)
             begin = time.monotonic()
             try:
-                reply = await child.receive(self._timeout_s)
-            except WorkerTimeout:
-                detail = f"scoring took longer than reward.timeout_s = {self._timeout_s:g} s"
-                _settle(jobs.popleft(), Finding("answer", detail, wall_s=time.monotonic() - begin))
+                reply = await child.receive(limit)
+            except (WorkerTimeout, WorkerGone) as error:
+                wall_s = time.monotonic() - begin
+                if at_once > 1:
+                    await child.kill()
+                    for job in asked:
+                        job.alone = True
+                elif isinstance(error, WorkerTimeout):
+                    detail = f"scoring took longer than reward.timeout_s = {self._timeout_s:g} s"
+                    _settle(jobs.popleft(), Finding("answer", detail, wall_s=wall_s))
+                else:
+                    await self._blame(child, jobs, wall_s)
                 return False
-            except WorkerGone:
-                await self._blame(child, jobs, time.monotonic() - begin)
-                return False
+            asked.popleft()
+            self._deaths = 0
             _settle(jobs.popleft(), Finding(**reply))
         return True
 
@@ -187,8 +204,12 @@ class ScorerPool(Pool):
         jobs[0].tries += 1
         status = await child.wait_or_kill()
         if jobs[0].tries >= _TRIES:
+            self._deaths += 1
             detail = f"the scoring process {exit_description(status)}, {_TRIES} times"
-            _settle(jobs.popleft(), Finding("answer", detail, wall_s=wall_s))
+            broken = self._deaths >= _DEATHS
+            if broken:
+                detail += f", with each of {self._deaths} answers one after the other"
+            _settle(jobs.popleft(), Finding("scorer" if broken else "answer", detail, wall_s=wall_s))
 
     async def _start(self) -> Worker[Message]:
         child = await Worker.start("headrace_reward.child", JSON_CODEC, self._settings.memory_bytes)
@@ -197,14 +218,15 @@ class ScorerPool(Pool):
             at = _At("scorers", 0, "loaded")
             while not isinstance(step := await self._load(child, at), dict):
                 at = step
-            self._compare(step)
+            self._compare(step["digests"])
+            self._together = set(step["together"])
         except BaseException:  # cancelled too: nobody else ends a child that did not load
             await child.kill()
             raise
         return child
 
-    async def _load(self, child: Worker[Message], at: _At) -> _At | dict[str, list[str]]:
-        """The next step of loading, which the child announces, or the digests at its end.
+    async def _load(self, child: Worker[Message], at: _At) -> _At | Message:
+        """The next step of loading, which the child announces, or {digests, together} at its end.
 
         So an error can name the scorer that hung or died.
         """
@@ -222,8 +244,7 @@ class ScorerPool(Pool):
             raise OpenFault(**reply["error"])
         if "at" in reply:
             return _At(**reply["at"])
-        digests: dict[str, list[str]] = reply["digests"]
-        return digests
+        return reply
 
     def _compare(self, digests: dict[str, list[str]]) -> None:
         """Every child of a run runs the same code: a result stands under one scorer digest."""
@@ -284,7 +305,7 @@ class InlinePool(Pool):
     def find(self, answer: dict[str, Any]) -> asyncio.Future[Finding]:
         """Judges one answer, at once."""
         fields = dict(answer)
-        judged = judge.judge(self._loaded[fields.pop("set")], Answer(**fields))
+        (judged,) = judge.judge(self._loaded[fields.pop("set")], [Answer(**fields)])
         found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
         found.set_result(Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.parts)))
         return found

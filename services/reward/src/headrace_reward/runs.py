@@ -51,7 +51,7 @@ class Item:
     evaluation: bool
     cut_by_length: bool
     answer: Mapping[str, Any]
-    """prompt, completion, reference, metadata, token_count."""
+    """The fields of `Answer`."""
     stage: str = ""
     """The reward stage that judges it, one of `RewardSection.stages`; empty: the run's scorers."""
 
@@ -185,7 +185,9 @@ class Run:
             weighted = zip(self.section.sets()[name], self._parts[name], strict=True)
             # fsum: weights of .7, .2 and .1 of full scores are 1, which `sum` misses.
             status = Status.OK
-            reward = math.fsum(entry.weight * found.scores[part] for entry, part in weighted)
+            reward = math.fsum(
+                entry.weight * found.scores[part] for entry, part in weighted if part in found.scores
+            )
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
             return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)

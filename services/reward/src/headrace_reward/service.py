@@ -137,6 +137,10 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         "reference": message.reference,
         "metadata": json_object("items.metadata_json", message.metadata_json),
         "token_count": message.token_count,
+        "messages": [{"role": turn.role, "content": turn.content} for turn in message.messages],
+        "finish_reason": common_pb2.FinishReason.Name(message.finish_reason)
+        .removeprefix("FINISH_REASON_")
+        .lower(),
     }
     return Item(
         prompt_ordinal=message.sample.prompt_ordinal,

@@ -281,10 +281,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if run is not None:
             await run.revoke_streams(epoch, notice_s)
         await self._place()
-        if run is not None and not self._leases and not keep:
+        if run is None:
+            return host_memory()
+        used = 0
+        if not self._leases and not keep:
             self._instance.weights.release(run.name)
-            await run.engine.release()
-        return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()
+            used = (await run.engine.release()).used_bytes
+        return await asyncio.to_thread(memory_on, devices, used)
 
     async def on_quiesce(self, epoch: int) -> None:
         """The lease was not renewed in time: no new token, and the fence admits none; memory stays."""

@@ -14,7 +14,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import check_number
+from headrace_servicekit.rpc.requests import check_number, json_object
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import Refused, WeightEntry, Weights
@@ -140,8 +140,9 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     if form is None:
         raise invalid("prompt: give chat, text or token_ids")
     chat = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
+    arguments = json_object("prompt.chat.template_arguments_json", prompt.chat.template_arguments_json)
     try:
-        return codec.encode_prompt(chat=chat, prefill=prompt.chat.prefill)
+        return codec.encode_prompt(chat=chat, prefill=prompt.chat.prefill, arguments=arguments)
     except ValueError as error:
         raise invalid(str(error)) from error
 

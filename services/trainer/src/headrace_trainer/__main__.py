@@ -42,8 +42,12 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities["backend_options"] = BACKENDS.capabilities(LOG.warning)
     instance.capabilities["algorithms"] = ALGORITHMS.names()
     instance.capabilities["algorithm_options"] = ALGORITHMS.capabilities(LOG.warning)
+    instance.capabilities["algorithm_features"] = ALGORITHMS.features(ALGORITHMS.names())
     instance.capabilities["episode_algorithms"] = EPISODE_ALGORITHMS.names()
     instance.capabilities["episode_algorithm_options"] = EPISODE_ALGORITHMS.capabilities(LOG.warning)
+    instance.capabilities["episode_algorithm_features"] = EPISODE_ALGORITHMS.features(
+        EPISODE_ALGORITHMS.names()
+    )
     instance.capabilities["transports"] = ["shm", "grpc"]
     instance.add_service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

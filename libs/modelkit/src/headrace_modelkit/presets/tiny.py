@@ -1,4 +1,6 @@
-"""A tiny Qwen3 with a character tokenizer: `python -m headrace_modelkit.presets.tiny OUT_DIR`."""
+"""A tiny Qwen3 with a character tokenizer: `python -m headrace_modelkit.presets.tiny OUT_DIR`, with --experts a
+mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from headrace_modelkit.loading import save_model
 
@@ -23,6 +31,19 @@ def is_complete(directory: Path) -> bool:
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789 =+->:,.?\nacdoprsty"
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(CHARACTERS) + 3,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -34,24 +55,35 @@ def write_tiny(
     save_model(model.to(dtype), character_tokenizer(), directory)
 
 
-def tiny_model(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
-    """The untrained model in fp32; `overrides` are fields of Qwen3Config."""
-    shape: dict[str, Any] = {
-        "vocab_size": len(CHARACTERS) + 3,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
+def write_tiny_moe(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> None:
+    """Writes the mixture of experts with random weights: 8 experts a layer, 2 of them for each token."""
+    model: Any = tiny_moe(seed, **overrides)
+    save_model(model.to(dtype), character_tokenizer(), directory)
+
+
+def tiny_moe(seed: int = 0, **overrides: Any) -> Qwen3MoeForCausalLM:
+    """As `tiny_model`, with experts; about 177,000 parameters. `overrides` are fields of Qwen3MoeConfig."""
+    shape = {
+        **SHAPE,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**{**shape, **overrides}))
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **overrides}))
+    ready: Qwen3MoeForCausalLM = model.eval()
+    return ready
+
+
+def tiny_model(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    """The untrained model in fp32; `overrides` are fields of Qwen3Config."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **overrides}))
     ready: Qwen3ForCausalLM = model.eval()
     return ready
 
@@ -76,9 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     parser.add_argument("--head-dim", type=int, default=16, help="vLLM's CPU build needs 32 or more")
+    parser.add_argument("--experts", action="store_true", help="a Qwen3-MoE: 8 experts, 2 for each token")
     options = parser.parse_args(arguments)
+    write = write_tiny_moe if options.experts else write_tiny
     if not is_complete(options.directory):
-        write_tiny(options.directory, seed=options.seed, head_dim=options.head_dim)
+        write(options.directory, seed=options.seed, head_dim=options.head_dim)
     print(options.directory)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -34,6 +34,18 @@ class Replica:
         """Sequences that are in flight or wait."""
         return len(self._flying) + len(self._waiting)
 
+    @property
+    def queued(self) -> Iterator[int]:
+        """Items that wait for a place."""
+        return (item for _, item in self._waiting)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next sequence is finished if none comes to it; None with none in flight."""
+        if not self._flying:
+            return None
+        return self.now + (self._flying[0][0] - self.length) * self.pace.seconds(len(self._flying))
+
     def add(self, sequences: Sequence[tuple[float, int]]) -> None:
         """Takes over (remaining length, item) pairs."""
         self._waiting.extend(sequences)
@@ -54,7 +66,7 @@ class Replica:
         """What is finished by `until`, by time; sequences in flight advance as far."""
         finished = []
         while self._flying:
-            rate = self.pace.fixed + self.pace.each * len(self._flying)
+            rate = self.pace.seconds(len(self._flying))
             end = self.now + (self._flying[0][0] - self.length) * rate
             if end > until:
                 self.length += max(0.0, until - self.now) / rate

@@ -37,6 +37,10 @@ class Pace:
     each: float
     concurrency: int
 
+    def seconds(self, flying: float) -> float:
+        """Seconds of one mean length with so many in flight."""
+        return self.fixed + self.each * flying
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -9,6 +9,7 @@ from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import learning, placing
 from headrace_schema.rules.acting import replier_problems, simulator_problems
 from headrace_schema.rules.embodied import embodied_problems
+from headrace_schema.rules.staleness import staleness
 from headrace_schema.rules.workflow import workflow_problems
 from headrace_schema.sections.generating import SamplingSection
 from headrace_schema.sections.run import RunSections
@@ -143,6 +144,7 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     placing.share,
     placing.trainer_helpers,
     placing.rollout_helpers,
+    staleness,
     _evaluation,
     _reward,
     simulator_problems,

@@ -98,7 +98,7 @@ def passes(spec: RunSections) -> Iterator[KeyProblemView]:
     if isinstance(minibatches, int) and minibatches > prompts:
         reason = f"{minibatches} minibatches of whole groups cannot be made of {prompts} prompts a step"
         yield problem("algorithm.options.minibatches", reason, f"the nearest valid value is {prompts}")
-    if epochs == minibatches == 1:
+    if epochs == minibatches == 1 and not algorithm.max_staleness:
         for key in RATIO_OPTIONS:
             if key in options:
                 reason = (

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Options of an engine by which one model spans several GPUs."""
+
+
+def engine_gpus(options: Mapping[str, Any]) -> int:
+    """GPUs that one engine spans, from its options: the product of its parallel sizes, 1 where it names none.
+
+    A size that is no whole number from 1 counts as 1 here: the engine's own options refuse it.
+
+    >>> engine_gpus({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}), engine_gpus({})
+    (8, 1)
+    """
+    sizes = [options.get(name) for name in PARALLEL_SIZES]
+    return prod(size for size in sizes if type(size) is int and size > 0)
+
+
+def dividing_sizes(heads: int, key_heads: int) -> list[int]:
+    """Tensor parallel sizes that divide a model's attention heads.
+
+    Heads of keys and values are divided too, or each of them lies on as many devices.
+
+    >>> dividing_sizes(14, 2), dividing_sizes(12, 8)
+    ([1, 2, 14], [1, 2, 4])
+    """
+    return [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+    ]
 
 
 class ModelSection(Section):
@@ -49,6 +81,10 @@ class PromptSection(Section):
     )
     prefill: str = Field(
         default="", description="text that begins the assistant's answer and counts as prompt"
+    )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="given to the chat template beside the messages, such as enable_thinking or tools",
     )
 
 
@@ -127,6 +163,13 @@ class RolloutSection(Section):
     )
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+    install: Literal["in_flight", "drain", "abort_and_resume"] | None = Field(
+        default=None,
+        description="with algorithm.max_staleness above 0, how a rollout that makes answers takes a new version. "
+        "in_flight: answers go on with it, and say which version made which token; their keys and values are computed "
+        "again. drain: answers in hand end first. abort_and_resume: they stop, and go on from what they have. Default: "
+        "in_flight; drain for episodes and conversations of two policies, each of which is made with one version",
+    )
 
 
 class EvaluationSection(Section):

@@ -20,7 +20,11 @@ class AlgorithmSection(Section):
     truncated: Literal["keep", "mask"] = Field(
         default="keep", description="answers cut by the length limit: train or mask"
     )
-    max_staleness: Literal[0] = Field(default=0, description="steps that a sample may lag behind its base")
+    max_staleness: Annotated[int, Field(strict=True, ge=0, le=16)] = Field(
+        default=0,
+        description="policy versions that a token may lag behind the one that learns from it. 0: a step's answers are "
+        "made by the version that it begins with. k: answers of the next k steps are made while a step is learned",
+    )
 
 
 class ScheduleSection(Section):

@@ -85,6 +85,12 @@ class RunSections(Section):
         return self.algorithm.group_size * self.algorithm.prompts_per_step
 
     @property
+    def install(self) -> str:
+        """How a rollout that makes answers takes a new version: `rollout.install`, or what fits the run."""
+        whole = self.workflow == "embodied" or self.reply is not None
+        return self.rollout.install or ("drain" if whole else "in_flight")
+
+    @property
     def graph(self) -> GraphSection:
         """The workflow with its stages and edges, whichever way it was declared."""
         return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]

@@ -143,20 +143,14 @@ class EpisodeStart(_message.Message):
     def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ..., record: _Optional[bool] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages", "prefill")
+    __slots__ = ("messages", "prefill", "template_arguments_json")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
-    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]
     prefill: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prefill: _Optional[str] = ...) -> None: ...
-
-class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    template_arguments_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., prefill: _Optional[str] = ..., template_arguments_json: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("values",)

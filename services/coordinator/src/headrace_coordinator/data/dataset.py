@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from headrace_schema.problems import Impossible, problem
@@ -29,24 +30,28 @@ Observed = tuple[int, int, int]
 class Dataset:
     """Held-out and training items of one data section.
 
-    Two items are the same when their canonical questions are; the first one counts. The held-out part
-    depends on the items and `heldout_seed` alone: runs with other seeds are judged on the same items.
+    Two items are the same when what the prompt shows of them is, or their ids are; the first one counts. The
+    held-out part depends on the items and `heldout_seed` alone: runs with other seeds are judged on the same items.
     """
 
     def __init__(
-        self, section: DataSection, items: Sequence[DataItem], seed: int, weights: Sequence[int] = ()
+        self,
+        section: DataSection,
+        items: Sequence[DataItem],
+        seed: int,
+        weights: Sequence[int] = (),
+        left_out: Mapping[str, int] | None = None,
     ) -> None:
         excluded = {squeezed(text) for text in section.exclude}
-        distinct: dict[str, DataItem] = {}
-        contradicting: set[str] = set()
-        for item in items:
-            if distinct.setdefault(item.key, item).answer != item.answer:
-                contradicting.add(item.key)
+        self._prompter = Prompter(section.prompt, items)
+        distinct, self.contradicting = _distinct(items, self._prompter.shown)
         self.repeated = len(items) - len(distinct)
-        """Items left out because their question had been read before."""
-        self.contradicting = len(contradicting)
-        """Questions that the source answers in more than one way; the first answer counts."""
-        kept = [item for item in distinct.values() if not excluded & item.names()]
+        """Items left out because the same one had been read before."""
+        self.left_out = dict(left_out or {})
+        """Rows that the source's options leave out, by reason."""
+        kept = [item for item in distinct if not excluded & item.names()]
+        if len(kept) < len(distinct):
+            self.left_out["named by data.exclude"] = len(distinct) - len(kept)
         _enough(section, len(kept), len(distinct) - len(kept))
         ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
         self._heldout = ranked[: section.heldout]
@@ -56,7 +61,6 @@ class Dataset:
         self._orders: dict[tuple[int, int], list[DataItem]] = {}
         self._parts = _parts(self._train, weights)
         self._weights = tuple(weights) or (1,)
-        self._prompter = Prompter(section.prompt, known_fields(kept))
         self.digest = _digest(self._heldout, self._train)
 
     @classmethod
@@ -67,10 +71,11 @@ class Dataset:
             Impossible: a source, option, template or number does not fit; its problems name the keys.
         """
         source = open_source(section.source, section.options)
-        items = _items(type(source), source.model_dump_json(), source.fingerprint())
-        if isinstance(items, Impossible):
-            raise Impossible(items.problems)
-        return cls(section, items, seed, source.weights())
+        read = _read(type(source), source.model_dump_json(), source.fingerprint())
+        if isinstance(read, Impossible):
+            raise Impossible(read.problems)
+        items, left_out = read
+        return cls(section, items, seed, source.weights(), left_out)
 
     @property
     def train_size(self) -> int:
@@ -177,21 +182,40 @@ class Curriculum:
         return rate is None or self._section.min_pass_rate <= rate <= self._section.max_pass_rate
 
 
-def known_fields(items: Sequence[DataItem]) -> set[str]:
-    """Fields that every item has, so that no prompt of a run can lack one."""
-    common = set(items[0].fields)
+def _distinct(items: Sequence[DataItem], shown: Sequence[str]) -> tuple[list[DataItem], int]:
+    """Items that differ, and how many of them the source answers in more than one way; the first answer counts.
+
+    Where the question alone does not tell items apart, the id of each is all that the prompt shows of it.
+    """
+    first: dict[str, DataItem] = {}
+    alike: dict[str, dict[str, DataItem]] = {}
+    contradicting: set[str] = set()
     for item in items:
-        common &= item.fields.keys()
-    return common | {"question"}
+        one = first.setdefault(item.key, item)
+        if one is item:
+            continue
+        same = alike.setdefault(item.key, {one.told_apart(shown): one})
+        known = same.setdefault(told := item.told_apart(shown), item)
+        if known.answer != item.answer:
+            contradicting.add(told)
+    found: list[DataItem] = []
+    for key, item in first.items():
+        same = alike.get(key, {})
+        found += [replace(each, id=told) for told, each in same.items()] if len(same) > 1 else [item]
+    return found, len(contradicting)
 
 
 @lru_cache(maxsize=2)
-def _items(
+def _read(
     source_class: type[DataSource], options: str, fingerprint: str
-) -> tuple[DataItem, ...] | Impossible:
-    """Items of a source, or why there are none. Kept, as a run is checked and started in one process."""
+) -> tuple[tuple[DataItem, ...], dict[str, int]] | Impossible:
+    """Items of a source and what it left out, or why there are none.
+
+    Kept, as a run is checked and started in one process.
+    """
+    source = source_class.model_validate_json(options)
     try:
-        return tuple(source_class.model_validate_json(options).items())
+        return tuple(source.items()), source.left_out()
     except Impossible as error:
         return error
 
@@ -247,6 +271,7 @@ def _digest(heldout: Sequence[DataItem], train: Sequence[DataItem]) -> str:
     state = hashlib.blake2b(digest_size=16)
     for part, items in (("heldout", heldout), ("train", train)):
         for item in items:
-            row = [part, item.question, item.answer, dict(item.fields)]
+            row: list[object] = [part, item.question, item.answer, dict(item.fields)]
+            row += [[dict(turn) for turn in item.messages]] if item.messages else []
             state.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     return state.hexdigest()

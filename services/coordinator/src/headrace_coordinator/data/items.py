@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 
@@ -15,19 +14,31 @@ class DataItem:
     """One question with its answer.
 
     `fields` are what a prompt template may use beside {question}; `metadata` travels to the scorers as JSON.
+    `messages` are a conversation, {role, content}, whose last turn is the question; none where that is plain text.
+    `id` tells the item apart from others; without one, what the prompt shows of it does.
     """
 
     question: str
     answer: str
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
+    id: str = ""
 
     @property
     def key(self) -> str:
-        """The canonical question: items with the same key are one item."""
-        return canonical(self.question)
+        """The id, else the canonical question."""
+        return f"id {self.id}" if self.id else canonical(self.question)
 
-    @cached_property
+    def told_apart(self, shown: Iterable[str]) -> str:
+        """The key, and what a prompt shows beside the question: earlier turns and these fields."""
+        if self.id:
+            return self.key
+        turns = [f"{turn['role']}: {canonical(turn['content'])}" for turn in self.messages[:-1]]
+        fields = [f"{name}={canonical(str(self.fields[name]))}" for name in shown]
+        return "\n".join([self.key, *turns, *fields])
+
+    @property
     def metadata_json(self) -> str:
         """`metadata` as the scorers of each of its answers get it; empty without any."""
         return json.dumps(self.metadata) if self.metadata else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from string import Formatter
+from typing import Any
 
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.sections.generating import PromptSection
@@ -16,11 +18,15 @@ DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 
 @dataclass(frozen=True)
 class PromptContent:
-    """A prompt before tokenisation: chat messages ({role, content}) with a prefill, or else plain text."""
+    """A prompt before tokenisation: chat messages ({role, content}) with a prefill, or else plain text.
+
+    `arguments` are what the chat template is given beside the messages.
+    """
 
     chat: list[dict[str, str]] | None
     text: str | None
     prefill: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,11 @@ class Template:
     parts: tuple[tuple[str, str | None], ...]
 
     @staticmethod
-    def parse(text: str, key: str, known: set[str]) -> Template:
-        """A template; `Impossible` names `key` when a place is ill-formed or its field is not in `known`."""
+    def parse(text: str, key: str, known: set[str], lacking: Callable[[str], str]) -> Template:
+        """A template; `Impossible` names `key` when a place is ill-formed or its field is not in `known`.
+
+        `lacking` says what is wrong with a name that is not.
+        """
         try:
             parsed = list(Formatter().parse(text))
         except ValueError as error:
@@ -43,9 +52,7 @@ class Template:
                 place = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
                 raise Impossible([problem(key, f"{{{place}}} is not the plain name of a field", DOUBLE)])
             if name not in known:
-                raise Impossible(
-                    [problem(key, f"items have no field {name!r}", choose(name, known, extra=DOUBLE))]
-                )
+                raise Impossible([problem(key, lacking(name), choose(name, known, extra=DOUBLE))])
         return Template(tuple((literal, name) for literal, name, _, _ in parsed))
 
     def render(self, values: Mapping[str, object]) -> str:
@@ -54,29 +61,57 @@ class Template:
 
 
 class Prompter:
-    """Renders items by a prompt section, whose templates are checked when it is made."""
+    """Renders items by a prompt section, whose templates are checked against all items when it is made."""
 
-    def __init__(self, section: PromptSection, known: set[str]) -> None:
-        self._known = known
-        self._chat = section.chat
-        self._template = Template.parse(section.template, "data.prompt.template", known)
-        self._prefill = Template.parse(section.prefill, "data.prompt.prefill", known)
-        self._system = (
-            None if section.system is None else Template.parse(section.system, "data.prompt.system", known)
-        )
+    def __init__(self, section: PromptSection, items: Sequence[DataItem]) -> None:
+        self._fields = Counter(name for item in items for name in item.fields)
+        self._count = len(items)
+        self._section = section
+        self._template = self._parse(section.template, "data.prompt.template")
+        self._prefill = self._parse(section.prefill, "data.prompt.prefill")
+        self._system = None if section.system is None else self._parse(section.system, "data.prompt.system")
+        self._check_conversations(items)
+
+    @property
+    def shown(self) -> list[str]:
+        """Fields that a prompt shows beside the question, sorted."""
+        templates = [self._template, self._prefill, *([self._system] if self._system else [])]
+        return sorted({name for each in templates for _, name in each.parts if name} - {"question"})
 
     def check(self, text: str, key: str) -> None:
         """Raises `Impossible` naming `key` when `text` is not a valid template over the known fields."""
-        Template.parse(text, key, self._known)
+        self._parse(text, key)
 
     def render(self, item: DataItem, prefill: str | None = None) -> PromptContent:
         """The prompt of an item; `prefill` is a template that stands in for the section's own."""
         values = {**item.fields, "question": item.question}
-        opening = self._prefill if prefill is None else Template.parse(prefill, "prefill", self._known)
+        opening = self._prefill if prefill is None else self._parse(prefill, "prefill")
         text, begun = self._template.render(values), opening.render(values)
-        if not self._chat:
+        if not self._section.chat:
             return PromptContent(chat=None, text=text + begun)
-        messages = [{"role": "user", "content": text}]
+        messages = [*map(dict, item.messages[:-1]), {"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        return PromptContent(chat=messages, text=None, prefill=begun)
+        return PromptContent(messages, None, begun, self._section.template_arguments)
+
+    def _parse(self, text: str, key: str) -> Template:
+        everywhere = {name for name, count in self._fields.items() if count == self._count}
+        return Template.parse(text, key, everywhere | {"question"}, self._lacking)
+
+    def _lacking(self, name: str) -> str:
+        """What is wrong with a field that not every item has."""
+        have = self._fields[name]
+        if have:
+            return f"{self._count - have} of {self._count} items have no field {name!r}"
+        return f"items have no field {name!r}"
+
+    def _check_conversations(self, items: Sequence[DataItem]) -> None:
+        if not any(len(item.messages) > 1 for item in items):
+            return
+        if not self._section.chat:
+            reason = "items are conversations, which only a chat template renders"
+            raise Impossible([problem("data.prompt.chat", reason, "leave it out")])
+        own = sum(item.messages[0]["role"] == "system" for item in items if item.messages)
+        if own and self._system is not None:
+            reason = f"{own} items begin with a system message of their own"
+            raise Impossible([problem("data.prompt.system", reason, "leave it out, or remove theirs")])

@@ -26,6 +26,10 @@ class DataSource(BaseModel, ABC):
     def items(self) -> Iterator[DataItem]:
         """Yields the items, the same ones in every process; `Impossible` names the option that is wrong."""
 
+    def left_out(self) -> dict[str, int]:
+        """How many rows `items`, once it is exhausted, has left out, by reason."""
+        return {}
+
     def weights(self) -> tuple[int, ...]:
         """How many of each sum(weights) successive prompts are of part 0, 1, … (field `part`); empty: as items are."""
         return ()

@@ -95,8 +95,14 @@ class LeaseManager:
 
     def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
         """The holder has released a lease, and measured what it still uses on the devices."""
-        table, now = self._event_log.state.table, self._event_log.now()
-        self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
+        state, now = self._event_log.state, self._event_log.now()
+        lease, expected = state.table.leases.get(epoch), leases.KEPT_BYTES
+        if lease is not None and (run := state.runs.get(lease.run)) is not None:
+            expected = leases.kept_bytes(lease, run.spec["rollout"]["engine"])
+        ends = leases.plan_release(
+            state.table, epoch, incarnation, "released", now, used=used_bytes, expected=expected
+        )
+        self._post_ends(ends)
 
     def exited(self, incarnation: str) -> None:
         """The holder's process is proven gone."""

@@ -16,7 +16,8 @@ from headrace_coordinator.data.dataset import Curriculum, Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, FILTERED, Slot
-from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.run_states import WORK
+from headrace_coordinator.domain.runs import RunState, evaluation_key, next_action
 from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.worker_client import WorkerClient
@@ -100,6 +101,33 @@ class RunContext:
     def state(self) -> RunState:
         """The run's durable state."""
         return self.event_log.state.runs[self.run_id]
+
+    def evaluation_due(self) -> bool:
+        """Whether the head is to be evaluated, and has not been."""
+        every, head = self.spec.evaluation.every, self.state.lineage.base
+        ordinal = head.ordinal if head else 0
+        due = ordinal == 0 or self.finished or (every > 0 and ordinal % every == 0)
+        if not due or not self.dataset.heldout_items():
+            return False
+        return evaluation_key("heldout", ordinal) not in self.state.evaluated
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are made."""
+        return self.state.ledger.step >= self.spec.steps
+
+    def steps_to_boundary(self) -> int:
+        """Steps, from the one that is learned on, of which answers may be made: those behind an evaluation wait."""
+        if next_action(self.state).kind != WORK or self.evaluation_due():
+            return 0
+        left, every, head = (
+            self.spec.steps - self.state.ledger.step,
+            self.spec.evaluation.every,
+            self.state.lineage.base,
+        )
+        if not every or head is None or not self.dataset.heldout_items():
+            return left
+        return min(left, every - head.ordinal % every)
 
     @property
     def waits_for_batch(self) -> bool:

@@ -22,6 +22,7 @@ from headrace_coordinator.run.devices.autoplan import Autoplan
 from headrace_coordinator.run.evaluation.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
+from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
@@ -100,17 +101,14 @@ class RunLoop:
             await self._follow_plan()
             await self._generate_ready()
             await self._evaluate_if_due()
-            if self._finished():
+            if self.context.finished:
                 return await self._succeed()
             await self._checkpointer.announce()
             if boundary := self._at_boundary():
                 if boundary.state != run_states.QUEUED or await self._can_yield():
                     return boundary
                 continue  # The trainers have the devices now: they were needed for saving.
-            await self._step()
-            if self._checkpointer.due():
-                with self._timer.stage("checkpoint"):
-                    await self._checkpointer.save(wait=False)
+            await self._work_on()
 
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
@@ -145,19 +143,40 @@ class RunLoop:
         with self._timer.stage("switch" if self.context.workers.in_turns else "sync"):
             await self.context.placement.hand_devices_to_rollouts(self._published)
 
-    async def _step(self) -> None:
+    async def _work_on(self) -> None:
+        """One step. Where answers may be older, steps follow each other until a boundary, and generation goes on."""
         assert self._published is not None
-        step = Step(self.context, self._published, self._timer)
+        pipeline = Pipeline(self.context, self._published, self._timer)
+        try:
+            await self._step(pipeline)
+            while pipeline.goes_on and not self._boundary_due():
+                await self._checkpointer.announce()
+                pipeline.install(self._published)
+                await self._step(pipeline)
+        finally:
+            await pipeline.stop()
+
+    def _boundary_due(self) -> bool:
+        """Whether something is to be done that needs the rollouts, or the devices, without answers in hand."""
+        context = self.context
+        over = context.finished or context.evaluation_due() or self._regrouping.due() is not None
+        return over or self._at_boundary() is not None
+
+    async def _step(self, pipeline: Pipeline) -> None:
+        step = Step(pipeline)
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
         self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
+        if self._checkpointer.due():
+            with self._timer.stage("checkpoint"):
+                await self._checkpointer.save(wait=False)
 
     async def _regroup_if_due(self) -> None:
         """Between two steps: the trainer group gets the size that is wanted."""
         works = runs.next_action(self.context.state).kind == run_states.WORK
-        if self._finished() or not works or not self._regrouping.due():
+        if self.context.finished or not works or not self._regrouping.due():
             return
         with self._timer.stage("regroup"):
             self._published = await self._regrouping.change()
@@ -181,8 +200,7 @@ class RunLoop:
         context, section = self.context, self.context.spec.evaluation
         assert self._published is not None
         ordinal = self._published.version.ordinal
-        due = ordinal == 0 or self._finished() or (section.every and ordinal % section.every == 0)
-        if not context.dataset.heldout_items() or not due:
+        if not context.evaluation_due():
             return
         kinds: list[tuple[str, str | None]] = [("heldout", None)]
         if ordinal == 0 and section.baseline_prefill is not None:
@@ -200,9 +218,6 @@ class RunLoop:
                 )
                 context.projection.evaluation(view)
                 context.keep_time("evaluation", ordinal, self._timer)
-
-    def _finished(self) -> bool:
-        return self.context.state.ledger.step >= self.context.spec.steps
 
     async def _succeed(self) -> Outcome:
         context = self.context

@@ -6,6 +6,7 @@ simulators.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -90,7 +91,13 @@ class Texts(Modality):
     def _examples(self) -> list[dict[str, object]]:
         items = [self._dataset.train_item(ordinal) for ordinal in range(self._dataset.train_size)]
         return [
-            {"chat": content.chat, "text": content.text, "prefill": content.prefill, "answer": item.answer}
+            {
+                "chat": content.chat,
+                "text": content.text,
+                "prefill": content.prefill,
+                "arguments": content.arguments,
+                "answer": item.answer,
+            }
             for item, content in ((item, self._dataset.prompt(item)) for item in items)
         ]
 
@@ -99,8 +106,13 @@ class Texts(Modality):
         content = self._dataset.prompt(item, prefill=prefill)
         if content.chat is None:
             return rollout.Prompt(text=content.text or "")
-        messages = [rollout.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
-        return rollout.Prompt(chat=rollout.ChatPrompt(messages=messages, prefill=content.prefill))
+        messages = [common.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
+        arguments = json.dumps(content.arguments) if content.arguments else ""
+        return rollout.Prompt(
+            chat=rollout.ChatPrompt(
+                messages=messages, prefill=content.prefill, template_arguments_json=arguments
+            )
+        )
 
     @override
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,20 @@ class Answer:
     """The data item's further fields."""
     token_count: int = 0
     """Number of sampled tokens."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """The data item's conversation, {role, content}, whose last turn is `prompt`; empty where it is plain text."""
+    finish_reason: str = ""
+    """Why generation ended: stop, length, …"""
 
 
 class Scorer(Protocol):
     """Judges answers; built once per child process."""
 
     def score(self, answer: Answer) -> Score:
-        """Returns a finite number, or finite numbers by name that are summed.
+        """Returns a finite number, or finite numbers by name: `score` is the total, else they are summed.
+
+        It may be a coroutine. None abstains: the weights apply to the other scorers' scores alone. A scorer with a
+        method `score_batch(answers)`, which returns a list of the same, is asked about many answers at once.
 
         An exception means that this answer cannot be judged; when every probe of the same
         question raises too, the scorer counts as broken.

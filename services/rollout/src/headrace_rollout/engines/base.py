@@ -113,7 +113,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Freed:
-    """What a suspend gave back, what is now free on the device, and what this process still uses there."""
+    """What a suspend gave back, what is now free on the device, and what the engine's processes still use there."""
 
     released_bytes: int
     free_bytes: int

@@ -118,14 +118,17 @@ def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
 
 
-def memory_on(leased: Sequence[str]) -> Memory:
-    """What is free on leased devices, and what this process uses there."""
+def memory_on(leased: Sequence[str], engine_bytes: int = 0) -> Memory:
+    """What is free on leased devices, and what this process uses there.
+
+    `engine_bytes`: what its engine said of itself, which may compute in processes of its own.
+    """
     from headrace_modelkit.devices import free_bytes, used_bytes
 
     gpus = [device for device in devices_of(leased) if device.type == "cuda"]
     if not gpus:
         return host_memory()
-    return Memory(sum(map(free_bytes, gpus)), sum(map(used_bytes, gpus)))
+    return Memory(sum(map(free_bytes, gpus)), max(sum(map(used_bytes, gpus)), engine_bytes))
 
 
 def _exchange_engine(

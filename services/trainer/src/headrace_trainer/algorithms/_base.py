@@ -111,8 +111,9 @@ class TokenBatch:
     """The trained tokens of one micro-batch, flat; the tokens of a sequence follow each other.
 
     `old_log_probs_K` are the trainer's own under the weights at which the step began; where a step is one optimizer
-    step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
-    none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
+    step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported, each under the version
+    that sampled that token, which may be older than the base and differ within a sequence; NaN where it reported none.
+    `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
     algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
     distributions that the tokens were drawn from, `values_K` its critic's values (None without a critic); both are
@@ -210,8 +211,25 @@ class Algorithm(Protocol):
         """
 
     @property
+    def balance_loss(self) -> float:
+        """Coefficient of the load-balance loss of experts; above 0 the barrier is BATCH. See `balance_loss_of`:
+        an algorithm may leave it out.
+        """
+
+    @property
+    def routing_replay(self) -> bool:
+        """Whether tokens go to the experts that the engine sent them to. Read it with `replays_routing`."""
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether the reference must be another model than the policy: `trainer.reference`."""
+
+    @property
+    def on_policy_only(self) -> str:
+        """Why samples of an older version than the base would be learned from wrongly: "its baseline is ...".
+
+        Empty where the loss corrects for them. A run with `algorithm.max_staleness` above 0 is refused otherwise.
+        """
 
     @property
     def critic(self) -> CriticPlan | None:
@@ -240,3 +258,13 @@ class Algorithm(Protocol):
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Goes on from a `state`; from an empty one as at the start."""
+
+
+def balance_loss_of(algorithm: Algorithm) -> float:
+    """`Algorithm.balance_loss`; 0 of one that has no such property."""
+    return float(getattr(algorithm, "balance_loss", 0.0))
+
+
+def replays_routing(algorithm: Algorithm) -> bool:
+    """`Algorithm.routing_replay`; false of one that has no such property."""
+    return bool(getattr(algorithm, "routing_replay", False))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Generic, TypedDict, TypeVar
 
+import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import (
@@ -21,9 +23,15 @@ from headrace_trainer.algorithms._base import (
 from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.algorithms.functional.aggregation import Terms
-from headrace_trainer.algorithms.functional.correction import truncated_importance_weights
+from headrace_trainer.algorithms.functional.correction import (
+    importance_ratios,
+    off_policy_sequence_mask,
+    ratio_mask,
+    truncated_importance_weights,
+)
 from headrace_trainer.algorithms.functional.kl import AdaptiveKLController, FixedKLController, kl_estimate
 from headrace_trainer.algorithms.functional.losses.policy import ppo_terms
+from headrace_trainer.algorithms.options import BOUNDS
 from headrace_trainer.algorithms.plugins import (
     Aggregation,
     ClipOptions,
@@ -38,14 +46,38 @@ SHOWN = ("clip_fraction", "dual_clip_fraction")
 """Metrics of a loss that become figures of a step."""
 
 
+@dataclass(frozen=True)
+class Correction:
+    """What becomes of each token, (K,), for having been sampled by another policy than the base.
+
+    `weights_K` multiply the loss; what is not in the bool `kept_K` adds nothing to it, and keeps its place in the
+    denominator. `capped_K`: tokens whose weight a bound has changed.
+    """
+
+    weights_K: Tensor
+    kept_K: Tensor
+    capped_K: Tensor
+
+    def figures(self) -> dict[str, Tensor]:
+        """Sums over tokens: the weights, and how many are capped or dropped."""
+        return {
+            "correction_weight": (self.weights_K * self.kept_K).sum(),
+            "correction_capped_fraction": self.capped_K.sum().float(),
+            "correction_masked_fraction": (~self.kept_K).sum().float(),
+        }
+
+
 class PolicyGradient(Generic[Chosen]):
     """A loss that is a weighted sum over tokens. Subclasses give `advantages` and `terms`."""
 
     least_group = 1
     greedy_first = False
     needs_teacher = False
+    on_policy_only = ""
     compares = Barrier.GROUP
     """What the advantages need."""
+    weighs_terms = False
+    """Whether `terms` applies the weights of the correction itself."""
 
     def __init__(self, options: Chosen) -> None:
         self.options = options
@@ -58,8 +90,18 @@ class PolicyGradient(Generic[Chosen]):
 
     @property
     def barrier(self) -> Barrier:
-        """What the advantages need, and the whole batch for several passes."""
-        return Barrier.BATCH if self.passes.several else self.compares
+        """What the advantages need, and the whole batch for several passes and for the balance of experts."""
+        return Barrier.BATCH if self.passes.several or self.balance_loss else self.compares
+
+    @property
+    def balance_loss(self) -> float:
+        """By `balance_loss_coef`."""
+        return self.options.balance_loss_coef
+
+    @property
+    def routing_replay(self) -> bool:
+        """By the option of that name."""
+        return self.options.routing_replay
 
     @property
     def passes(self) -> Passes:
@@ -113,12 +155,16 @@ class PolicyGradient(Generic[Chosen]):
         raise NotImplementedError
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Weighted sum of the terms, importance-corrected when `importance_cap` is set."""
-        terms = self.terms(batch)
+        """Weighted sum of the terms, corrected for samples of another policy as the options say."""
+        terms = self.terms(self._against(batch))
         # Of KL(old || new), whose samples these are; k3 is never negative, so a mean near 0 means that nothing moved.
         moved_K = kl_estimate(batch.old_log_probs_K, batch.log_probs_K.detach(), "k3")
         figures = {name: terms.metrics[name].sum() for name in SHOWN if name in terms.metrics}
-        loss = (terms.loss * self.correction(batch) * batch.weights_K).sum()
+        loss_K = terms.loss
+        if (found := self.correction(batch)) is not None:
+            loss_K = loss_K * found.kept_K if self.weighs_terms else loss_K * found.weights_K * found.kept_K
+            figures |= found.figures()
+        loss = (loss_K * batch.weights_K).sum()
         if REFERENCE_LOG_PROBS in self.columns:
             reference_K = batch.columns_K[REFERENCE_LOG_PROBS]
             figures["reference_kl"] = kl_estimate(batch.old_log_probs_K, reference_K, "k3").sum()
@@ -169,14 +215,46 @@ class PolicyGradient(Generic[Chosen]):
         """The coefficient of the moment of a term whose option is `fixed`."""
         return fixed if self.options.kl_target is None else self._controller.value
 
-    def correction(self, batch: TokenBatch) -> Tensor | float:
-        """Weight of each token for the engine's other numerics, (K,)."""
-        cap = self.options.importance_cap
-        if cap is None:
-            return 1.0
-        weights_K = truncated_importance_weights(batch.old_log_probs_K, batch.engine_log_probs_K, high=cap)
+    def correction(self, batch: TokenBatch) -> Correction | None:
+        """What the options' correction and mask make of these tokens; None without either."""
+        options = self.options
+        if options.correction not in BOUNDS and options.off_policy_mask is None:
+            return None
         # A token without an engine log-prob has nothing to be corrected for.
-        return weights_K.nan_to_num(nan=1.0)
+        unknown_K = batch.engine_log_probs_K.isnan()
+        engine_ST = batch.padded(torch.where(unknown_K, batch.old_log_probs_K, batch.engine_log_probs_K))
+        base_ST, mask_ST = batch.padded(batch.old_log_probs_K), batch.mask()
+        weights_ST = ratios_ST = torch.ones_like(base_ST)
+        kept_ST = mask_ST
+        if options.correction in BOUNDS:
+            low, high = options.bounds
+            level = options.correction_level
+            ratios_ST = importance_ratios(base_ST, engine_ST, mask_ST, level=level)
+            if options.correction == "mask":
+                kept_ST = ratio_mask(base_ST, engine_ST, mask_ST, low=low, high=high, level=level)
+                weights_ST = torch.where(kept_ST, ratios_ST, 1.0)
+                ratios_ST = weights_ST
+            else:
+                weights_ST = truncated_importance_weights(
+                    base_ST, engine_ST, mask_ST, low=low, high=high, level=level
+                )
+        if options.off_policy_mask is not None:
+            kept_ST = kept_ST & off_policy_sequence_mask(
+                base_ST,
+                engine_ST,
+                batch.padded(batch.advantages_K),
+                mask_ST,
+                high=options.off_policy_mask,
+            )
+        weights_K, kept_K = batch.flat(weights_ST), batch.flat(kept_ST)
+        return Correction(weights_K, kept_K, kept_K & (weights_K != batch.flat(ratios_ST)))
+
+    def _against(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the old log-probs that `old_log_probs` names; those of the base where the engine told none."""
+        if self.options.old_log_probs == "base":
+            return batch
+        told_K = batch.engine_log_probs_K
+        return replace(batch, old_log_probs_K=torch.where(told_K.isnan(), batch.old_log_probs_K, told_K))
 
 
 class ClippedPolicyGradient(PolicyGradient[Clipped]):

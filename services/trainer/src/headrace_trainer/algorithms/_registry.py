@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from headrace_servicekit.registry import PluginError, Registry
+from headrace_servicekit.registry import Chosen, PluginError, Registry
 
+from headrace_trainer.algorithms.options import PolicyOptions
 from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from headrace_trainer.algorithms._base import Algorithm
 
+Made = TypeVar("Made")
 _BUILT_IN = (
     *("cispo", "clip_cov", "dapo", "distill", "gpg", "kl_cov", "reinforce", "remax"),
     *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
@@ -31,11 +34,33 @@ ALGORITHMS: Registry[Algorithm] = Registry(
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
     try:
-        algorithm = ALGORITHMS.choose(section.name, section.options).build()
+        algorithm = for_staleness(ALGORITHMS.choose(section.name, section.options), section).build()
     except PluginError as error:
         raise refused(error) from error
     _check_batch(section, algorithm)
+    check_staleness(section, algorithm)
     return algorithm
+
+
+def for_staleness(chosen: Chosen[Made], section: AlgorithmSection) -> Chosen[Made]:
+    """The choice with the correction that its options take for the section's `max_staleness`."""
+    if not isinstance(chosen.options, PolicyOptions):
+        return chosen
+    return replace(chosen, options=chosen.options.for_staleness(section.max_staleness))
+
+
+def check_staleness(section: AlgorithmSection, algorithm: Algorithm) -> None:
+    """Raises Refusal INVALID where samples may lag behind and the algorithm is right on policy only."""
+    if not section.max_staleness:
+        return
+    # An algorithm of somebody else's that does not say is taken to be one.
+    reason = getattr(algorithm, "on_policy_only", "it does not say how it corrects for older samples")
+    if reason:
+        raise _unfit(
+            "algorithm.max_staleness",
+            f"{section.name} is right on samples of the newest version only: {reason}; set max_staleness: 0, or take "
+            "another algorithm",
+        )
 
 
 def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:

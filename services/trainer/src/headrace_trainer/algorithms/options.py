@@ -9,6 +9,10 @@ from pydantic import Field, PositiveFloat, model_validator
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+Correction = Literal["none", "truncate", "mask"]
+Level = Literal["token", "sequence", "geometric"]
+BOUNDS: dict[str, tuple[float, float]] = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+"""Of each correction, where its options do not say: those of the papers (TIS, IcePop)."""
 Count = Annotated[int, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -22,9 +26,33 @@ class PolicyOptions(Options):
     ratio_options: ClassVar[frozenset[str]] = frozenset()
     """Options that act on the ratio of new to old policy only."""
 
-    importance_cap: PositiveFloat | None = Field(
+    has_ratio: ClassVar[bool] = True
+    """Whether its loss compares the policy with an old one."""
+
+    old_log_probs: Literal["base", "engine"] = Field(
+        default="base",
+        description="what the ratio of new to old policy is taken against: base, the trainer's log-probs under the "
+        "weights at which the step began (decoupled PPO's proximal policy); engine, those told at sampling",
+    )
+    correction: Correction | None = Field(
         default=None,
-        description="cap of the truncated importance weight trainer/engine per token; none: no correction",
+        description="weight base/engine of what was sampled: truncate clips it, mask drops what lies outside the "
+        "bounds (IcePop), none takes 1; default: truncate where algorithm.max_staleness is above 0, else none",
+    )
+    correction_level: Level = Field(
+        default="token",
+        description="whose ratio the correction looks at: a token's, the product over an answer, or its geometric mean",
+    )
+    correction_low: NotNegative | None = Field(
+        default=None, description="lower bound of the correction's ratio; default: truncate 0, mask 0.5"
+    )
+    correction_high: PositiveFloat | None = Field(
+        default=None, description="upper bound of the correction's ratio; default: truncate 2, mask 5"
+    )
+    off_policy_mask: PositiveFloat | None = Field(
+        default=None,
+        description="tokens of negative advantage are dropped from an answer whose mean log(engine/base) is above "
+        "this; none: no such mask",
     )
     epochs: Count = Field(default=1, description="passes over the step's batch")
     minibatches: Count = Field(
@@ -51,10 +79,40 @@ class PolicyOptions(Options):
         default=0.0, description="weight of the entropy bonus in the loss; 0: no such term"
     )
 
+    balance_loss_coef: NotNegative = Field(
+        default=0.0,
+        description="weight of the load-balance loss of a model with experts, in each of its layers; 0: no such term",
+    )
+    routing_replay: bool = Field(
+        default=False,
+        description="a token goes to the experts that the engine sent it to (rollout routing replay, R3), in a model "
+        "with experts",
+    )
+
     @property
     def several(self) -> bool:
         """Whether a commit makes several optimizer steps."""
         return self.epochs * self.minibatches > 1
+
+    @property
+    def moves(self) -> bool:
+        """Whether the loss's ratio can differ from 1."""
+        return self.several or self.old_log_probs == "engine"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Bounds of the correction's ratio, (low, high)."""
+        low, high = BOUNDS[self.correction or "none"]
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
+    def for_staleness(self, steps: int) -> Self:
+        """With the correction that a run takes whose samples may lag `steps` steps behind, where none is named."""
+        if not steps or self.correction is not None or self.old_log_probs == "engine":
+            return self
+        return self.model_copy(update={"correction": "truncate"})
 
     @property
     def kl_reward(self) -> float:
@@ -83,12 +141,34 @@ class PolicyOptions(Options):
         return self
 
     @model_validator(mode="after")
+    def _corrected(self) -> Self:
+        if self.old_log_probs == "engine":
+            if not self.has_ratio:
+                raise ValueError(
+                    "old_log_probs: this algorithm has no ratio to an old policy; leave it out, and set correction"
+                )
+            if self.correction in BOUNDS:
+                raise ValueError(
+                    "correction: with old_log_probs: engine the ratio is that to the policy that sampled already; "
+                    "leave one of the two out"
+                )
+        keys = ("correction_level", "correction_low", "correction_high")
+        idle = [key for key in keys if key in self.model_fields_set]
+        if idle and self.correction not in BOUNDS:
+            raise ValueError(f"{idle[0]}: has no effect without correction; set that to truncate or mask")
+        if self.correction in BOUNDS and self.bounds[0] >= self.bounds[1]:
+            raise ValueError(
+                f"correction_low: {self.bounds[0]:g} is not below correction_high, {self.bounds[1]:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _used(self) -> Self:
         idle = sorted(self.model_fields_set & self.ratio_options)
-        if not self.several and idle:
+        if not self.moves and idle:
             raise ValueError(
                 f"{idle[0]}: with one optimizer step a commit the ratio to the old policy is 1, and {', '.join(idle)} "
-                "would have no effect; leave it out, or set epochs or minibatches to 2 or more"
+                "would have no effect; leave it out, set epochs or minibatches to 2 or more, or old_log_probs to engine"
             )
         if self.epochs == 1 and self.target_kl is not None:
             raise ValueError(

@@ -185,6 +185,8 @@ class SapoOptions(AggregationOptions, StdOptions):
 class GpgOptions(AggregationOptions, GroupOptions):
     """`algorithm.options` of gpg."""
 
+    has_ratio: ClassVar[bool] = False
+
     alpha: PositiveFloat | None = Field(
         default=None,
         description="scale of advantages; none: samples of the step over those whose reward is not 0",
@@ -221,26 +223,37 @@ class KlCovOptions(AggregationOptions, StdOptions):
 
 
 _HERE = "headrace_trainer.algorithms"
+OFF_POLICY = ("off_policy",)
+"""Feature of an algorithm that may learn from samples of older versions: its `on_policy_only` is empty."""
 GRPO = Plugin(
-    f"{_HERE}.group_relative.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic"
+    f"{_HERE}.group_relative.grpo:Grpo",
+    GrpoOptions,
+    "group relative policy optimisation, without a critic",
+    features=OFF_POLICY,
 )
 PASSK_GRPO = Plugin(
     f"{_HERE}.group_relative.passk_grpo:PassKGrpo",
     GrpoOptions,
     "GRPO that rewards the best answer of a group alone",
+    features=OFF_POLICY,
 )
 DR_GRPO = Plugin(
     f"{_HERE}.group_relative.dr_grpo:DrGrpo",
     DrGrpoOptions,
     "GRPO without its biases by answer length and by spread of rewards",
+    features=OFF_POLICY,
 )
 DAPO = Plugin(
     f"{_HERE}.group_relative.dapo:Dapo",
     DapoOptions,
     "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
+    features=OFF_POLICY,
 )
 RLOO = Plugin(
-    f"{_HERE}.reinforce.rloo:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others"
+    f"{_HERE}.reinforce.rloo:Rloo",
+    GroupRewardedOptions,
+    "a reward against the mean of its group's others",
+    features=OFF_POLICY,
 )
 OPO = Plugin(
     f"{_HERE}.reinforce.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length"
@@ -249,44 +262,77 @@ REINFORCE_PP = Plugin(
     f"{_HERE}.reinforce.reinforce_pp:ReinforcePp",
     ReinforcePpOptions,
     "returns whitened over the batch, without groups",
+    features=OFF_POLICY,
 )
 REINFORCE_PP_BASELINE = Plugin(
     f"{_HERE}.reinforce.reinforce_pp:ReinforcePpBaseline",
     GroupRewardedOptions,
     "group-centred rewards whitened over the batch",
+    features=OFF_POLICY,
 )
 PPO = Plugin(
     f"{_HERE}.ppo:Ppo",
     ActorCriticOptions,
     "generalised advantages of a critic: a value head or a model of its own",
+    features=OFF_POLICY,
 )
-GSPO = Plugin(f"{_HERE}.group_relative.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
+GSPO = Plugin(
+    f"{_HERE}.group_relative.gspo:Gspo",
+    GspoOptions,
+    "GRPO with one ratio for each answer",
+    features=OFF_POLICY,
+)
 GMPO = Plugin(
     f"{_HERE}.group_relative.gmpo:Gmpo",
     GmpoOptions,
     "GRPO with the geometric mean of an answer's clipped ratios",
+    features=OFF_POLICY,
 )
 CISPO = Plugin(
     f"{_HERE}.group_relative.cispo:Cispo",
     CispoOptions,
     "GRPO whose clip bounds a token's weight, not its gradient",
+    features=OFF_POLICY,
 )
-SAPO = Plugin(f"{_HERE}.group_relative.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
-GPG = Plugin(f"{_HERE}.reinforce.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+SAPO = Plugin(
+    f"{_HERE}.group_relative.sapo:Sapo",
+    SapoOptions,
+    "GRPO with a soft gate in place of the clip",
+    features=OFF_POLICY,
+)
+GPG = Plugin(
+    f"{_HERE}.reinforce.gpg:Gpg",
+    GpgOptions,
+    "group-centred rewards without a ratio and a clip",
+    features=OFF_POLICY,
+)
 REINFORCE = Plugin(
-    f"{_HERE}.reinforce.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline"
+    f"{_HERE}.reinforce.reinforce:Reinforce",
+    RewardedOptions,
+    "raw rewards, without a baseline",
+    features=OFF_POLICY,
 )
 REMAX = Plugin(
-    f"{_HERE}.reinforce.remax:Remax", RewardedOptions, "a reward against that of the prompt's greedy answer"
+    f"{_HERE}.reinforce.remax:Remax",
+    RewardedOptions,
+    "a reward against that of the prompt's greedy answer",
+    features=OFF_POLICY,
 )
 DISTILL = Plugin(
-    f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
+    f"{_HERE}.distill:Distill",
+    PpoOptions,
+    "on-policy distillation from the teacher trainer.reference",
+    features=OFF_POLICY,
 )
 CLIP_COV = Plugin(
-    f"{_HERE}.group_relative.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance"
+    f"{_HERE}.group_relative.clip_cov:ClipCov",
+    ClipCovOptions,
+    "GRPO without a few tokens of high covariance",
+    features=OFF_POLICY,
 )
 KL_COV = Plugin(
     f"{_HERE}.group_relative.clip_cov:KlCov",
     KlCovOptions,
     "GRPO whose tokens of highest covariance stay near the old policy",
+    features=OFF_POLICY,
 )

@@ -251,6 +251,22 @@ class HelpingBackend(Protocol):
 
 
 @runtime_checkable
+class BalancingBackend(Protocol):
+    """What a backend can do besides when it balances the experts of a model.
+
+    Before a minibatch's micro-batches, all of its rows are counted once; then the loss is fixed.
+    """
+
+    def count_experts(self, rows: Rows) -> None:
+        """Counts which experts the rows' tokens go to; no rows: takes part alone."""
+
+    def balance_experts(self, denominator: float) -> None:
+        """Adds up what all ranks have counted, and fixes the load-balance loss of the micro-batches until the next
+        commit, as a sum that is to be divided by `denominator`. What was counted is dropped.
+        """
+
+
+@runtime_checkable
 class AdaptingBackend(Protocol):
     """What a backend has besides when it can train adapters beside frozen weights."""
 

@@ -13,10 +13,18 @@ class FsdpOptions(Options):
         default=False,
         description="reduce and reshard after every micro-batch: less memory, more communication",
     )
+    expert_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "
+        "experts are sharded and gathered like all weights",
+    )
 
 
 FSDP = Plugin(
-    "headrace_trainer.backends.fsdp:build", FsdpOptions, "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)"
+    "headrace_trainer.backends.fsdp:build",
+    FsdpOptions,
+    "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
+    check="headrace_trainer.backends.fsdp.experts:check_experts",
 )
 
 
@@ -32,6 +40,10 @@ class MegatronOptions(Options):
     context_parallel: PositiveInt = Field(
         default=1, description="ranks over which the tokens of a sequence are divided"
     )
+    expert_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the experts of a layer are divided; replicas and context-parallel ranks",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="divide what lies between the matrices over the tensor-parallel ranks too: less memory",
@@ -45,7 +57,7 @@ class MegatronOptions(Options):
 MEGATRON = Plugin(
     "headrace_trainer.backends.megatron:build",
     MegatronOptions,
-    "megatron-core: tensor, pipeline, context and data parallel (extra headrace-trainer[megatron])",
+    "megatron-core: tensor, pipeline, context, expert and data parallel (extra headrace-trainer[megatron])",
     packages=("megatron-core",),
     check="headrace_trainer.backends.megatron.checks:check_run",
 )

@@ -51,6 +51,18 @@ class MicroRound(Round, frozen=True):
     algorithm_state: dict[str, float]
 
 
+class CountRound(Round, frozen=True):
+    """Counts which experts the tokens of `work` go to, an entry for each replica."""
+
+    work: list[Rows]
+
+
+class BalanceRound(Round, frozen=True):
+    """Fixes the load-balance loss from what was counted since the last one: it is to be divided by `denominator`."""
+
+    denominator: float
+
+
 class CheckRound(Round, frozen=True):
     """Asks whether the accumulated gradient is finite."""
 
@@ -143,6 +155,8 @@ AnyRound = (
     RestoreRound
     | HelpRound
     | MicroRound
+    | CountRound
+    | BalanceRound
     | CheckRound
     | InferRound
     | ReadRound

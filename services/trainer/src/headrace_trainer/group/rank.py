@@ -14,7 +14,7 @@ import msgspec
 import torch
 from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.tensor_files import whole
+from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
@@ -23,6 +23,7 @@ from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
     AdaptingBackend,
     Backend,
+    BalancingBackend,
     EpisodeBackend,
     HelpingBackend,
     PrivateGradient,
@@ -134,6 +135,10 @@ class Rank:
                     if not self.ranks.leads:
                         self.algorithm.load_state(round.algorithm_state)
                     return self.backend.micro(round.work[self.backend.replica]).finite
+                case messages.CountRound():
+                    self.balancing.count_experts(round.work[self.backend.replica])
+                case messages.BalanceRound():
+                    self.balancing.balance_experts(round.denominator)
                 case messages.CheckRound():
                     return self.backend.gradient_is_finite()
                 case messages.InferRound():
@@ -172,7 +177,7 @@ class Rank:
         if self._device is None:
             return nullcontext()
         size = 0  # What a rank's seconds in a round rise with: tokens, or chunks of actions.
-        if isinstance(round, messages.MicroRound | messages.InferRound):
+        if isinstance(round, messages.MicroRound | messages.InferRound | messages.CountRound):
             rows = round.work[self.backend.replica]
             size = sum(len(sequence.tokens) for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
@@ -214,6 +219,17 @@ class Rank:
             raise Refusal(
                 "UNIMPLEMENTED",
                 f"trainer.helpers: the backend {self.config.trainer.backend} takes no help; set trainer.helpers: 0",
+            )
+        return self.backend
+
+    @property
+    def balancing(self) -> BalancingBackend:
+        """The backend as one that balances experts. Raises Refusal UNIMPLEMENTED for one that cannot."""
+        if not isinstance(self.backend, BalancingBackend):
+            raise Refusal(
+                "UNIMPLEMENTED",
+                f"algorithm.options.balance_loss_coef: the backend {self.config.trainer.backend} does not balance "
+                "experts; set it to 0",
             )
         return self.backend
 
@@ -305,9 +321,12 @@ class Rank:
             (optimizer, self.backend.moment_parts()),
         ):
             for part in parts:
-                found[part.name] = part.value.detach().to("cpu", copy=True)
+                key, number = part.name, 1
+                while key in found:
+                    key, number = f"{part.name}{NEXT}{number}", number + 1
+                found[key] = part.value.detach().to("cpu", copy=True)
                 if part.box != whole(part.shape):
-                    boxes[part.name] = part.shape, tuple(first for first, _ in part.box)
+                    boxes[key] = part.shape, tuple(first for first, _ in part.box)
         if self.ranks.leads:
             optimizer[RANDOM_STATE] = torch.get_rng_state()
         return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)

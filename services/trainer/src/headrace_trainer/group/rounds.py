@@ -173,6 +173,12 @@ class Rounds(StepRounds):
         return finite
 
     @override
+    def balance(self, works: Many[list[Rows]], denominator: float) -> None:
+        for work in works:
+            self.lead(messages.CountRound(work))
+        self.lead(messages.BalanceRound(denominator))
+
+    @override
     def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
         started = time.monotonic()
         found: list[EpisodeScores] = self.lead(messages.ReadRound(list(episodes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence as Many
 
 from headrace_trainer.learning.passes import OptimizerStep
@@ -27,6 +28,10 @@ def step_figures(
     the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told: mean
     and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample size (0 to 1)
     of the probabilities' ratios.
+    Of a model with experts: `balance_loss` (before its coefficient, mean over layers: 1 where all experts are equal),
+    `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
+    `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
+    `log_prob_mismatch_without_replay`, which is of the step's first micro-batch on each rank.
     reward_std is over all samples of the step (population). With a critic `explained_variance` is that of the returns
     by the values under the base (absent where all returns are equal), and the critic's own norm stands apart.
     """
@@ -45,7 +50,40 @@ def step_figures(
         "learn_seconds": seconds,
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
+        **_experts(steps),
     }
+
+
+def staleness_figures(state: StepState) -> dict[str, float]:
+    """How far the trained tokens of the open attempt lag behind its base, in steps: mean, most, share that lags.
+
+    Absent where no token carries loss.
+    """
+    lags: Counter[int] = Counter()
+    base = held_version(state)
+    for record in state.accumulated:
+        for number, tokens in record.tokens_by_version.items():
+            lags[base.ordinal - state.lineage[number]] += tokens
+    tokens = lags.total()
+    if not tokens:
+        return {}
+    return {
+        "staleness_mean": sum(lag * count for lag, count in lags.items()) / tokens,
+        "staleness_max": float(max(lag for lag, count in lags.items() if count)),
+        "stale_tokens_fraction": 1.0 - lags[0] / tokens,
+    }
+
+
+def _experts(steps: Many[OptimizerStep]) -> dict[str, float]:
+    sums = _sums(steps)
+    found = {}
+    if balanced := sums.get("balanced", 0.0):
+        found = {name: sums[name] / balanced for name in ("balance_loss", "busiest_expert")}
+    if routes := sums.get("routes", 0.0):
+        found["routes_changed"] = sums["routes_changed"] / routes
+    if tokens := sums.get("unforced_tokens", 0.0):
+        found["log_prob_mismatch_without_replay"] = sums["unforced_mismatch"] / tokens
+    return found
 
 
 def _critic_norm(steps: Many[OptimizerStep]) -> dict[str, float]:

@@ -178,7 +178,7 @@ class Intake:
         return [
             _with_end(member, positions)
             if self.bootstraps(member)
-            else Sequence(member.tokens, positions, member.engine_log_probs)
+            else Sequence(member.tokens, positions, member.engine_log_probs, routes=member.routes)
             for member in group.members
             if (positions := self.trained(member))
         ]
@@ -201,6 +201,7 @@ class Intake:
                 own,
                 self._algorithm.token_weight(len(positions)),
                 {**self._kept(columns), **more},
+                member.routes,
             )
             for member, own, columns, more in given
             if (positions := self.trained(member))
@@ -216,7 +217,9 @@ class Intake:
 def _with_end(member: Member, positions: list[int]) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
     end = len(member.tokens)
-    return Sequence([*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan])
+    return Sequence(
+        [*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan], routes=member.routes
+    )
 
 
 def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | None:
@@ -230,6 +233,23 @@ def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | Non
     if lag > limit:
         detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
         return refused(group, Disposition.STALE, detail)
+    if lag and (member := _untold(group, steps.held_version(state).number)) is not None:
+        detail = (
+            f"sample {member.sample_index} has a token of an older version whose log-prob the engine did not tell: "
+            "nothing could correct for it"
+        )
+        return refused(group, Disposition.STALE, detail)
+    return None
+
+
+def _untold(group: Group, base: int) -> Member | None:
+    """A member with a token of another version than the base, and no log-prob of it."""
+    for member in group.members:
+        told = zip(
+            member.versions, member.engine_log_probs, strict=False
+        )  # an episode's are compared by unit
+        if any(version != base and math.isnan(value) for version, value in told):
+            return member
     return None
 
 

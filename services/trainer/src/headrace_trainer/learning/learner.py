@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from headrace_schema.openings import TrainerConfig
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import Algorithm, balance_loss_of
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import Inferred, Intake, Prepared, admitted, not_finite
 from headrace_trainer.learning.packing import plan_rounds
@@ -131,7 +131,10 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
     @override
     def _accumulate(self, minibatch: list[Prepared]) -> bool:
         groups = [prepared.sequences for prepared in minibatch]
-        return all(self._rounds.micro(work) for work, _ in planned(groups, self._config, self._rounds))
+        works = [work for work, _ in planned(groups, self._config, self._rounds)]
+        if balance_loss_of(self._algorithm):
+            self._rounds.balance(works, self._divisor([], minibatch))
+        return all(self._rounds.micro(work) for work in works)
 
     @override
     def _by_group(

@@ -4,8 +4,9 @@ The sequences of a row form a prefix tree: a node is a token in the context of i
 its depth, and it attends to its ancestors and itself. A prompt shared by a group, and equal beginnings of
 answers, are one path. This is exact: the same numbers as one row a sequence, summed in another order.
 
-Attention has two exact forms: over a row's nodes with the tree's mask, or causal along each path by itself, which is
-cheaper where the sequences share little.
+Attention has three exact forms: over a row's nodes with the tree's mask; causal along each path by itself, which is
+cheaper where the sequences share little; or, with all trees one after another in one row, each sequence's own nodes
+over the path that they end, which computes no pair twice and needs no mask. `Attends` says which a model takes.
 
 Shapes: R rows, L nodes of the longest row, U distinct (node, next token) pairs, K trained tokens, S sequences, P nodes
 of the longest path.
@@ -18,12 +19,29 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from headrace_modelkit.experts import OWN, ExpertShape, Routing
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.segments import Segment, Segments, runs_of
+
+SHORT_NODES = 512
+"""Rows up to here have no segments on a CPU: their mask is small, and one call of attention is faster than several."""
+SEVERAL_CALLS = 1.1
+"""What a pair of positions costs in calls for segments, in pairs of one call for all paths (at 1,041 nodes)."""
+
+
+class Attends(Enum):
+    """What a model's attention can be told about a tree."""
+
+    MASK = "a mask of a row's nodes"
+    CHEAPEST = "a mask, paths or segments"
+    SEGMENTS = "segments alone: rows are never padded"
 
 
 @dataclass
@@ -60,13 +78,6 @@ class PrefixTree:
                 return len(tokens) - depth
             node = child
         return 0
-
-    def attention(self, out_LL: np.ndarray) -> None:
-        """Fills a zeroed mask: each node sees its ancestors and itself, padding sees itself."""
-        np.fill_diagonal(out_LL, True)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                out_LL[node, : parent + 1] = out_LL[parent, : parent + 1]
 
     @property
     def branches(self) -> bool:
@@ -109,8 +120,73 @@ def context(sequence: Sequence) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """What routers of experts know of a micro-batch's nodes.
+
+    `visits_RL` is how many sequences read a node, 0 for padding: what they have in common counts for each of them.
+    `routes_MNK` are the experts that the engine sent the node's token to, in each of M layers (N = R * L nodes); `OWN`
+    where it told none. None where no sequence brings any.
+    """
+
+    visits_RL: Tensor
+    routes_MNK: Tensor | None
+    idle: bool = False
+    """No node counts: a rank takes part in the exchange of tokens with them."""
+
+    @classmethod
+    def of(
+        cls,
+        paths: list[tuple[int, list[int]]],
+        sequences: list[Sequence],
+        starts: list[int],
+        shape: tuple[int, int],
+        experts: ExpertShape,
+    ) -> Nodes:
+        """From (tree, nodes in it) of each sequence; `starts` are the numbers of the trees' first nodes among R * L.
+
+        Where two sequences were sent apart at a node, the first counts.
+        """
+        visits_N = np.zeros(shape[0] * shape[1], dtype=np.int32)
+        all_routes = (len(visits_N), experts.layers, experts.chosen)
+        routes = np.full(all_routes, OWN, dtype=np.int32) if any(s.routes for s in sequences) else None
+        for (tree, path), sequence in zip(paths, sequences, strict=True):
+            nodes = starts[tree] + np.asarray(path, dtype=np.int64)
+            visits_N[nodes] += 1
+            if routes is not None and sequence.routes:
+                told = read_routes(sequence.routes, experts)[: len(path)]
+                seen = nodes[: len(told)]
+                fresh = routes[seen, 0, 0] == OWN
+                routes[seen[fresh]] = told[fresh]
+        forced = None if routes is None else torch.from_numpy(routes.transpose(1, 0, 2).copy()).long()
+        return cls(torch.from_numpy(visits_N.reshape(shape)), forced)
+
+    def to(self, device: torch.device) -> Nodes:
+        """The same on `device`."""
+        forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
+        return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
+
+    def padded(self, more: int) -> Nodes:
+        """The same with so many nodes of padding behind each row."""
+        visits_RL = F.pad(self.visits_RL, (0, more))
+        if self.routes_MNK is None:
+            return replace(self, visits_RL=visits_RL)
+        routes = self.routes_MNK.unflatten(1, self.visits_RL.shape)
+        return replace(
+            self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
+        )
+
+
+def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:
+    """(tokens, layers, chosen) experts, of bytes as `Sequence.routes` has them. Raises ValueError for another size."""
+    kind = np.dtype(np.uint8 if experts.experts <= 256 else "<u2")
+    found = np.frombuffer(routes, dtype=kind)
+    return found.reshape(-1, experts.layers, experts.chosen)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """One forward. Without `mask_R1LL` attention is causal: along `paths`, or along the rows where none branches.
+    """One forward. Attention follows the one of `mask_R1LL`, `paths` and `segments` that is there. Without any of them
+    it is causal along the rows; padding behind a row's end is no sequence of its own.
 
     `columns_K` are those of the infer pass, NaN for a sequence that has none of a name.
     """
@@ -119,6 +195,7 @@ class MicroBatch:
     positions_RL: Tensor
     mask_R1LL: Tensor | None
     paths: Paths | None
+    segments: Segments | None
     sources_U: Tensor
     targets_U: Tensor
     index_K: Tensor
@@ -127,6 +204,30 @@ class MicroBatch:
     engine_log_probs_K: Tensor
     sequences_K: Tensor
     columns_K: dict[str, Tensor]
+    nodes: Nodes | None = None
+    """What routers are told, for a model with experts."""
+
+    def tell(self, routing: Routing) -> None:
+        """Sets what the routers of a forward over this micro-batch are told of its nodes."""
+        assert self.nodes is not None
+        routing.visits_N, routing.forced_MNK = self.nodes.visits_RL.flatten(), self.nodes.routes_MNK
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is one of `uncounted`."""
+        return self.nodes is not None and self.nodes.idle
+
+    def unforced(self) -> MicroBatch:
+        """The same, whose nodes go where the routers send them."""
+        return self if self.nodes is None else replace(self, nodes=replace(self.nodes, routes_MNK=None))
+
+    def uncounted(self) -> MicroBatch:
+        """The same, of which no node counts: a rank without work takes part in the exchange of tokens with it."""
+        if self.nodes is None:
+            return self
+        return replace(
+            self, nodes=replace(self.nodes, visits_RL=torch.zeros_like(self.nodes.visits_RL), idle=True)
+        )
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -139,13 +240,25 @@ class MicroBatch:
             if isinstance(value, Tensor)
         }
         paths = None if self.paths is None else self.paths.to(device)
-        return replace(self, columns_K=columns_K, paths=paths, **moved)  # type: ignore[arg-type]
+        segments = None if self.segments is None else self.segments.to(device)
+        nodes = None if self.nodes is None else self.nodes.to(device)
+        return replace(  # type: ignore[arg-type]
+            self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved
+        )
 
 
-def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
+def pack(
+    rows: Rows,
+    *,
+    shared: bool,
+    attends: Attends = Attends.MASK,
+    multiple: int = 1,
+    experts: ExpertShape | None = None,
+) -> MicroBatch:
     """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
 
-    `shared` says that the model follows a mask, `by_paths` that its attention takes paths.
+    `shared` says that sequences of a row may have a tree in common, `attends` what the model can be told about it.
+    Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any.
     """
     trees = [PrefixTree() for _ in rows]
     pairs: dict[tuple[int, int, int], int] = {}
@@ -158,15 +271,15 @@ def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
         for position in sequence.trained:
             pair = (row, path[position - 1], sequence.tokens[position])
             index.append(pairs.setdefault(pair, len(pairs)))
-    length = max(len(tree.tokens) for tree in trees)
-    branched = shared and any(tree.branches for tree in trees)
-    along = by_paths and _cheaper(paths, len(trees), length)
+    laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
+    shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
     return MicroBatch(
-        tokens_RL=_padded([tree.tokens for tree in trees], length),
-        positions_RL=_padded([tree.depths for tree in trees], length),
-        mask_R1LL=_mask(trees, length) if branched and not along else None,
-        paths=Paths.of(paths, len(trees), length) if branched and along else None,
-        sources_U=torch.tensor([row * length + node for row, node, _ in pairs], dtype=torch.long),
+        tokens_RL=laid_out.tokens_RL,
+        positions_RL=laid_out.positions_RL,
+        mask_R1LL=laid_out.mask_R1LL,
+        paths=laid_out.paths,
+        segments=laid_out.segments,
+        sources_U=torch.tensor([laid_out.starts[row] + node for row, node, _ in pairs], dtype=torch.long),
         targets_U=torch.tensor([token for _, _, token in pairs], dtype=torch.long),
         index_K=torch.tensor(index, dtype=torch.long),
         advantages_K=_of_tokens([s.advantages or [0.0] * len(s.trained) for _, s in sequences]),
@@ -174,12 +287,96 @@ def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
         engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
         columns_K=_columns([s for _, s in sequences]),
+        nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts)
+        if experts
+        else None,
     )
+
+
+@dataclass(frozen=True)
+class _LaidOut:
+    """The trees as rows; `starts` are the numbers of their first nodes, row by row."""
+
+    tokens_RL: Tensor
+    positions_RL: Tensor
+    starts: list[int]
+    mask_R1LL: Tensor | None = None
+    paths: Paths | None = None
+    segments: Segments | None = None
+
+
+def _laid_out(
+    trees: list[PrefixTree],
+    paths: list[tuple[int, list[int]]],
+    attends: Attends,
+    *,
+    shared: bool,
+    multiple: int,
+) -> _LaidOut:
+    length = max(len(tree.tokens) for tree in trees)
+    branched = shared and any(tree.branches for tree in trees)
+    parts = _parts(len(trees), paths) if branched or attends is Attends.SEGMENTS else []
+    if attends is Attends.SEGMENTS or (
+        attends is Attends.CHEAPEST and branched and length > SHORT_NODES and _segments_win(parts, paths)
+    ):
+        return _in_one_row(trees, parts, multiple)
+    along = attends is Attends.CHEAPEST and _cheaper(paths, len(trees), length)
+    return _LaidOut(
+        _padded([tree.tokens for tree in trees], length),
+        # A model takes a position that does not follow the one before it for the beginning of another sequence.
+        _padded([tree.depths for tree in trees], length, rising=not branched),
+        [row * length for row in range(len(trees))],
+        _mask(parts, length) if branched and not along else None,
+        Paths.of(paths, len(trees), length) if branched and along else None,
+    )
+
+
+def _parts(rows: int, paths: list[tuple[int, list[int]]]) -> list[list[Segment]]:
+    """Segments of each row: the nodes that a sequence has added to its tree, behind those that were there."""
+    found: list[list[Segment]] = [[] for _ in range(rows)]
+    for row, path in paths:
+        first = found[row][-1].stop if found[row] else 0
+        if path and path[-1] >= first:
+            before = len(path) - (path[-1] - first + 1)
+            found[row].append(Segment(first, path[-1] + 1, first, runs_of(path[:before])))
+    return found
+
+
+def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: int) -> _LaidOut:
+    tokens, depths = ([value for tree in trees for value in kind(tree)] for kind in (_tokens, _depths))
+    starts = [0, *np.cumsum([len(tree.tokens) for tree in trees]).tolist()]
+    listed = [part.moved(start, start) for row, start in zip(parts, starts, strict=False) for part in row]
+    if more := -len(tokens) % multiple:  # a sequence of its own that nothing looks at
+        listed.append(Segment(len(tokens), len(tokens) + more, len(tokens)))
+    return _LaidOut(
+        _padded([tokens], len(tokens) + more),
+        _padded([depths], len(tokens) + more),
+        starts,
+        segments=Segments.of(listed),
+    )
+
+
+def _tokens(tree: PrefixTree) -> list[int]:
+    return tree.tokens
+
+
+def _depths(tree: PrefixTree) -> list[int]:
+    return tree.depths
 
 
 def _cheaper(paths: list[tuple[int, list[int]]], rows: int, length: int) -> bool:
     """Whether attention along each path computes fewer pairs of positions than attention over whole rows."""
-    return len(paths) * max(len(path) for _, path in paths) ** 2 < rows * length**2
+    return _pairs_along(paths) < rows * length**2
+
+
+def _segments_win(parts: list[list[Segment]], paths: list[tuple[int, list[int]]]) -> bool:
+    """Whether attention of segments takes less time on a CPU than along each path; causal kernels skip half of it."""
+    pairs = sum(Segments.of(row).pairs for row in parts if row)
+    return pairs * SEVERAL_CALLS < _pairs_along(paths) / 2
+
+
+def _pairs_along(paths: list[tuple[int, list[int]]]) -> int:
+    return len(paths) * max(len(path) for _, path in paths) ** 2
 
 
 def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
@@ -190,18 +387,22 @@ def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
     }
 
 
-def _padded(rows: list[list[int]], length: int) -> Tensor:
+def _padded(rows: list[list[int]], length: int, *, rising: bool = False) -> Tensor:
     out_RL = np.zeros((len(rows), length), dtype=np.int64)
+    if rising:
+        out_RL[:] = np.arange(length)
     for row, values in enumerate(rows):
         out_RL[row, : len(values)] = values
     return torch.from_numpy(out_RL)
 
 
-def _mask(trees: list[PrefixTree], length: int) -> Tensor:
-    mask_RLL = np.zeros((len(trees), length, length), dtype=np.bool_)
-    for row, tree in enumerate(trees):
-        tree.attention(mask_RLL[row])
-    return torch.from_numpy(mask_RLL)[:, None]
+def _mask(parts: list[list[Segment]], length: int) -> Tensor:
+    """Each node sees its ancestors and itself, padding sees itself."""
+    mask_RLL = torch.eye(length, dtype=torch.bool).repeat(len(parts), 1, 1)
+    for row, own in enumerate(parts):
+        seen = Segments.of(own).visible.dense()
+        mask_RLL[row, : len(seen), : len(seen)] = seen
+    return mask_RLL[:, None]
 
 
 def _of_tokens(parts: list[list[float]]) -> Tensor:

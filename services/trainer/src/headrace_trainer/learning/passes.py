@@ -48,6 +48,11 @@ class StepRounds(Protocol):
     def micro(self, work: list[Rows]) -> bool:
         """Accumulates; whether it was finite everywhere. When not, nothing was accumulated."""
 
+    def balance(self, works: Many[list[Rows]], denominator: float) -> None:
+        """Counts which experts the tokens of all these works go to, and lets the micro-batches until the next optimizer
+        step add the load-balance loss over them, times `denominator`.
+        """
+
     def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
         """Gives every rank these episodes; their scores under the weights of the moment, in any order."""
 

@@ -29,6 +29,8 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     `trained` are positions in `tokens`, each ≥ 1; `engine_log_probs` has one value for each of them, NaN
     where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
     `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
+    `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
+    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none.
     """
 
     tokens: list[int]
@@ -37,6 +39,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     advantages: list[float] = []
     weight: float = 0.0
     columns: Columns = {}
+    routes: bytes = b""
 
 
 Rows = list[list[Sequence]]
@@ -57,6 +60,8 @@ class Member:
     versions: list[int]
     truncated: bool = False
     masked: bool = False
+    routes: bytes = b""
+    """As `Sequence.routes`."""
 
     @property
     def size(self) -> int:

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 
 import torch
 from headrace.common.v1 import common_pb2
-from headrace_modelkit.loading import load_model
-from headrace_modelkit.weights import state_tensors
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.weights import CheckpointNames, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
 from torch import Tensor
 
 from headrace_trainer.backends._base import StateReader
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
@@ -37,6 +38,8 @@ _DATA_TYPES = {
 
 TORCH_TYPES = {value: getattr(torch, name) for name, value in _DATA_TYPES.items()}
 Layout = list[tuple[str, str, tuple[int, ...]]]
+OWN_NAMES = CheckpointNames({})
+"""Tensors are published under the names that they have."""
 
 
 CAST_ELEMENTS = 1 << 19
@@ -60,15 +63,26 @@ def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype) -> str:
 class Publisher:
     """The versions of one run on this host: one staged (cast, unseen), base and current published.
 
+    `layout` and what is staged have the model's own names; a version is published under its checkpoint's, `names`.
+
     A helper's gradients are such versions too, under another name than the run's; `kept` of them stay.
     """
 
-    def __init__(self, store: WeightStore, run: str, layout: Layout, *, kept: int = 2) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        run: str,
+        layout: Layout,
+        *,
+        kept: int = 2,
+        names: CheckpointNames = OWN_NAMES,
+    ) -> None:
         self._store = store
         self._run = run
-        self._layout = layout
+        self._names = names
+        self._layout = names.layout(layout)
         self._kept = kept
-        self._types = {name: getattr(torch, data_type) for name, data_type, _ in layout}
+        self._types = {name: getattr(torch, data_type) for name, data_type, _ in self._layout}
         self._staged: tuple[int, PendingWeights, common_pb2.WeightManifest] | None = None
         self._published: list[int] = []
         self.stage_seconds = 0.0
@@ -91,7 +105,7 @@ class Publisher:
         pending = self._store.begin(self._run, number, layout)
         digests = {
             name: cast_into(pending.buffer(name), tensor, self._types[name])
-            for name, tensor in weights
+            for name, tensor in self._named(weights)
             if tensor.numel()
         }
         manifest = pending.manifest(digests)
@@ -103,11 +117,15 @@ class Publisher:
         """The digest of a version that stays published, where these are its weights; empty where one differs."""
         digests = {entry.name: entry.digest for entry in held.manifest.entries}
         same = True
-        for name, tensor in weights:
+        for name, tensor in self._named(weights):
             if tensor.numel():
                 room = memoryview(bytearray(tensor.numel() * self._types[name].itemsize))
                 same = cast_into(room, tensor, self._types[name]) == digests[name] and same
         return str(held.manifest.digest) if same else ""
+
+    def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            yield from self._names.split(name, tensor)
 
     def publish(self, version: Version) -> StoredWeights:
         """Makes the staged version visible, drops all but it and the one before. A retry finds it."""
@@ -158,15 +176,21 @@ def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> 
     return found
 
 
-def check_shapes(reader: StateReader, model: ModelSection) -> None:
-    """Raises Refusal WEIGHTS_MISMATCH when a version is not one of the model's."""
-    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(model, weights=False))}
+def own_weights(reader: StateReader, section: ModelSection) -> StateReader:
+    """A version's weights by the model's own names. Raises Refusal WEIGHTS_MISMATCH for one of another model."""
+    model = load_model(section, weights=False)
+    published = weight_layout(model, DTYPES[section.dtype])
+    own = {name: shape for name, _, shape in published}
     given = reader.weight_shapes()
-    if own == given:
-        return
-    name = min(set(own.items()) ^ set(given.items()))[0]
-    raise Refusal(
-        "WEIGHTS_MISMATCH",
-        f"model.path: {name} has shape {given.get(name, 'none')} in the version and {own.get(name, 'none')} in "
-        f"{model.path!r}; the helper was opened with another model",
-    )
+    if own != given:
+        name = min(set(own.items()) ^ set(given.items()))[0]
+        raise Refusal(
+            "WEIGHTS_MISMATCH",
+            f"model.path: {name} has shape {given.get(name, 'none')} in the version and {own.get(name, 'none')} in "
+            f"{section.path!r}; the helper was opened with another model",
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}
+    if shapes == given:
+        return reader
+    tensors = {name: reader.weight(name) for name in given}
+    return TensorReader.of_version(CheckpointNames.of(model).join(tensors, shapes))

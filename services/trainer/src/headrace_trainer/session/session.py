@@ -28,13 +28,13 @@ from headrace_trainer.errors import Quiesced, Refusal, invalid
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.kinds import AnyLearner
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.figures import agreement, step_figures, witnesses
+from headrace_trainer.learning.figures import agreement, staleness_figures, step_figures, witnesses
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.passes import step_rates
 from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
 from headrace_trainer.session.copies import CARRIED, Carried, carry_failed, check_carried, export_run
 from headrace_trainer.session.helping import Contribution, Offer, Offers, add_records, check_may_help
-from headrace_trainer.session.publishing import Publisher, check_shapes
+from headrace_trainer.session.publishing import Publisher, own_weights
 from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
 
 
@@ -189,7 +189,8 @@ class Session:
     def _assemble(self) -> None:
         rank = self.rounds.rank
         if self._publisher is None:
-            self._publisher = Publisher(self._store, self._run, rank.backend.weight_layout())
+            names = rank.kind.checkpoint_names()
+            self._publisher = Publisher(self._store, self._run, rank.backend.weight_layout(), names=names)
         self._learner = rank.kind.learner(rank.algorithm, self.rounds)
 
     def _check_leads(self, what: str) -> None:
@@ -292,6 +293,8 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
+        if config.algorithm.max_staleness:
+            figures |= staleness_figures(self.state)
         if algorithm.columns:
             figures["infer_seconds"] = self.rounds.infer_seconds
         if "kl_coefficient" in (kept := algorithm.state()):
@@ -390,7 +393,7 @@ class Session:
         if self.state.version == base:
             return
         rank = self.rounds.rank
-        check_shapes(reader, rank.config.model)
+        reader = own_weights(reader, rank.config.model)
         self._state, self._helps = steps.lost(self.state), True
         self.rounds.help(reader)
         self._learner = Learner(rank.config, rank.algorithm, self.rounds)

@@ -7,12 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
+from headrace_schema.sections.generating import engine_gpus
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.places import named_devices
+
+SPAN = "rollout.engine_options.tensor_parallel_size"
 
 
 def instances(submission: Submission) -> Iterator[KeyProblemView]:
@@ -64,15 +68,20 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
             "name other devices, or set placement.mode: collocated",
         )
         return
-    if any(name.startswith("gpu:") for name in shown):
+    gpus = any(name.startswith("gpu:") for name in shown)
+    each = engine_gpus(spec.rollout.engine_options) if all_gpus(fleet.devices) else 1
+    if gpus:
         yield from _on_gpus(spec)
+    if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
+        yield from wrong
+        return
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
         return
     if placement.reply:
         yield from _repliers(spec, meant)
         return
-    generate = max(len(meant["rollout"]), spec.rollout.instances)
+    generate = max(len(meant["rollout"]), spec.rollout.instances * each)
     learn = max(len(meant["trainer"]), spec.trainer.ranks)
     needed, there = generate + learn if apart else max(generate, learn), len(fleet.devices)
     if needed > there:
@@ -80,8 +89,27 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem(
             "placement.mode",
             f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
-            _fitting(spec.rollout.instances, spec.trainer.ranks, there, apart=apart),
+            _fitting(spec.rollout.instances * each, spec.trainer.ranks, there, apart=apart, each=each),
         )
+
+
+def _engines(
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], each: int
+) -> Iterator[KeyProblemView]:
+    """Engines of several GPUs that the fleet cannot give as many as they span."""
+    most = max(fleet.rollouts_see, default=len(fleet.devices))
+    if each > most:
+        reason = f"an engine of {each} GPUs is wanted and a rollout instance sees {most} at most"
+        more = "let one see more (CUDA_VISIBLE_DEVICES, --gpus, --devices)"
+        yield problem(SPAN, reason, f"the nearest valid value is {most}; or {more}" if most else more)
+        return
+    instances, named = spec.rollout.instances, meant["rollout"]
+    if named and len(named) < instances * each:
+        reason = f"{instances} engines of {each} GPUs need {instances * each}, and {len(named)} are named"
+        yield problem("placement.rollout", reason, f"name more devices, or use a smaller {SPAN}")
+    if spec.rollout.helpers:
+        reason = f"a helper decodes on a rank's one GPU, and the engine spans {each}"
+        yield problem("rollout.helpers", reason, f"set rollout.helpers: 0, or leave {SPAN} out")
 
 
 def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
@@ -125,13 +153,13 @@ def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem("placement.memory", reason, "set placement.memory: offloaded")
 
 
-def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool) -> str:
-    """What of a run would fit on so many devices."""
+def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool, each: int = 1) -> str:
+    """What of a run would fit on so many devices; `rollouts`: the devices of its engines, `each` of one."""
     ways = []
     if apart and max(rollouts, ranks) <= devices:
         ways.append("set placement.mode: collocated")
     most = max(1, devices - ranks if apart else devices)
-    fewer = [f"rollout.instances: {min(rollouts, most)}"] if rollouts > most else []
+    fewer = [f"rollout.instances: {max(1, most // each)}"] if rollouts > most >= each else []
     left = max(1, devices - min(rollouts, most) if apart else devices)
     fewer += [f"trainer.ranks: {left}"] if ranks > left else []
     enough = devices >= 2 if apart else devices >= 1

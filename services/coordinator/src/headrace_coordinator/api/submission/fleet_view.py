@@ -9,13 +9,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace_schema.resources.views import InstanceView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.devices.leases import BUILT_IN
 from headrace_coordinator.domain.devices.places import named_devices
 
-AUTO, BUILT_IN = "auto", "transformers"
+AUTO = "auto"
 EXTRAS = ("vllm", "sglang")
 """Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -33,6 +35,8 @@ class FleetView:
     """Device → hosts of the instances that see it."""
     simulate: Collection[str] = ()
     """Devices that simulators see."""
+    rollouts_see: Sequence[int] = ()
+    """How many devices each rollout instance sees; empty: not known."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
@@ -41,6 +45,7 @@ class FleetView:
         counts: dict[str, int] = {}
         hosts: dict[str, set[str]] = {}
         simulate: set[str] = set()
+        see: list[int] = []
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
@@ -48,11 +53,13 @@ class FleetView:
                 hosts.setdefault(name, set()).add(instance.host)
             if instance.kind == "simulator":
                 simulate |= {*instance.devices}
+            if instance.kind == "rollout":
+                see.append(len(instance.devices))
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
-        return cls(capabilities, counts, list(hosts), hosts, simulate)
+        return cls(capabilities, counts, list(hosts), hosts, simulate, see)
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""
@@ -95,9 +102,15 @@ def _has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
 
 
 def _unusual_layers(path: str) -> set[str]:
+    kinds = text_config(path).get("layer_types")
+    return {str(kind) for kind in kinds} - ATTENTION if isinstance(kinds, list) else set()
+
+
+def text_config(path: str) -> Mapping[str, Any]:
+    """A local model's configuration, of its language part; empty for an id, and for what a rule finds wrong."""
     try:
         config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-        kinds = config.get("text_config", config).get("layer_types") or ()
-        return {str(kind) for kind in kinds} - ATTENTION
-    except (OSError, ValueError, AttributeError, TypeError):  # an id, or what a rule finds wrong
-        return set()
+        found = config.get("text_config", config)
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, AttributeError):
+        return {}

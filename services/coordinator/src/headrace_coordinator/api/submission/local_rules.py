@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace_schema.openings import reply_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.submission.fleet_view import text_config
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.trackers import tracker_problems
 
@@ -25,9 +27,30 @@ BATCH_SHAPE = ("group_size", "prompts_per_step")
 
 def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
-    yield from _model_directory(submission.spec.model, "model")
-    if submission.spec.trainer.reference:
-        yield from _model_directory(submission.spec.trainer.reference, "trainer.reference")
+    spec = submission.spec
+    yield from _model_directory(spec.model, "model.path")
+    if spec.trainer.reference:
+        yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
+    if spec.reply and (replier := reply_model(spec.model, spec.reply)):
+        yield from _model_directory(replier, "reply.path")
+    critic = spec.algorithm.options.get("critic_path")
+    if isinstance(critic, str) and critic:
+        yield from _model_directory(ModelSection(path=critic), "algorithm.options.critic_path")
+
+
+def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
+    """A number of GPUs among which a local model's attention heads cannot be divided."""
+    spec = submission.spec
+    size = spec.rollout.engine_options.get("tensor_parallel_size")
+    config = text_config(spec.model.path)
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(size) is not int or size < 1 or type(heads) is not int or heads < 1:
+        return
+    keys = shared if type(shared) is int and shared > 0 else heads
+    if size not in (valid := dividing_sizes(heads, keys)):
+        reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
+        fix = f"set one of {', '.join(map(str, valid))}"
+        yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
 
 
 def data(submission: Submission) -> Iterator[KeyProblemView]:
@@ -114,28 +137,33 @@ def _how_to_get_one(origin: RunView) -> str:
     return f"wait until it has one, or make one with: headrace run pause {origin.id}"
 
 
-def _model_directory(model: ModelSection, section: str) -> Iterator[KeyProblemView]:
+def _model_directory(model: ModelSection, key: str) -> Iterator[KeyProblemView]:
     if model.policy is not None:
         return  # A new robot policy: the services that build it say what is wrong with it.
     given, file = model.path, model.gguf_file
-    path = Path(given).expanduser()
+    path = Path(given)
+    gguf_key = key.replace("path", "gguf_file")
+    if given.startswith("~"):
+        fix = "write the whole path; headrace run submit does so by itself"
+        yield problem(key, f"{given!r} is another directory for each user that a service runs as", fix)
+        return
     try:
-        local = given.startswith(("./", "../", "/", "~")) or path.exists()
+        local = given.startswith(("./", "../", "/")) or path.exists()
         if not local:
             if not HUB_ID.fullmatch(given):
                 reason = f"{given!r} is neither a local directory nor a Hugging Face id (owner/name)"
-                yield problem(f"{section}.path", reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
+                yield problem(key, reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
         elif not path.is_dir():
             what = "is a file, not a directory" if path.exists() else "does not exist"
-            yield problem(f"{section}.path", f"{given} {what}", _neighbour(path))
+            yield problem(key, f"{given} {what}", _neighbour(path))
         elif file is not None:
             if not (path / file).is_file():
                 files = [entry.name for entry in path.glob("*.gguf")]
-                yield problem(f"{section}.gguf_file", f"{given} holds no file {file}", choose(file, files))
+                yield problem(gguf_key, f"{given} holds no file {file}", choose(file, files))
         elif not _holds_a_model(path):
-            yield _incomplete(path, given, section)
+            yield _incomplete(path, given, key, gguf_key)
     except (OSError, ValueError) as error:
-        yield problem(f"{section}.path", f"{given!r} cannot be read: {error}", "name a readable directory")
+        yield problem(key, f"{given!r} cannot be read: {error}", "name a readable directory")
 
 
 def _holds_a_model(path: Path) -> bool:
@@ -147,17 +175,15 @@ def _holds_a_model(path: Path) -> bool:
     )
 
 
-def _incomplete(path: Path, given: str, section: str) -> KeyProblemView:
+def _incomplete(path: Path, given: str, key: str, gguf_key: str) -> KeyProblemView:
     gguf = sorted(entry.name for entry in path.glob("*.gguf"))
     if gguf:
-        return problem(
-            f"{section}.gguf_file", f"{given} holds GGUF weights", f"set {section}.gguf_file: {gguf[0]}"
-        )
+        return problem(gguf_key, f"{given} holds GGUF weights", f"set {gguf_key}: {gguf[0]}")
     missing = "safetensors weights" if (path / "config.json").is_file() else "config.json"
     reason = f"{given} is no model directory: it has no {missing}"
     inside = sorted(entry.parent.name for entry in path.glob("*/config.json"))
     fix = f"did you mean {path / inside[0]}?" if inside else "name a directory in Hugging Face format"
-    return problem(f"{section}.path", reason, fix)
+    return problem(key, reason, fix)
 
 
 def _neighbour(path: Path) -> str:

@@ -172,6 +172,7 @@ OF_FLEET: tuple[Rule, ...] = (engine, answers, names, options, tasks, instances,
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,
+    local_rules.engine_heads,
     local_rules.data,
     local_rules.trackers,
     local_rules.fork,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any, Self
 
 from headrace_schema.problems import Impossible, problem
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
 from headrace_coordinator.data.items import DataItem
@@ -37,6 +38,7 @@ class Mixture(DataSource):
     """
 
     parts: Annotated[tuple[Part, ...], Field(min_length=1, description="the sources")]
+    _left_out: Counter[str] = PrivateAttr(default_factory=Counter)
 
     @model_validator(mode="after")
     def _weighted(self) -> Self:
@@ -56,6 +58,10 @@ class Mixture(DataSource):
         return "|".join(source.fingerprint() for source in self._sources())
 
     @override
+    def left_out(self) -> dict[str, int]:
+        return dict(self._left_out)
+
+    @override
     def items(self) -> Iterator[DataItem]:
         """Yields the parts' items one part after the other; `Impossible` names the part's option."""
         for place, (part, source) in enumerate(zip(self.parts, self._sources(), strict=True)):
@@ -66,6 +72,7 @@ class Mixture(DataSource):
                     yield DataItem(item.question, item.answer, {**item.fields, "part": place}, item.metadata)
             except Impossible as error:
                 raise _below(place, error) from error
+            self._left_out.update(source.left_out())
             if found < part.items:
                 reason = f"the source has {found} items, not {part.items}"
                 key = f"data.options.parts[{place}].items"

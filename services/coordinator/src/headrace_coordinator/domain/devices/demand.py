@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from headrace_schema.sections.generating import engine_gpus
 from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
@@ -40,6 +41,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Rollout instances that reply on devices of their own."""
     fewest_repliers: int = 0
     reply_devices: tuple[str, ...] = ()
+    engine_gpus: int = 1
+    """GPUs that each rollout instance holds where it runs on GPUs."""
     fair: bool = False
     """Whether it keeps at most its fair part of the devices that it has."""
 
@@ -75,6 +78,7 @@ def demand_of(run: RunState) -> Demand:
         repliers=repliers,
         fewest_repliers=min(repliers, 1) if begun else repliers,
         reply_devices=tuple(placement.get("reply", ())),
+        engine_gpus=engine_gpus(spec["rollout"].get("engine_options", {})),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
-from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.places import (
     device_order,
     devices_seen,
@@ -47,13 +47,26 @@ class Fitting:
             missing = self._missing("rollout", demand.fewest_repliers, len(reply), grants)
             return f"{missing} to reply on {', '.join(demand.reply_devices)}"
         taken |= {*reply}
-        rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
+        room = self._room(demand, grants, demand.rollout_devices)
+        rollouts = self._choose(
+            "rollout",
+            {"engines": demand.engine},
+            taken,
+            kept.rollouts,
+            demand.rollouts,
+            room,
+            demand.engine_gpus,
+        )
         if len(rollouts) < demand.fewest_rollouts:
             return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
         decode = [i.incarnation for i in rollouts]
         reply = self._repliers(demand, taken - {*reply} | {*decode}, reply, demand.repliers)
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
-        trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
+        room = self._room(demand, grants, demand.trainer_devices)
+        for each in rollouts if demand.disaggregated else ():
+            if (machine := self._machines[each.incarnation]) in room:
+                room[machine] -= demand.engine_gpus
+        trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers, room)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
         seeing = self._simulators_on(demand)
@@ -90,9 +103,19 @@ class Fitting:
         return [i.incarnation for i in self._choose(kind, facets, taken, kept.helpers, most)]
 
     def _choose(
-        self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int
+        self,
+        kind: str,
+        facets: dict[str, str],
+        taken: set[str],
+        own: Sequence[str],
+        count: int,
+        room: Mapping[str, int] | None = None,
+        each: int = 1,
     ) -> list[InstanceState]:
-        """Up to `count` free instances: those that the run has, in their order, then others by name."""
+        """Up to `count` free instances: those that the run has, in their order, then others by name.
+
+        `room`: GPUs that are free by machine, of which each instance is to hold `each`: those without come last.
+        """
         places = {who: place for place, who in enumerate(own)}
         fitting = [
             i
@@ -103,7 +126,34 @@ class Fitting:
             and _has(i, facets)
         ]
         fitting.sort(key=lambda i: (places.get(i.incarnation, len(own)), i.instance, i.incarnation))
-        return fitting[:count]
+        left, seated, others = {**(room or {})}, [], []
+        for instance in fitting:
+            machine = self._machines[instance.incarnation]
+            fits = machine not in left or (left[machine] >= each and len(instance.devices) >= each)
+            if fits and machine in left:
+                left[machine] -= each
+            (seated if fits or instance.incarnation in places else others).append(instance)
+        return [*seated, *others][:count]
+
+    def _room(self, demand: Demand, grants: Mapping[str, Grant], names: Sequence[str]) -> dict[str, int]:
+        """GPUs that a side can have, by machine: free ones, of `names` if there are any. Machines of GPUs alone."""
+        busy = self._busy(demand, grants)
+        found: dict[str, int] = {}
+        for machine in {*self._machines.values()}:
+            here = [i for i in self._state.instances.values() if self._machines[i.incarnation] == machine]
+            if all_gpus(everything := self._devices_of(here)):
+                wanted = named_devices(names, everything, hosts_of(here)) if names else everything
+                found[machine] = sum(device not in busy for device in wanted)
+        return found
+
+    def _busy(self, demand: Demand, grants: Mapping[str, Grant]) -> dict[str, list[str]]:
+        """Devices that a run cannot have beside others, and the runs that were granted them."""
+        busy: dict[str, list[str]] = {}
+        for name, grant in grants.items():
+            if not (demand.shares and shares(self._state.runs[name])):
+                for device in grant.devices:
+                    busy.setdefault(device, []).append(name)
+        return busy
 
     def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:
         users = sorted(
@@ -122,18 +172,16 @@ class Fitting:
     ) -> list[str] | str:
         chosen: list[str] = []
         users = Counter(device for grant in grants.values() for device in grant.devices)
-        busy: dict[str, list[str]] = {}
-        for name, grant in grants.items():
-            if not (demand.shares and shares(self._state.runs[name])):
-                for device in grant.devices:
-                    busy.setdefault(device, []).append(name)
+        busy = self._busy(demand, grants)
         for machine in sorted({self._machines[i.incarnation] for i in members}):
             here = [i for i in members if self._machines[i.incarnation] == machine]
             generate, learn = (sum(i.kind == kind for i in here) for kind in ("rollout", "trainer"))
-            needed = generate + learn if demand.disaggregated else max(generate, learn)
             if not devices_seen(here):
                 continue  # Instances without devices of their own run without a lease.
             everything = self._devices_of(here)
+            on_gpus = all_gpus(everything)
+            engines = generate * demand.engine_gpus if on_gpus else generate
+            needed = engines + learn if demand.disaggregated else max(engines, learn)
             free = [device for device in everything if device not in busy]
             sides = (*demand.rollout_devices, *demand.trainer_devices, *demand.reply_devices)
             names = sides if generate or learn else ()
@@ -155,9 +203,9 @@ class Fitting:
             if own:
                 part = min(mine, part) if demand.fair else mine
             fair = max(needed, part)
-            if all(is_gpu(device) for device in everything):
-                # An engine and a rank compute on one GPU each: more would be idle.
-                fair = generate + learn if demand.side_by_side else needed
+            if on_gpus:
+                # An engine computes on as many GPUs as its parallel sizes say and a rank on one: more would be idle.
+                fair = engines + learn if demand.side_by_side else needed
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
             if len(free) < needed:

@@ -6,7 +6,7 @@ clock, for the events alone; renewals and deadlines are volatile, on another clo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -14,8 +14,13 @@ from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
 """Bytes that a process may still use of a GPU that it has released: small buffers of its libraries."""
+ASLEEP_BYTES = 2 * 2**30
+"""As KEPT_BYTES, of each GPU of an engine in processes of its own, which sleep: contexts, and buffers of libraries."""
 HELP, DECODE = "help", "decode"
 """Stages of the leases within a step: of a trainer that helps, and of a rollout that decodes on trainers' devices."""
+BUILT_IN = "transformers"
+"""The engine that computes in its instance's own process."""
+GENERATE = "generate"
 SIMULATE, REPLY = "simulate", "reply"
 """Stages of leases that simulators, and rollouts that reply, hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
@@ -177,9 +182,20 @@ def plan_release(
     return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
 
 
+def kept_bytes(lease: Lease, engine: str) -> int:
+    """Bytes that a lease's holder may still use of its GPUs once it has released them; `engine`: of the lease's run."""
+    hosted = engine != BUILT_IN and lease.stage in (GENERATE, REPLY, DECODE)
+    return ASLEEP_BYTES * len(lease.devices) if hosted else KEPT_BYTES
+
+
 def is_gpu(device: str) -> bool:
     """Whether a device name is a GPU's, "GPU-8f2a/gpu:0"."""
     return device.rpartition("/")[2].startswith("gpu:")
+
+
+def all_gpus(devices: Sequence[str]) -> bool:
+    """Whether there are devices, and each is a GPU: engines and ranks then hold as many as they compute on."""
+    return bool(devices) and all(map(is_gpu, devices))
 
 
 def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:

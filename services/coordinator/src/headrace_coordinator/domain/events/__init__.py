@@ -18,6 +18,7 @@ from headrace_coordinator.domain.events.steps import (
     GroupsSettled,
     SlotsAssigned,
     SlotsFinished,
+    SlotsOpened,
     SlotsReturned,
     StepRefilled,
 )
@@ -37,6 +38,7 @@ _decoder: Any = msgspec.json.Decoder(Union[tuple(_kinds(Event))])  # noqa: UP007
 LEDGER_EVENTS = (
     SlotsAssigned,
     SlotsFinished,
+    SlotsOpened,
     SlotsReturned,
     GroupsSettled,
     GroupsAccumulated,

@@ -20,6 +20,14 @@ class StepOpened(RunEvent, frozen=True, kw_only=True):
     attempt: int
     base: int
     number: int
+    goes_on: bool = False
+    """Whether slots stay as they are, since answers to them are being made; else none is assigned or settled."""
+
+
+class SlotsOpened(RunEvent, frozen=True, kw_only=True):
+    """The slots of a step may start ahead of the step that is learned; steps are opened in order."""
+
+    step: int
 
 
 class SlotsAssigned(RunEvent, frozen=True, kw_only=True):
@@ -74,7 +82,10 @@ Observed = tuple[int, int, int]
 
 
 class StepRefilled(RunEvent, frozen=True, kw_only=True):
-    """The open step takes so many of the next groups, in place of those that were dropped before they settled."""
+    """An open step takes so many of the next groups, in place of those that were dropped before they settled.
+
+    They were the first ones of the step behind it, which takes as many from the one behind it; the last one is new.
+    """
 
     step: int
     groups: int
@@ -98,6 +109,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     log_prob_mismatch_mean: float | None
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
+    mean_staleness: float = 0.0
+    """Over the tokens."""
     log_prob_compared_tokens: int = 0
     log_prob_mismatch_kl: float | None = None
     refilled: int = 0

@@ -12,6 +12,7 @@ from math import ceil
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import DROPPED, Slot, SlotIndex
 from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 
 GroupWork = tuple[int, list[int]]
 """A prompt ordinal with the sample indices to make."""
@@ -51,9 +52,11 @@ class DispatchOrder:
 
 
 def plan_dispatch(
-    index: SlotIndex, order: DispatchOrder, holder: str, capacity: int, holders: int
+    index: SlotIndex, order: DispatchOrder, holder: str, capacity: int, holders: int, below: int
 ) -> list[GroupWork]:
     """Groups for `holder` to start now: its even share of what is left, at most `capacity` samples at once.
+
+    It has no credit for prompts from `below` on: see `credit`.
 
     Where the longest start first and everything can start at once, the share is one group of every few: the longest
     ones in a row would leave one holder the whole tail.
@@ -65,12 +68,24 @@ def plan_dispatch(
     room = min(capacity, share) - holds
     every = max(1, round(index.waiting / room)) if order.ranked and room > 0 and share <= capacity else 1
     planned: list[GroupWork] = []
-    for prompt, samples in islice(order.waiting(index), 0, None, every):
+    waiting = (work for work in order.waiting(index) if work[0] < below)
+    for prompt, samples in islice(waiting, 0, None, every):
         if len(samples) > room and (holds or planned):
             break
         planned.append((prompt, samples))
         room -= len(samples)
     return planned
+
+
+def credit(ledger: SlotLedger, lineage: Lineage, installed: int, max_staleness: int) -> int:
+    """The prompt ordinal below which a rollout with version `installed` may start slots, so that G3 will hold.
+
+    A step that is n behind the one that is learned will have a base of an ordinal that is at most n higher.
+    """
+    lag = lineage.staleness(installed, lineage.head)
+    if lag is None or lag > max_staleness:
+        return 0
+    return ledger.prompts_of(ledger.step + max_staleness - lag).stop
 
 
 def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, now: float) -> ev.SlotsAssigned:
@@ -94,20 +109,25 @@ def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = F
 def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: bool) -> list[ev.Event]:
     """The next groups in place of those that were dropped before they settled, at most `limit` of them in a step.
 
+    For the first step that lacks some: what it takes changes what the steps behind it have.
+
     Each dropped group has one other in its place, whenever it was dropped, so that which groups a step has depends on
     what became of each and not on times. `whole`: not before no group is open, so that the times at which groups start
     do not depend on the order in which others end either.
     """
-    groups = min(ledger.lacking, limit - ledger.refilled)
-    if groups <= 0 or (whole and ledger.index.open):
+    if limit <= 0 or (whole and ledger.index.open):
         return []
-    return [ev.StepRefilled(at=now, run=run, step=ledger.step, groups=groups)]
+    for step, open_step in ledger.steps.items():
+        groups = min(ledger.lacking(step), limit - open_step.refilled)
+        if groups > 0:
+            return [ev.StepRefilled(at=now, run=run, step=step, groups=groups)]
+    return []
 
 
 def accepts(slot: Slot | None, attempt: int, digest: str) -> str:
     """Empty when a finished attempt may fill its slot, else why not; the same one may be offered again."""
     if slot is None:
-        return "not a slot of the open step"
+        return "not a slot of an open step"
     if slot.attempt != attempt:
         return f"attempt {attempt} is not the assigned attempt {slot.attempt}"
     if slot.state == DROPPED:

@@ -26,7 +26,7 @@ class _Scored:
 
 
 class RewardFlow:
-    """The progress of one step's answers through the reward stages of a workflow."""
+    """The progress of answers through the reward stages of a workflow."""
 
     def __init__(self, graph: GraphSection, group_size: int) -> None:
         self._graph = graph
@@ -48,6 +48,10 @@ class RewardFlow:
         """Adds a stage's reward; returns what to ask next, of this answer and of its group's others."""
         self._groups[key[0]][key[1]].rewards[stage] = reward
         return self._advance(key[0])
+
+    def forget(self, prompt: int) -> list[Key]:
+        """Removes a group; returns its answers."""
+        return [(prompt, sample) for sample in self._groups.pop(prompt, ())]
 
     def rewards(self, key: Key) -> dict[str, float]:
         """Rewards of the stages that have scored an answer so far."""

@@ -1,4 +1,4 @@
-"""One slot of the open step, its states, and an index of the step's slots. Knows no event."""
+"""One slot of an open step, its states, and an index of the open steps' slots. Knows no event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILTERED = "FILTERED"
 
 
 class Slot(msgspec.Struct):
-    """One sample of one prompt within the open step."""
+    """One sample of one prompt within an open step."""
 
     prompt: int
     sample: int
@@ -43,7 +43,7 @@ class Slot(msgspec.Struct):
 
 
 class SlotIndex:
-    """The slots of an open step by state, prompt and holder. The ledger keeps it up to date."""
+    """The slots of open steps by state, prompt and holder. The ledger keeps it up to date."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.fresh: dict[int, set[int]] = {}
@@ -58,8 +58,20 @@ class SlotIndex:
         """Prompts whose group is neither settled nor dropped."""
         self.settled: set[int] = set()
         """Prompts whose group is settled, and not yet accumulated or dropped."""
+        self._none_open_below = 0
         for slot in slots:
             self.enter(slot)
+
+    def any_open(self, prompts: range) -> bool:
+        """Whether a group of successive prompts is neither settled nor dropped.
+
+        Groups close and never open again, so what was looked at and is closed is not looked at again.
+        """
+        prompt = max(self._none_open_below, prompts.start)
+        while prompt < prompts.stop and prompt not in self.open:
+            prompt += 1
+        self._none_open_below = prompt
+        return prompt < prompts.stop
 
     def enter(self, slot: Slot) -> None:
         """Adds a slot that has entered its state."""

@@ -1,6 +1,6 @@
 """The slot ledger of one run as a pure reducer: every slot below the frontier is terminal exactly once (G1).
 
-Holds the open step's slots only; what lies below the frontier is in the certificates. `SlotIndex` answers what is
+Holds the slots of open steps only; what lies below the frontier is in the certificates. `SlotIndex` answers what is
 asked often, without a walk over the slots.
 """
 
@@ -29,11 +29,19 @@ from headrace_coordinator.domain.totals import Shape
 PROGRESS_EVENTS = (ev.SlotsFinished, ev.GroupsSettled, ev.GroupsAccumulated, ev.GroupDropped)
 
 
-class SlotLedger(msgspec.Struct, dict=True):
-    """Slots of the open step, and the step itself. `step` counts batches: slots below `frontier` are terminal.
+class OpenStep(msgspec.Struct):
+    """A step whose slots may start."""
 
-    A step has `prompts_per_step` groups, and `refilled` more: one for each that was dropped before it settled, up to
-    a limit. All have successive prompt ordinals, so the groups that are kept are the first ones in that order.
+    refilled: int = 0
+    """Groups that it took in place of dropped ones."""
+
+
+class SlotLedger(msgspec.Struct, dict=True):
+    """Slots of the open steps. `step` is the one that is learned: slots below its first, the `frontier`, are terminal.
+
+    A step has `prompts_per_step` groups, and some more: one for each that was dropped before it settled, up to a
+    limit. Those are the next ones, so what a step takes begins the steps behind it later. All groups of all steps have
+    successive prompt ordinals, and the groups that a step keeps are the first ones in that order.
     """
 
     group_size: int
@@ -41,6 +49,9 @@ class SlotLedger(msgspec.Struct, dict=True):
     step: int = 0
     attempt: int = 0
     open: bool = False
+    """Whether an attempt at `step` is open."""
+    steps: dict[int, OpenStep] = {}
+    """The open steps, in order: `step`, and those whose answers are made ahead of it."""
     slots: dict[int, Slot] = {}
     last_attempt: int = 0
     dropped_total: int = 0
@@ -52,13 +63,11 @@ class SlotLedger(msgspec.Struct, dict=True):
     progress: int = 0
     """Rises with every event that brings the step forward."""
     next_prompt: int = 0
-    """Prompt ordinal that the open step begins with, or the next one."""
+    """Prompt ordinal that `step` begins with."""
     first_prompt: int = 0
     """Prompt ordinal that the run began with: above 0 for a fork."""
-    refilled: int = 0
-    """Groups of the open step in place of dropped ones."""
-    lacking: int = 0
-    """Groups of the open step that were dropped before they settled, and have no other in their place yet."""
+    unsettled_drops: list[int] = []
+    """Prompts of open steps whose group was dropped before it settled."""
     helped: dict[str, list[int]] = {}
     """Of the open attempt: name of a helper → groups whose gradient it contributed; the owners have all others."""
 
@@ -79,11 +88,11 @@ class SlotLedger(msgspec.Struct, dict=True):
 
     @cached_property
     def index(self) -> SlotIndex:
-        """Where the open step's slots stand; not part of a snapshot."""
+        """Where the slots of open steps stand; not part of a snapshot."""
         return SlotIndex(self.slots.values())
 
     def slot(self, prompt: int, sample: int) -> Slot | None:
-        """A slot of the open step."""
+        """A slot of an open step."""
         return self.slots.get(self.ordinal(prompt, sample))
 
     def group(self, prompt: int) -> list[Slot]:
@@ -92,9 +101,52 @@ class SlotLedger(msgspec.Struct, dict=True):
         return [self.slots[first + index] for index in range(self.group_size) if first + index in self.slots]
 
     @property
+    def refilled(self) -> int:
+        """Groups that `step` took in place of dropped ones."""
+        return self._taken(self.step)
+
+    def _taken(self, step: int) -> int:
+        return self.steps[step].refilled if step in self.steps else 0
+
+    @property
     def prompts(self) -> range:
-        """Prompt ordinals of the open step."""
-        return range(self.next_prompt, self.next_prompt + self.prompts_per_step + self.refilled)
+        """Prompt ordinals of `step`."""
+        return self.prompts_of(self.step)
+
+    def prompts_of(self, step: int) -> range:
+        """Prompt ordinals of an open step, or of the one behind the last of them."""
+        first = self.next_prompt + sum(
+            self.prompts_per_step + self._taken(before) for before in range(self.step, step)
+        )
+        return range(first, first + self.prompts_per_step + self._taken(step))
+
+    def step_of(self, prompt: int) -> int:
+        """The step that a prompt of an open step belongs to now; a group dropped before it may bring it forward."""
+        step = self.step
+        while prompt >= self.prompts_of(step).stop:
+            step += 1
+        return step
+
+    def lacking(self, step: int) -> int:
+        """Groups of a step that were dropped before they settled, and have no other in their place yet."""
+        prompts = self.prompts_of(step)
+        return sum(prompt in prompts for prompt in self.unsettled_drops) - self._taken(step)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every group of `step` is settled or dropped."""
+        return not self.index.any_open(self.prompts)
+
+    @property
+    def settled(self) -> list[int]:
+        """Prompts of `step` whose group is settled, and not yet accumulated or dropped."""
+        prompts = self.prompts
+        return sorted(prompt for prompt in self.index.settled if prompt in prompts)
+
+    @property
+    def step_slots(self) -> list[Slot]:
+        """Slots of `step`, in order."""
+        return [slot for prompt in self.prompts for slot in self.group(prompt)]
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event; events of other parts are ignored."""
@@ -103,6 +155,8 @@ class SlotLedger(msgspec.Struct, dict=True):
         match event:
             case ev.StepOpened():
                 self._open(event)
+            case ev.SlotsOpened(step=step):
+                self._open_slots(step)
             case ev.SlotsAssigned(slots=slots):
                 for prompt, sample, attempt, incarnation in slots:
                     self._assign(prompt, sample, attempt, incarnation)
@@ -123,8 +177,8 @@ class SlotLedger(msgspec.Struct, dict=True):
                     self.helped.setdefault(event.helper, []).extend(prompts)
             case ev.GroupDropped():
                 self._drop(event)
-            case ev.StepRefilled(groups=groups):
-                self._refill(groups)
+            case ev.StepRefilled(step=step, groups=groups):
+                self._refill(step, groups)
             case ev.StepAborted():
                 self.open = False
             case ev.StepCommitted(certificate=certificate):
@@ -143,8 +197,10 @@ class SlotLedger(msgspec.Struct, dict=True):
 
     def _open(self, event: ev.StepOpened) -> None:
         self.attempt, self.open, self.helped = event.attempt, True, {}
-        if not self.slots:
-            self._add(self.prompts)
+        if event.step not in self.steps:
+            self._open_slots(event.step)
+        if event.goes_on:
+            return
         for slot in self.slots.values():
             slot.failures = 0
             # Slots that were dropped stay dropped; everything else may be used again.
@@ -154,25 +210,29 @@ class SlotLedger(msgspec.Struct, dict=True):
                 slot.state, slot.holder = PENDING, ""
         self._index_anew()
 
-    def _add(self, prompts: range) -> list[Slot]:
-        added = [Slot(prompt, sample) for prompt in prompts for sample in range(self.group_size)]
-        self.slots.update((self.ordinal(slot.prompt, slot.sample), slot) for slot in added)
-        return added
+    def _open_slots(self, step: int) -> None:
+        self.steps[step] = OpenStep()
+        self._add(self.prompts_of(step))
+
+    def _add(self, prompts: range) -> None:
+        for prompt in prompts:
+            for sample in range(self.group_size):
+                slot = self.slots[self.ordinal(prompt, sample)] = Slot(prompt, sample)
+                self.index.enter(slot)
 
     def _drop(self, event: ev.GroupDropped) -> None:
         unsettled = event.prompt in self.index.open
         for slot in self._move_group(event.prompt, DROPPED):
             slot.reason, slot.reward = event.reason, event.reward
-        self.lacking += unsettled
+        if unsettled:
+            self.unsettled_drops.append(event.prompt)
         if event.reason != FILTERED or not self.last_drop:
             self.last_drop = f"{event.reason}: {event.detail}"
 
-    def _refill(self, groups: int) -> None:
-        end = self.prompts.stop
-        self.refilled += groups
-        self.lacking -= groups
-        for slot in self._add(range(end, end + groups)):
-            self.index.enter(slot)
+    def _refill(self, step: int, groups: int) -> None:
+        end = self.prompts_of(max(self.steps)).stop
+        self.steps[step].refilled += groups
+        self._add(range(end, end + groups))
 
     def _move(self, slot: Slot, state: str, attempt: int, holder: str) -> None:
         """The one place where a single slot changes its state."""
@@ -210,21 +270,30 @@ class SlotLedger(msgspec.Struct, dict=True):
             slot.failures += failed
 
     def _close(self, refilled: int) -> None:
-        failed = (slot.state == DROPPED and slot.reason != FILTERED for slot in self.slots.values())
+        end = self.next_prompt + self.prompts_per_step + refilled
+        ended = [slot for prompt in range(self.next_prompt, end) for slot in self.group(prompt)]
+        failed = (slot.state == DROPPED and slot.reason != FILTERED for slot in ended)
         self.dropped_total += sum(failed)
-        self.terminal_total += len(self.slots)
-        self._go_to(self.step + 1, self.next_prompt + self.prompts_per_step + refilled)
+        self.terminal_total += len(ended)
+        for slot in ended:
+            self.index.leave(slot)
+            self.index.close(slot.prompt)
+            del self.slots[self.ordinal(slot.prompt, slot.sample)]
+        self.steps.pop(self.step, None)
+        self.unsettled_drops = [prompt for prompt in self.unsettled_drops if prompt >= end]
+        self.step, self.next_prompt = self.step + 1, end
+        self.attempt, self.open, self.helped = 0, False, {}
 
     def _go_to(self, step: int, prompt: int) -> None:
-        self.step, self.attempt, self.open, self.slots = step, 0, False, {}
-        self.next_prompt, self.refilled, self.lacking, self.helped = prompt, 0, 0, {}
+        self.step, self.attempt, self.open, self.steps, self.slots = step, 0, False, {}, {}
+        self.next_prompt, self.unsettled_drops, self.helped = prompt, [], {}
         self._index_anew()
 
     def _index_anew(self) -> None:
         self.__dict__.pop("index", None)
 
     def unsettled(self) -> list[int]:
-        """Prompt ordinals of the open step that are neither accumulated nor dropped."""
+        """Prompt ordinals of `step` that are neither accumulated nor dropped."""
         return [
             prompt
             for prompt in self.prompts
@@ -232,5 +301,9 @@ class SlotLedger(msgspec.Struct, dict=True):
         ]
 
     def members(self, state: str) -> list[Slot]:
-        """Slots of the open step in one state, in order."""
-        return [slot for _, slot in sorted(self.slots.items()) if slot.state == state]
+        """Slots of `step` in one state, in order."""
+        return [slot for slot in self.step_slots if slot.state == state]
+
+    def finished(self) -> list[Slot]:
+        """Finished slots of all open steps, in order."""
+        return [slot for _, slot in sorted(self.slots.items()) if slot.state == FINISHED]

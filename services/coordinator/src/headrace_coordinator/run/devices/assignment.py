@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from math import ceil
 
+from headrace_schema.sections.generating import engine_gpus
 from headrace_schema.sections.running import APART, PlacementSection
 
-from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.leases import all_gpus, is_gpu
 from headrace_coordinator.domain.devices.places import (
     device_order,
     devices_seen,
@@ -35,7 +36,8 @@ def assign_devices(workers: WorkerGroup, simulates: set[str], *, joined: bool) -
     spec, grant, section = workers.spec, workers.grant, workers.section
     rollouts = [worker for worker in workers.rollouts if worker.incarnation in grant.rollouts]
     trainers = [worker for worker in workers.trainers if worker.incarnation in grant.trainers]
-    devices_of = default_devices(section, grant.devices, rollouts, trainers, joined=joined)
+    each = engine_gpus(spec.rollout.engine_options)
+    devices_of = default_devices(section, grant.devices, rollouts, trainers, joined=joined, each=each)
     for kind, side_workers, wanted in (
         ("rollout", rollouts, spec.rollout.instances),
         ("trainer", trainers, workers.ranks),
@@ -48,7 +50,8 @@ def assign_devices(workers: WorkerGroup, simulates: set[str], *, joined: bool) -
             elif joined:
                 more = simulates & devices_seen(worker.instance for worker in group) - {*side}
                 side = [*side, *sorted(more, key=device_order)]
-            seat(group, side, _seats(group, side, wanted, groups), f"placement.{kind}")
+            gpus = each if kind == "rollout" else 1
+            seat(group, side, _seats(group, side, wanted, groups, gpus), f"placement.{kind}", gpus)
     if section.reply:
         _assign_repliers(workers, section.reply)
 
@@ -60,12 +63,14 @@ def _assign_repliers(workers: WorkerGroup, names: Sequence[str]) -> None:
     for group in groups.values():
         seen = devices_seen(worker.instance for worker in group) & {*workers.grant.devices}
         side = named_devices(names, sorted(seen, key=device_order), hosts)
-        seat(group, side, _seats(group, side, wanted, groups), "placement.reply")
+        gpus = engine_gpus(workers.spec.rollout.engine_options)
+        seat(group, side, _seats(group, side, wanted, groups, gpus), "placement.reply", gpus)
 
 
-def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, groups: Sized) -> int:
+def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, groups: Sized, gpus: int) -> int:
     """Parts of a side's devices on a machine; a lost worker's is kept if possible, so that the others need not move."""
-    return max(len(group), min(ceil(wanted / len(groups)), len(side)))
+    most = len(side) // gpus if all_gpus(side) else len(side)
+    return max(len(group), min(ceil(wanted / len(groups)), most))
 
 
 def default_devices(
@@ -75,10 +80,11 @@ def default_devices(
     trainers: Sequence[WorkerClient],
     *,
     joined: bool = False,
+    each: int = 1,
 ) -> dict[tuple[str, str], list[str]]:
     """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each.
 
-    `joined`: the trainers have the rollouts' too.
+    `joined`: the trainers have the rollouts' too. `each`: GPUs of a rollout's engine.
     """
     chosen: dict[tuple[str, str], list[str]] = {}
     for machine, workers in by_machine((*rollouts, *trainers)).items():
@@ -107,6 +113,7 @@ def default_devices(
                 )
             generate = sum(w.instance.kind == "rollout" for w in workers)
             learn = len(workers) - generate
+            generate *= each if all_gpus(everything) else 1
             half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
             rollout_side, trainer_side = everything[:-half], everything[-half:]
         for kind, names, side, usable in (
@@ -144,8 +151,20 @@ def by_machine(
     return groups
 
 
-def seat(workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str) -> None:
-    """Divides `devices` into seats; workers that hold a lease keep theirs where the others find room beside it."""
+def seat(
+    workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str, gpus: int = 1
+) -> None:
+    """Divides `devices` into seats; workers that hold a lease keep theirs where the others find room beside it.
+
+    `gpus`: how many of them a worker computes on where they are GPUs; of CPU slots each has its part.
+    """
+    each = gpus if all_gpus(devices) else 1
+    if each > 1 and len(devices) < seats * each:
+        raise PlacementError(
+            f"{key}: {seats} engines of {each} GPUs (rollout.engine_options.tensor_parallel_size) need "
+            f"{seats * each} and there are {len(devices)} ({', '.join(devices)}); use fewer instances or a smaller "
+            "tensor_parallel_size, or name more devices"
+        )
     if len(devices) < seats:
         raise PlacementError(
             f"{key}: {seats} instances share {len(devices)} devices ({', '.join(devices)}); "
@@ -154,9 +173,12 @@ def seat(workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, ke
     kept = [worker for worker in workers if worker.lease_epoch]
     taken = [device for worker in kept for device in worker.devices]
     free = [device for device in devices if device not in taken]
-    if set(taken) - set(devices) or len(free) < len(workers) - len(kept):
+    if set(taken) - set(devices) or len(free) < (len(workers) - len(kept)) * each:
         kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
     others = [worker for worker in workers if worker not in kept]
+    if each > 1:
+        _seat_engines(others, free, each, key)
+        return
     chunks = _chunks(free, max(seats - len(kept), len(others), 1))
     for worker in others:
         own = next((chunk for chunk in chunks if set(chunk) <= set(worker.instance.devices)), None)
@@ -169,6 +191,21 @@ def seat(workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, ke
         chunks.remove(own)
         # An engine and a rank compute on one GPU: what it would not touch, it does not hold.
         worker.devices = own[:1] if is_gpu(own[0]) else own
+
+
+def _seat_engines(workers: Sequence[WorkerClient], devices: Sequence[str], gpus: int, key: str) -> None:
+    """Gives each worker the first `gpus` devices that are left and that it sees."""
+    left = list(devices)
+    for worker in workers:
+        own = [device for device in left if device in worker.instance.devices][:gpus]
+        if len(own) < gpus:
+            raise PlacementError(
+                f"{key}: rollout.engine_options.tensor_parallel_size: an engine of {gpus} GPUs is wanted and "
+                f"{worker.instance.instance} sees {len(own)} of those that are left for it ({', '.join(left)}); let "
+                "it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices), or use a smaller size"
+            )
+        left = [device for device in left if device not in own]
+        worker.devices = tuple(own)
 
 
 def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:

@@ -108,12 +108,19 @@ class WorkerLeases:
             and assigned.get(lease.incarnation) != tuple(lease.devices)
         ]
 
-    async def load(self, rollouts: Sequence[RolloutClient], published: Published) -> None:
-        """Rollouts that hold their devices can generate with a version."""
+    async def load(
+        self, rollouts: Sequence[RolloutClient], published: Published, *, in_flight: bool = False
+    ) -> None:
+        """Rollouts that hold their devices can generate with a version; `in_flight`: those that do go on with it."""
         behind = [r for r in rollouts if not r.awake or r.installed != published.version.number]
         with self.moving():
             await gather_all(*(rollout.wake_weights() for rollout in behind))
-        await gather_all(*(rollout.install(published) for rollout in behind))
+        installs = [rollout.install(published, in_flight=in_flight) for rollout in behind]
+        # One that fails beside answers is mended there: the others are not to stop theirs for it.
+        for fault in await asyncio.gather(*installs, return_exceptions=in_flight) if in_flight else ():
+            if isinstance(fault, BaseException):
+                raise fault
+        await gather_all(*(() if in_flight else installs))
         with self.moving():
             await gather_all(*(rollout.wake_cache() for rollout in behind))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.domain.devices.leases import DECODE, HELP
+from headrace_coordinator.domain.devices.leases import DECODE, HELP, is_gpu
 from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.devices.placement import Placement
 from headrace_coordinator.run.workers.clients import Published
@@ -17,6 +17,11 @@ from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 Seats = list[tuple[RolloutClient, tuple[str, ...]]]
 """Decoders with the devices that they are to have."""
+
+
+def rank_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """What a trainer computes on of a rollout's devices: one GPU, or all CPU slots."""
+    return devices[:1] if is_gpu(devices[0]) else devices
 
 
 class Lending:
@@ -32,7 +37,7 @@ class Lending:
         async with self._leases.lock:
             devices = rollout.devices
             await self._leases.release([rollout])
-            helper.devices = devices
+            helper.devices = rank_devices(devices)
             await self._leases.acquire([helper], HELP)
 
     async def release_helper(self, helper: TrainerClient) -> None:

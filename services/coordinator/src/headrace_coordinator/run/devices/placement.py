@@ -75,12 +75,15 @@ class Placement:
         async with self._leases.lock:
             await self.lease_rollouts(published)
 
-    async def add_rollout(self, published: Published) -> None:
-        """A replacement for lost rollouts, inside a step; trainers that had to make room take their devices again."""
+    async def add_rollout(self, published: Published, *, in_flight: bool = False) -> None:
+        """A replacement for lost rollouts, inside a step; trainers that had to make room take their devices again.
+
+        Rollouts that are behind `published` install it, too; `in_flight`: while they make answers.
+        """
         async with self._leases.lock:
             await self._staffing.staff_rollouts(1)
             self._leases.assign()
-            await self.lease_rollouts(published)
+            await self.lease_rollouts(published, in_flight=in_flight)
             if not self.workers.in_turns:
                 await self.lease_trainers()
 
@@ -97,7 +100,7 @@ class Placement:
         with self._leases.moving():
             await gather_all(*(trainer.wake() for trainer in workers.trainers if not trainer.awake))
 
-    async def lease_rollouts(self, published: Published) -> None:
+    async def lease_rollouts(self, published: Published, *, in_flight: bool = False) -> None:
         """The rollouts take their devices and load `published`; in turns, the trainers release theirs."""
         if self.workers.in_turns:
             await self.release_trainers(keep=self.resident)
@@ -109,7 +112,7 @@ class Placement:
         await (
             self._leases.simulators.acquire()
         )  # One that is lost over it is replaced before its rollout's stream.
-        await self._leases.load(self.workers.rollouts, published)
+        await self._leases.load(self.workers.rollouts, published, in_flight=in_flight)
         if joined:
             await self.lease_trainers()
 

@@ -6,14 +6,10 @@ from headrace_coordinator.domain.devices.sharing import releases_to
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.learning import Learning, under_lease
 from headrace_coordinator.run.step.moving.borrowing import Borrowing
 from headrace_coordinator.run.step.moving.helping import Helping
-from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Trajectories
-from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.waits import WaitTimeout
 
 TURN_LOOK_S = 1.0
@@ -23,16 +19,9 @@ TURN_LOOK_S = 1.0
 class Attempt:
     """Generates and learns, at once or one after the other, as the placement says."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        timer: StepTimer,
-        published: Published,
-        trajectories: Trajectories,
-        *,
-        may_help: bool,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, *, may_help: bool) -> None:
         """`may_help`: helpers may learn a part of it."""
+        context = pipeline.context
         spec, placement = context.spec, context.placement
         # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
         # whole batch at the commit does its infer pass of each group as that comes.
@@ -42,10 +31,10 @@ class Attempt:
         self._joins = self._streams and placement.hybrid
         self._context = context
         self._ledger = context.state.ledger
-        self._timer = timer
+        self._timer = pipeline.timer
         self._clock = context.event_log.monotonic
-        self._state = AttemptState(context, timer, published, trajectories, streams=self._streams)
-        self._generation = Generation(self._state)
+        self._pipeline = pipeline
+        self._state = pipeline.begin(streams=self._streams)
         self._learning = Learning(self._state)
         self._helping = Helping(self._state, wanted=may_help and not self._batched)
         self._borrowing = Borrowing(self._state)
@@ -80,7 +69,7 @@ class Attempt:
             raise CallRefused("coordinator", "INTERNAL", f"groups {unsettled} were lost in the step")
 
     async def _generate(self) -> None:
-        await self._generation.run()
+        await self._pipeline.fill()
         self._state.complete()
         self._sharing.close()
         if self._joins and (self._state.groups.backlog or self._batched):

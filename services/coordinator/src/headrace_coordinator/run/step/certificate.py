@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -13,6 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.ledger.reward_flow import stage_figures
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import identities
@@ -49,6 +50,7 @@ def certify(
         tokens=response.token_count,
         tokens_by_version=dict(response.tokens_by_version),
         max_staleness=response.max_staleness,
+        mean_staleness=_mean_staleness(run.lineage, opened.base, response.tokens_by_version),
         log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
         log_prob_mismatch_kl=response.figures.get("log_prob_mismatch_kl"),
         log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
@@ -59,6 +61,15 @@ def certify(
         scored_by_stage={stage: count for stage, count, _ in by_stage},
         reward_by_stage={stage: mean for stage, _, mean in by_stage},
     )
+
+
+def _mean_staleness(lineage: Lineage, base: int, tokens: Mapping[int, int]) -> float:
+    """Over the tokens, by the version that sampled each."""
+    lags = [
+        (count, lineage.versions[base].ordinal - lineage.versions[number].ordinal)
+        for number, count in tokens.items()
+    ]
+    return sum(count * lag for count, lag in lags) / max(sum(tokens.values()), 1)
 
 
 def _stage_rewards(slots: Iterable[Slot], trajectories: Trajectories) -> Iterator[dict[str, float]]:

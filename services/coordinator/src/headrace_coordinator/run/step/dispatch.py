@@ -1,4 +1,4 @@
-"""Hands the waiting samples of one step attempt out to rollouts, as messages of their streams of work.
+"""Hands the waiting samples of open steps out to rollouts, as messages of their streams of work.
 
 The ledger alone knows who has which sample. Kept here: the order in which groups start, and the prefixes of samples
 that were stopped.
@@ -7,7 +7,7 @@ that were stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -15,6 +15,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_coordinator.domain.ledger.dispatch import (
     DispatchOrder,
     GroupWork,
+    credit,
     plan_assign,
     plan_dispatch,
     plan_return,
@@ -26,7 +27,7 @@ from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 
 class Dispatch:
-    """Gives the waiting samples of one step attempt to rollouts."""
+    """Gives the waiting samples of open steps to rollouts."""
 
     def __init__(self, attempt: AttemptState) -> None:
         self._attempt = attempt
@@ -34,21 +35,27 @@ class Dispatch:
         self._ledger = attempt.ledger
         self._prefixes: dict[SlotKey, common.ResumeState] = {}
         expected = None if self._context.spec.deterministic else self._context.expected_tokens
-        self._order = DispatchOrder(self._ledger.index.fresh, expected)
+        self._order = DispatchOrder((), expected)
 
     async def assignments(
         self, worker: RolloutClient, over: Callable[[], bool]
     ) -> AsyncIterator[rollout.AssignGroups]:
-        """Work for one rollout as it gets room, until its stream is `over` or no group is open."""
+        """Work for one rollout as it gets room, until its stream is `over` or there will be no more."""
         index, workers = self._ledger.index, self._context.workers
-        while index.open and not over():
+        while self._attempt.generates and not over():
             news = self._attempt.work.next()
-            self._order.reach(self._ledger.prompts)
+            for step in self._ledger.steps:
+                self._order.reach(self._ledger.prompts_of(step))
             live = sum(workers.usable(each) for each in workers.rollouts) + len(self._attempt.joining)
-            if work := plan_dispatch(index, self._order, worker.incarnation, worker.max_concurrency, live):
+            room, below = worker.max_concurrency, self._credit(worker)
+            if work := plan_dispatch(index, self._order, worker.incarnation, room, live, below):
                 yield await self._assign(worker, work)
             else:
                 await asyncio.shield(news)
+
+    def _credit(self, worker: RolloutClient) -> int:
+        most, lineage = self._context.spec.algorithm.max_staleness, self._context.state.lineage
+        return credit(self._ledger, lineage, worker.installed, most)
 
     async def _assign(self, worker: RolloutClient, work: list[GroupWork]) -> rollout.AssignGroups:
         slots = [self._slot(prompt, sample) for prompt, samples in work for sample in samples]
@@ -69,12 +76,17 @@ class Dispatch:
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)
-        assert slot is not None, f"({prompt}, {sample}) is not a slot of the open step"
+        assert slot is not None, f"({prompt}, {sample}) is not a slot of an open step"
         return slot
 
     def resume_from(self, key: SlotKey, state: common.ResumeState) -> None:
         """Keeps the prefix with which the sample's next attempt begins."""
         self._prefixes[key] = state
+
+    def forget(self, keys: Iterable[SlotKey]) -> None:
+        """Removes the prefixes of a step that has ended."""
+        for key in keys:
+            self._prefixes.pop(key, None)
 
     def take_back(self, slots: list[Slot], *, failed: bool = False) -> None:
         """Has slots made again, ahead of everything else."""

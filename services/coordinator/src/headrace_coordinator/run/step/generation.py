@@ -1,4 +1,4 @@
-"""Fills the open step's slots: one stream of work a rollout, until every group is settled or dropped.
+"""Fills the slots of open steps: one stream of work a rollout, until every group is settled or dropped.
 
 Opens and ends the streams. `dispatch` hands work out, `receiving` takes what comes back.
 """
@@ -6,10 +6,11 @@ Opens and ends the streams. `dispatch` hands work out, `receiving` takes what co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
+from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.modality import Sampling
@@ -22,12 +23,14 @@ from headrace_coordinator.run.workers.rollout_client import Opening, Produced, R
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
 SHOWN_S = 2.0
+LONG_S = 86_400.0
+"""Deadline of a stream that serves many steps: that each of them makes progress is watched for itself."""
 OWN_TURN = "own turn"
 """Time in which the policy answers, where another one replies on devices of its own: no stage has a space in it."""
 
 
 class Generation:
-    """One step attempt's way from slots to settled groups."""
+    """The way from slots to settled groups: of one step attempt, or of steps that follow each other."""
 
     def __init__(self, attempt: AttemptState) -> None:
         self._attempt = attempt
@@ -39,20 +42,74 @@ class Generation:
         self._dispatch = Dispatch(attempt)
         self._receiver = Receiver(attempt, self._dispatch, self._rewards)
         self._idle_since: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+        """From when on the time of an open stream is not counted yet, by incarnation."""
+        self._overs: dict[str, asyncio.Event] = {}
+        self._held_back: set[str] = set()
+        """Rollouts that get no stream, since they are about to install a version."""
 
     async def run(self) -> None:
-        """Works until every group of the step is settled or dropped, and all streams have ended."""
+        """Works until every group of the step is settled or dropped, and all streams have ended.
+
+        Where answers are made ahead of the step that is learned, until it is cancelled.
+        """
         await gather_all(self._rewards.run(), self._generate_all())
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """A step has ended: removes what is kept of its slots."""
+        keys = [slot.key for slot in slots]
+        self._dispatch.forget(keys)
+        self._rewards.forget({prompt for prompt, _ in keys})
+        self._attempt.trajectories.forget(keys)
+
+    def count_time(self) -> None:
+        """Counts the time of open streams so far: a step ends, and they go on."""
+        now = self._clock()
+        for worker in self._workers.producers:
+            if (since := self._since.get(worker.incarnation)) is not None:
+                self._timer.add("generate", (since, now), worker.devices)
+                self._since[worker.incarnation] = now
+            if (since := self._idle_since.get(worker.incarnation)) is not None:
+                self._timer.rested((since, now), worker.devices)
+                self._idle_since[worker.incarnation] = now
+
+    async def hold_back(self, workers: Iterable[RolloutClient], *, abort: bool) -> None:
+        """Ends the streams of some rollouts, which get no other until `go_on`: their answers end first.
+
+        `abort`: they stop, and go on later from what they have.
+        """
+        held = {worker.incarnation: worker for worker in workers}
+        self._held_back |= held.keys()
+        for incarnation, worker in held.items():
+            if over := self._overs.get(incarnation):
+                over.set()
+                if abort:
+                    await self._abort(worker)
+        self._attempt.work.beat()
+        while any(incarnation in self._since for incarnation in held):
+            await asyncio.shield(self._attempt.work.next())
+
+    async def _abort(self, worker: RolloutClient) -> None:
+        try:
+            await worker.abort()
+        except (InstanceDown, CallRefused) as fault:
+            self._context.note(f"{worker.instance.instance} did not stop its answers: {fault}")
+
+    def go_on(self) -> None:
+        """All rollouts get streams again."""
+        self._held_back.clear()
+        self._attempt.work.beat()
 
     async def _generate_all(self) -> None:
         self._attempt.refill()  # A coordinator that stopped may not have come to it.
         await self._receiver.adopt_finished()
         index, streams = self._attempt.ledger.index, dict[str, asyncio.Task[None]]()
         try:
-            while index.open:
+            while self._attempt.generates:
                 news = self._attempt.work.next()
+                self._attempt.open_ahead()
                 self._open_streams(streams)
-                if not streams and index.waiting:
+                if not streams and index.waiting and not self._held_back:
                     await self._context.placement.add_rollout(self._attempt.published)
                     continue
                 futures: set[asyncio.Future[None]] = {news, *streams.values()}
@@ -71,7 +128,8 @@ class Generation:
     def _open_streams(self, streams: dict[str, asyncio.Task[None]]) -> None:
         if self._attempt.ledger.index.waiting:
             for worker in self._workers.producers:
-                if self._workers.usable(worker) and worker.incarnation not in streams:
+                known = streams.keys() | self._held_back
+                if self._workers.usable(worker) and worker.incarnation not in known:
                     streams[worker.incarnation] = asyncio.ensure_future(self._stream(worker))
 
     def _cancel_streams_of_lost_instances(self, streams: dict[str, asyncio.Task[None]]) -> None:
@@ -81,12 +139,13 @@ class Generation:
 
     async def _stream(self, worker: RolloutClient) -> None:
         """One stream, from its opening to its end, however it ends."""
-        started, why = self._clock(), "its stream of work ended early"
+        why = "its stream of work ended early"
         over, revoked = asyncio.Event(), False
+        self._since[worker.incarnation], self._overs[worker.incarnation] = self._clock(), over
         await self._context.modality.prepare(worker, self._attempt.published)
         assignments = self._work(worker, self._dispatch.assignments(worker, over.is_set))
         try:
-            limit = self._context.spec.limits.step_timeout_s
+            limit = LONG_S if self._attempt.ahead else self._context.spec.limits.step_timeout_s
             async for response in worker.generate(self._opening(worker), assignments, limit):
                 await self._take(worker, response, over)
                 if not self._attempt.ledger.index.held.get(worker.incarnation):
@@ -94,7 +153,9 @@ class Generation:
                 revoked = response.revoked
             if revoked:
                 worker.lost_lease()
-            elif over.is_set() and not await self._context.modality.recover(worker):
+            elif self._stopped_from_outside(worker, over) and not await self._context.modality.recover(
+                worker
+            ):
                 await self._context.lost(worker, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -115,8 +176,12 @@ class Generation:
             if lost and not revoked:
                 self._context.note(f"{lost} samples of {worker.instance.instance} are made again: {why}")
             self._end_idle(worker)
-            self._timer.add("generate", (started, self._clock()), worker.devices)
+            self._timer.add("generate", (self._since.pop(worker.incarnation), self._clock()), worker.devices)
+            self._overs.pop(worker.incarnation)
             self._attempt.work.beat()
+
+    def _stopped_from_outside(self, worker: RolloutClient, over: asyncio.Event) -> bool:
+        return over.is_set() and worker.incarnation not in self._held_back
 
     async def _work(
         self, worker: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]
@@ -146,7 +211,7 @@ class Generation:
         """The first message of a worker's stream, which says what it makes; the client fills in the header."""
         spec = self._context.spec
         sampling = Sampling(
-            policy_number=self._attempt.published.version.number,
+            policy_number=worker.installed,
             seed=spec.seed,
             distribution=self._context.distribution(spec.sampling.temperature),
             max_new_tokens=spec.sampling.max_new_tokens,

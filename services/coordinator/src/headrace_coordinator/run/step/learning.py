@@ -7,7 +7,8 @@ stream, under the lease that it holds then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.timer import WAIT_ANSWERS, WAIT_TAIL
 from headrace_coordinator.run.step.trajectories import Trajectory
 
 T = TypeVar("T")
@@ -80,7 +82,23 @@ class Learning:
                 await requests.put(None)
                 return
             else:
-                await asyncio.shield(news)
+                with self._idle():
+                    await asyncio.shield(news)
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Counts the time in which the trainer group has nothing to learn, where answers are made ahead of it."""
+        attempt, clock = self._attempt, self._context.event_log.monotonic
+        if not attempt.ahead or attempt.groups.sent:
+            yield
+            return
+        prompts, index, began = attempt.ledger.prompts, attempt.ledger.index, clock()
+        unstarted = any(prompt in prompts for prompt in (*index.fresh, *index.returned))
+        try:
+            yield
+        finally:
+            stage = WAIT_ANSWERS if unstarted else WAIT_TAIL
+            attempt.timer.add(stage, (began, clock()), self._context.workers.leader.devices)
 
     async def _exchange(self, requests: Requests) -> None:
         attempt, ledger, leader = self._attempt, self._attempt.ledger, self._context.workers.leader
@@ -107,7 +125,7 @@ class Learning:
             if self._context.workers.lease_ended(leader, refused, epoch):
                 raise _LeaseAway(revoked=True) from refused
             raise
-        if unanswered := len(ledger.index.settled - attempt.groups.lent - set(attempt.groups.waiting)):
+        if unanswered := len(attempt.groups.unanswered()):
             raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
 
 

@@ -29,7 +29,7 @@ FAILED = (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED)
 
 
 class Receiver:
-    """Takes what the rollouts of one step attempt send."""
+    """Takes what rollouts send."""
 
     def __init__(self, attempt: AttemptState, dispatch: Dispatch, rewards: Rewards) -> None:
         self._attempt = attempt
@@ -37,11 +37,11 @@ class Receiver:
         self._ledger = attempt.ledger
         self._dispatch = dispatch
         self._rewards = rewards
-        self._stale_versions: dict[int, bool] = {}
+        self._lags: dict[tuple[int, int], int | None] = {}
 
     async def adopt_finished(self) -> None:
-        """Scores again what was finished in an aborted attempt; samples whose message is lost are made again."""
-        finished = self._ledger.members(FINISHED)
+        """Scores again what was finished before; samples whose message is lost are made again."""
+        finished = self._ledger.finished()
         if not finished:
             return
         found = await self._attempt.trajectories.messages(finished, self._context.workers.producers)
@@ -107,15 +107,18 @@ class Receiver:
     def _usable(self, trajectory: Trajectory) -> bool:
         reason = trajectory.received.finish_reason
         ended_well = reason not in (*FAILED, common.FINISH_REASON_PROMPT_TOO_LONG)
-        return ended_well and not any(self._stale(number) for number, _ in trajectory.versions)
+        if not ended_well:
+            return False
+        ahead = self._ledger.step_of(trajectory.slot.prompt) - self._ledger.step
+        return not any(self._stale(number, ahead) for number, _ in trajectory.versions)
 
-    def _stale(self, number: int) -> bool:
-        """Whether a version is too old to train on, or abandoned: the same for the whole attempt."""
-        if (known := self._stale_versions.get(number)) is None:
-            staleness = self._context.state.lineage.staleness(number, self._attempt.published.version.number)
-            known = staleness is None or staleness > self._context.spec.algorithm.max_staleness
-            self._stale_versions[number] = known
-        return known
+    def _stale(self, number: int, ahead: int) -> bool:
+        """Whether a version is abandoned, or will be too old for a step that is `ahead` of the one that is learned."""
+        lineage = self._context.state.lineage
+        if (key := (number, lineage.head)) not in self._lags:
+            self._lags[key] = lineage.staleness(*key)
+        lag = self._lags[key]
+        return lag is None or lag + ahead > self._context.spec.algorithm.max_staleness
 
     def _post_finished(self, good: list[Trajectory]) -> None:
         """Appends one SlotsFinished for a portion, before any other event about its slots."""
@@ -157,6 +160,7 @@ class Receiver:
     def _is_shown(self, slot: Slot) -> bool:
         """Of a large step only some trajectories are shown; of the others no text is kept."""
         ledger = self._ledger
-        place = ledger.ordinal(slot.prompt, slot.sample) - ledger.frontier
+        first = ledger.prompts_of(ledger.step_of(slot.prompt)).start
+        place = ledger.ordinal(slot.prompt, slot.sample) - ledger.ordinal(first, 0)
         room = self._context.spec.tracking.trajectories_per_step
         return is_kept(place, ledger.prompts_per_step, ledger.group_size, room)

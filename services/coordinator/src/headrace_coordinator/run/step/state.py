@@ -1,6 +1,6 @@
-"""What the parts of one step attempt share: its trajectories, and its groups from settled to learned or dropped.
+"""What generation and learning share: trajectories, and groups from settled to learned or dropped.
 
-Every event about a group of the open step is appended here. Calls no instance.
+Every event about a group of an open step is appended here. Calls no instance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ GROUPS_AT_ONCE = 64
 
 
 class SettledGroups:
-    """The queue of settled groups: the trainer group takes from it, and helpers borrow from it."""
+    """The queue of settled groups of the step that is learned: the trainer group takes from it, helpers borrow from it.
+
+    Groups of steps ahead of it settle in the ledger; they wait here from `begin` of their step on.
+    """
 
     def __init__(self, context: RunContext, trajectories: Trajectories, *, streams: bool) -> None:
         self._context = context
@@ -43,16 +46,30 @@ class SettledGroups:
         """Whether helpers learn beside the trainer group, which then has no more groups at once than it works on."""
         self._held = False
         self.closed = asyncio.Event()
-        """Set once no more groups will settle."""
+        """Set once no more groups of the step will settle."""
         self.grown = Notifier()
         """Tells that a group has settled, or that none will any more."""
         self.changed = Notifier()
         """Tells that the trainer group may find groups to take, or the queue's end."""
 
+    def begin(self) -> None:
+        """The next step is learned from now on."""
+        self.lent.clear()
+        self.closed.clear()
+        self._held = False
+        self.collect()
+        if self._ledger.complete:
+            self.close()
+        self.changed.beat()
+
     @property
     def backlog(self) -> bool:
         """Whether the trainer group has groups to work on."""
-        return bool(self._ledger.index.settled - self.lent)
+        return bool(self._unlearned())
+
+    def _unlearned(self) -> list[int]:
+        """Settled groups of the step that are not lent."""
+        return [prompt for prompt in self._ledger.settled if prompt not in self.lent]
 
     @property
     def exhausted(self) -> bool:
@@ -64,10 +81,16 @@ class SettledGroups:
         return sum(slot.tokens for prompt in prompts for slot in self._ledger.group(prompt))
 
     def put(self, prompts: Iterable[int]) -> None:
-        """Adds groups that have settled."""
-        self.waiting += prompts
+        """Adds those of the groups that have settled which belong to the step."""
+        mine = self._ledger.prompts
+        self.waiting += [prompt for prompt in prompts if prompt in mine]
         self.changed.beat()
         self.grown.beat()
+
+    def reach(self) -> None:
+        """The step has taken groups in place of dropped ones: adds those that settled ahead of it."""
+        known = {*self.waiting, *self.sent}
+        self.put(prompt for prompt in self._unlearned() if prompt not in known)
 
     def take(self) -> list[int]:
         """Groups to send to the trainer group now; none while it has enough, or waits for more devices.
@@ -103,11 +126,16 @@ class SettledGroups:
     def collect(self) -> list[int]:
         """Lets every settled group wait that is not lent, those that were sent included; returns them."""
         self.sent.clear()
-        self.waiting = sorted(self._ledger.index.settled - self.lent)
+        self.waiting = self._unlearned()
         return self.waiting
 
+    def unanswered(self) -> list[int]:
+        """Groups that the trainer group was given and has neither learned nor refused."""
+        waiting = set(self.waiting)
+        return [prompt for prompt in self._unlearned() if prompt not in waiting]
+
     def close(self) -> None:
-        """No more groups will settle."""
+        """No more groups of the step will settle."""
         self._held = self._hold_when_closed
         self.changed.beat()
         self.closed.set()
@@ -120,7 +148,7 @@ class SettledGroups:
 
 
 class AttemptState:
-    """One attempt at the open step."""
+    """One attempt at a step; with answers of older versions, the attempts at steps that follow each other."""
 
     def __init__(
         self,
@@ -134,6 +162,8 @@ class AttemptState:
         """`streams`: groups are learned while others are generated. `published`: the version that generates."""
         self.context = context
         self.timer = timer
+        self.ahead = context.spec.algorithm.max_staleness
+        """Steps behind the one that is learned whose answers are made."""
         self.published = published
         self.trajectories = trajectories
         self.streams = streams
@@ -147,6 +177,21 @@ class AttemptState:
         """When the last device went to a helper, and in how many seconds all is decoded by the pace without helpers."""
         self.refused = 0
         """Trajectories and scores for slots that wait for something else."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether there are, or will be, slots to fill."""
+        return self.ahead > 0 or bool(self.ledger.index.open)
+
+    def open_ahead(self) -> None:
+        """Opens the slots of the next steps, as far as `max_staleness` and the next boundary allow."""
+        if not self.ahead:
+            return
+        end = self.ledger.step + min(self.ahead + 1, self.context.steps_to_boundary())
+        for step in range(self.ledger.step + len(self.ledger.steps), end):
+            self.context.event_log.post(
+                ev.SlotsOpened(at=self.context.event_log.now(), run=self.context.run_id, step=step)
+            )
 
     @property
     def draining(self) -> bool:
@@ -193,7 +238,7 @@ class AttemptState:
             ev.GroupDropped(
                 at=self.context.event_log.now(),
                 run=self.context.run_id,
-                step=self.ledger.step,
+                step=self.ledger.step_of(prompt),
                 prompt=prompt,
                 reason=reason,
                 detail=detail,
@@ -209,17 +254,20 @@ class AttemptState:
         context, ledger = self.context, self.ledger
         limit = context.workers.leader.max_refill * ledger.prompts_per_step
         now, whole = context.event_log.now(), context.spec.deterministic
-        context.event_log.post(*plan_refill(ledger, context.run_id, limit, now, whole=whole))
+        while refills := plan_refill(ledger, context.run_id, limit, now, whole=whole):
+            context.event_log.post(*refills)
+            if len(ledger.steps) > 1:
+                self.groups.reach()
 
     def _group_closed(self) -> None:
-        """Closes the queue with the last open group at once: streams of work take longer to end."""
+        """Closes the queue with the step's last open group at once: streams of work take longer to end."""
         self.refill()
-        if not self.ledger.index.open:
+        if self.ledger.complete:
             self.complete()
         self.work.beat()
 
     def complete(self) -> None:
-        """Nothing more is generated."""
+        """Nothing more is generated for the step."""
         moved_at, expected_s = self.tail_expected
         if expected_s and not self.groups.closed.is_set():
             self.context.tail.tailed(self.context.event_log.monotonic() - moved_at, expected_s)

@@ -13,12 +13,10 @@ from headrace_coordinator.domain.ledger.compact import Drops, compact_drops
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.attempt import Attempt
 from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.step.learning import AttemptLost, MessagesLost, identities, under_lease
-from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Trajectories
+from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.run.workers.clients import Published
 
 STEP_ATTEMPTS = 3
@@ -37,13 +35,14 @@ class RunFailed(Exception):
 class Step:
     """One step of the run, with as many attempts as it takes."""
 
-    def __init__(self, context: RunContext, published: Published, timer: StepTimer) -> None:
-        self._context = context
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._context = context = pipeline.context
         self._event_log = context.event_log
         self._ledger = context.state.ledger
-        self._published = published
-        self._timer = timer
-        self._trajectories = Trajectories(context.spec.limits.in_flight_bytes)
+        self._published = pipeline.published
+        self._timer = pipeline.timer
+        self._trajectories = pipeline.trajectories
         self._nonfinite = 0
         self.observed: list[ev.Observed] = []
         """Pass rates of the step's items, for a curriculum; set when the step ends."""
@@ -75,8 +74,7 @@ class Step:
                 return await self._skip("NONFINITE")
 
     def _attempt(self) -> Attempt:
-        may_help = not self._nonfinite
-        return Attempt(self._context, self._timer, self._published, self._trajectories, may_help=may_help)
+        return Attempt(self._pipeline, may_help=not self._nonfinite)
 
     async def _decision(self, opened: ev.StepOpened) -> tuple[trainer.CommitStepResponse, Published | None]:
         decision = asyncio.ensure_future(self._decide(opened))
@@ -100,6 +98,7 @@ class Step:
             attempt=self._ledger.attempt + 1,
             base=lineage.head,
             number=lineage.last_number + 1,
+            goes_on=self._pipeline.goes_on,
         )
         self._event_log.post(opened)
         return opened
@@ -126,7 +125,8 @@ class Step:
 
     async def record(self, opened: ev.StepOpened, response: trainer.CommitStepResponse) -> Published:
         """Appends version, trained slots and certificate as one event; only then may the trainer publish and go on."""
-        context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
+        context, slots = self._context, self._ledger.step_slots
+        self._pipeline.count_time()
         certificate = certify(context, opened, response, slots, self._trajectories)
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
@@ -163,6 +163,7 @@ class Step:
         # While the trainer works, retention ends and the files are written.
         published: Published
         published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
+        self._pipeline.step_ended(slots)
         self._check_drop_rate()
         return published
 
@@ -243,6 +244,7 @@ class Step:
             )
 
     async def _again(self, reason: str) -> None:
+        await self._pipeline.stop()
         await self._abort(reason)
         with self._timer.stage("switch"):
             await self._context.placement.hand_devices_to_rollouts(self._published)
@@ -253,13 +255,15 @@ class Step:
         await self._context.workers.leader.abort(*opened)
 
     async def _skip(self, why: str) -> Published:
-        slots = [slot for _, slot in sorted(self._ledger.slots.items())]
+        slots = self._ledger.step_slots
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         self.observed = self._context.observed(slots)
         if self._ledger.open:
             await self._abort(why)
         await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
+        self._pipeline.step_ended(slots)
         self._check_drop_rate()
+        self._pipeline.count_time()
         self._context.keep_time("skipped", self._ledger.step, self._timer)
         return self._published

@@ -11,6 +11,8 @@ from headrace_coordinator.domain.intervals import Interval, covered, joined, wit
 NO_DEVICE = ""
 SPANS_KEPT = 32
 WAIT_LEASE = "wait for lease"
+WAIT_ANSWERS, WAIT_TAIL = "wait for answers", "wait for tail"
+"""The trainer group has nothing to learn: some answers of its step were not started yet, or all were."""
 
 
 class StepTimer:
@@ -42,13 +44,15 @@ class StepTimer:
         self.add(WAIT_LEASE, interval, devices)
 
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
-        """Adds an interval that was measured elsewhere."""
+        """Adds an interval that was measured elsewhere, from the start on."""
+        interval = max(interval[0], self._started), interval[1]
         self._stages[name].append(interval)
         for device in tuple(devices) or (NO_DEVICE,):
             self._devices[device][name].append(interval)
 
     def rested(self, interval: Interval, devices: Iterable[str]) -> None:
         """Marks an interval of a stage in which the devices had nothing to do; it still counts as the stage's time."""
+        interval = max(interval[0], self._started), interval[1]
         for device in devices:
             self._rests[device].append(interval)
 

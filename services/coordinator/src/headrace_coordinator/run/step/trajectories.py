@@ -1,4 +1,4 @@
-"""The finished trajectories of one step: a record each, and the messages of as many as the byte budget allows.
+"""The finished trajectories of open steps: a record each, and the messages of as many as the byte budget allows.
 
 A message beyond the budget stays with its producer, which retains it, and is fetched when the trainer group needs it.
 """
@@ -71,7 +71,7 @@ class Trajectory:
 
 
 class Trajectories(dict[SlotKey, Trajectory]):
-    """The trajectories of one step by slot; keeps at most `limit_bytes` of messages."""
+    """The trajectories of open steps by slot; keeps at most `limit_bytes` of messages."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
@@ -107,6 +107,12 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 trajectory.message = None
                 self._kept_bytes -= trajectory.size
         self._released.set()
+
+    def forget(self, keys: Iterable[SlotKey]) -> None:
+        """Removes the records of a step that has ended."""
+        for key in keys:
+            self.release([key])
+            self.pop(key, None)
 
     async def messages(
         self, slots: Iterable[Slot], producers: Iterable[RolloutClient]

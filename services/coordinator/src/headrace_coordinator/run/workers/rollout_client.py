@@ -47,9 +47,9 @@ class RolloutClient(WorkerClient):
         self.max_concurrency = max(1, response.max_concurrency)
         self.max_context_tokens = response.max_context_tokens
 
-    async def install(self, published: Published) -> None:
-        """Compare-and-set to a version."""
-        request = rollout.InstallPolicyRequest(version=published.version)
+    async def install(self, published: Published, *, in_flight: bool = False) -> None:
+        """Compare-and-set to a version; `in_flight`: samples that are being made go on with it."""
+        request = rollout.InstallPolicyRequest(version=published.version, in_flight=in_flight)
         if published.files is not None:
             request.files.CopyFrom(published.files)
         else:

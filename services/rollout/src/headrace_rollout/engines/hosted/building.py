@@ -11,7 +11,7 @@ from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
 from headrace_rollout.engines.hosted.engine import HostedEngine
-from headrace_rollout.engines.hosted.options import deadlines_of
+from headrace_rollout.engines.hosted.options import check_heads, deadlines_of
 from headrace_rollout.engines.sglang.options import SglangOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
 
@@ -25,6 +25,7 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
         from headrace_rollout.engines.vllm.arguments import check_extra
         from headrace_rollout.engines.vllm.backend import VllmBackend
     check_extra(options.engine_args)
+    check_heads(options.tensor_parallel_size, config.model)
     _check_no_gguf(config, "rollout.engine: vllm reads no GGUF; give a directory of its own")
     return HostedEngine(VllmBackend(config, options), config, deadlines_of(options))
 
@@ -35,6 +36,7 @@ def build_sglang(options: SglangOptions, config: EngineConfig) -> Engine:
         from headrace_rollout.engines.sglang.arguments import check_extra
         from headrace_rollout.engines.sglang.backend import SglangBackend
     check_extra(options.engine_args)
+    check_heads(options.tensor_parallel_size, config.model)
     installs = "rollout.engine: sglang installs weights into a directory's own architecture"
     _check_no_gguf(config, f"{installs}; give a directory with config.json")
     return HostedEngine(SglangBackend(config, options), config, deadlines_of(options))

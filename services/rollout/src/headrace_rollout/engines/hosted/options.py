@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from headrace_modelkit.loading import load_architecture
+from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_servicekit.problems import KeyProblem, nearest
 from headrace_servicekit.registry import Options, PluginError
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -19,7 +21,9 @@ class HostedOptions(Options):
     """What a run may say about an engine in processes of its own."""
 
     tensor_parallel_size: PositiveInt | None = Field(
-        default=None, description="devices that one model spans; default: all of the lease's GPUs"
+        default=None,
+        description="devices among which each layer is divided: on GPUs an instance holds so many (times the pipeline "
+        "size); default: 1",
     )
     enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
     start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
@@ -70,10 +74,27 @@ def check_names(
         raise PluginError(problems)
 
 
-def parallel_size(wanted: int | None, start: Start) -> int:
-    """Devices of one model: by default all GPUs of the lease. Raises ValueError when the lease has fewer."""
+def parallel_size(wanted: int | None, start: Start, stages: int = 1) -> int:
+    """Devices of one layer: by default all GPUs of the lease, in each of `stages` that its layers are divided into.
+
+    Raises ValueError when the lease has fewer.
+    """
     gpus = [device for device in start.devices if device.type == "cuda"]
-    size = wanted or max(1, len(gpus))
-    if gpus and size > len(gpus):
-        raise ValueError(f"{KEY}.tensor_parallel_size: {size} devices are wanted and {len(gpus)} are leased")
+    size = wanted or max(1, len(gpus) // stages)
+    if gpus and size * stages > len(gpus):
+        raise ValueError(
+            f"{KEY}.tensor_parallel_size: {size * stages} devices are wanted and {len(gpus)} are leased"
+        )
     return size
+
+
+def check_heads(size: int | None, model: ModelSection) -> None:
+    """Raises PluginError where so many devices cannot divide the model's attention heads, and ModelNotReadable."""
+    config = load_architecture(model).get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    if size is None or not heads or size in (valid := dividing_sizes(heads, keys)):
+        return
+    reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
+    fix = f"set one of {', '.join(map(str, valid))}"
+    raise PluginError([KeyProblem(f"{KEY}.tensor_parallel_size", reason, fix)])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_rollout.engines.base import Refused, Scope
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start, within
-from headrace_rollout.engines.hosted.processes import gpus_among, used_on
+from headrace_rollout.engines.hosted.processes import gpus_among, used_by, used_on
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class EngineProcess:
         if self.up and (not gpus or self.backend.capabilities.suspend_frees_memory):
             with suppress(Refused):  # it is down then
                 await self.sleep()
-        if not self.up or used_on(gpus) - self._others_bytes > ASLEEP_BYTES * len(gpus):
+        if not self.up or used_by(gpus, self.backend.pids, self._others_bytes) > ASLEEP_BYTES * len(gpus):
             await self.stop()
 
     async def sleep(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_modelkit.devices import free_bytes, total_bytes
+from headrace_modelkit.devices import free_bytes, process_bytes, total_bytes
 
 from headrace_rollout.engines.base import Freed
 from headrace_rollout.engines.weight_memory import available_bytes
@@ -64,8 +64,7 @@ class Watermark:
         return Freed(max(0, self._before - used), free if self._gpus else available_bytes(), max(0, used))
 
     def _used(self) -> int:
-        # Other processes of a leased GPU have given it back: what is not free there is the engine's.
-        return used_on(self._gpus) if self._gpus else resident(self._pids)
+        return used_by(self._gpus, self._pids) if self._gpus else resident(self._pids)
 
 
 def gpus_among(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -76,6 +75,19 @@ def gpus_among(devices: Sequence[torch.device]) -> list[torch.device]:
 def used_on(gpus: Sequence[torch.device]) -> int:
     """Bytes in use there, by whomever."""
     return sum(total_bytes(device) - free_bytes(device) for device in gpus)
+
+
+def used_by(gpus: Sequence[torch.device], pids: Iterable[int], others: int = 0) -> int:
+    """Bytes that the processes which still run use there.
+
+    Where the driver does not count by process, all that is in use less `others`: those that are not the engine's have
+    given the GPU back, or had so much when the engine was started.
+    """
+    living = [pid for pid in pids if _runs(pid)]
+    if not living:
+        return 0
+    counted = process_bytes(gpus, living)
+    return max(0, used_on(gpus) - others) if counted is None else counted
 
 
 def resident(pids: Iterable[int]) -> int:

@@ -45,7 +45,10 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         dtype=model.dtype,
         max_model_len=context,
         max_num_seqs=config.max_concurrency,
-        tensor_parallel_size=parallel_size(options.tensor_parallel_size, start),
+        tensor_parallel_size=parallel_size(
+            options.tensor_parallel_size, start, options.pipeline_parallel_size
+        ),
+        pipeline_parallel_size=options.pipeline_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=int(cache_gib * 2**30) if cache_gib else None,
         enforce_eager=options.enforce_eager or not on_gpu,

@@ -178,7 +178,7 @@ class VllmBackend(Backend):
 
     @override
     async def use_threads(self, threads: int) -> None:
-        count = max(1, threads // self._engine.vllm_config.parallel_config.tensor_parallel_size)
+        count = max(1, threads // self._engine.vllm_config.parallel_config.world_size)
         await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
 
     @property
@@ -189,7 +189,8 @@ class VllmBackend(Backend):
 
     def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
         arguments = engine_args(self._config, self._options, start)
-        with _environment({**_variables(start, arguments.tensor_parallel_size), **variables}):
+        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+        with _environment({**_variables(start, workers), **variables}):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:

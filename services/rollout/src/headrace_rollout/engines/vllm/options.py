@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from headrace_rollout.engines.hosted.options import HostedOptions
 
@@ -16,6 +16,8 @@ OWN_ARGUMENTS = {
     "max_model_len": "model.max_context",
     "max_num_seqs": "rollout.max_concurrency",
     "tensor_parallel_size": "rollout.engine_options.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.engine_options.pipeline_parallel_size",
+    "data_parallel_size": "rollout.instances",
     "gpu_memory_utilization": "rollout.engine_options.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.engine_options.kv_cache_gib",
     "enforce_eager": "rollout.engine_options.enforce_eager",
@@ -30,8 +32,6 @@ FIXED_ARGUMENTS = frozenset(
         "enable_sleep_mode",
         "skip_tokenizer_init",
         "generation_config",
-        "data_parallel_size",
-        "pipeline_parallel_size",
     }
 )
 """Arguments that the install protocol and the log-probs rely on."""
@@ -40,6 +40,11 @@ FIXED_ARGUMENTS = frozenset(
 class VllmOptions(HostedOptions):
     """What a run may say about vLLM."""
 
+    pipeline_parallel_size: PositiveInt = Field(
+        default=1,
+        description="devices (groups of tensor_parallel_size) that the layers are divided into, one part behind the "
+        "other",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.85, description="share of a GPU's memory that vLLM may take"
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import PluginError, Registry
 
-from headrace_trainer.algorithms._registry import ALGORITHMS
+from headrace_trainer.algorithms._registry import ALGORITHMS, check_staleness, for_staleness
 from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
             "name", f"{section.name} learns from answers, not from episodes; use {' or '.join(known)}"
         )
     try:
-        algorithm = EPISODE_ALGORITHMS.choose(section.name, section.options).build()
+        algorithm = for_staleness(EPISODE_ALGORITHMS.choose(section.name, section.options), section).build()
     except PluginError as error:
         raise refused(error) from error
     if section.group_size < algorithm.least_group:
@@ -47,6 +47,7 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
             "truncated",
             "mask is for answers cut by a length limit; leave it out: the time limit ends episodes",
         )
+    check_staleness(section, algorithm)
     return algorithm
 
 

@@ -10,7 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from headrace_servicekit.registry import Plugin
 from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
-from headrace_trainer.algorithms.plugins import ActorCriticOptions, Count, GrpoOptions, PolicyOptions
+from headrace_trainer.algorithms.plugins import (
+    OFF_POLICY,
+    ActorCriticOptions,
+    Count,
+    GrpoOptions,
+    PolicyOptions,
+)
 
 KL = frozenset({"kl_loss_coef", "kl_estimator", "kl_target", "kl_horizon", "kl_reward_coef"})
 CRITIC = frozenset({"critic", "critic_path", "bootstrap_truncated"})
@@ -93,9 +99,11 @@ PPO = Plugin(
     f"{_HERE}.ppo:EpisodePpo",
     EpisodePpoOptions,
     "generalised advantages of the policy's critic, over chunks, with its value of what a time limit cut",
+    features=OFF_POLICY,
 )
 GRPO = Plugin(
     f"{_HERE}.grpo:EpisodeGrpo",
     EpisodeGrpoOptions,
     "an episode's reward against the other episodes of its start state, without a critic",
+    features=OFF_POLICY,
 )

@@ -15,6 +15,7 @@ class Gmpo(PolicyGradient[GmpoOptions]):
     """GRPO's advantages; a mean over answers, whose tokens share their answer's loss equally."""
 
     least_group = 2
+    weighs_terms = True
 
     @property
     def aggregation(self) -> Aggregation:
@@ -27,7 +28,7 @@ class Gmpo(PolicyGradient[GmpoOptions]):
 
     def terms(self, batch: TokenBatch) -> Terms:
         """The answer's loss, in equal parts; the correction is a part of its ratio."""
-        weights = super().correction(batch)
+        correction = self.correction(batch)
         found = gmpo_terms(
             batch.padded(batch.log_probs_K),
             batch.padded(batch.old_log_probs_K),
@@ -35,10 +36,6 @@ class Gmpo(PolicyGradient[GmpoOptions]):
             batch.mask(),
             clip_low=self.options.clip_low,
             clip_high=self.options.clip_high,
-            weights=batch.padded(weights) if isinstance(weights, Tensor) else None,
+            weights=None if correction is None else batch.padded(correction.weights_K),
         )
         return batch.flat_terms(found)
-
-    def correction(self, batch: TokenBatch) -> Tensor | float:
-        """None beside that of `terms`."""
-        return 1.0

@@ -14,6 +14,7 @@ class Opo(ClippedPolicyGradient[PpoOptions]):
     """A reward against its group's mean, which longer answers weigh more in."""
 
     least_group = 2
+    on_policy_only = "its baseline has the least variance for the gradient of the policy that sampled"
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """r - mean of the group's rewards, weighed by answer length."""

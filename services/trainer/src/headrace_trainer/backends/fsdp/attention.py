@@ -1,4 +1,4 @@
-"""Attention of the trainer's models on a CPU: short sequences in fp32, along the paths of a tree where told so.
+"""Attention of the trainer's models: along the paths of a tree, or of segments, where told so; causal where not.
 
 A model takes part through transformers' table of attention functions. Knows no packing.
 
@@ -15,20 +15,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
 from headrace_trainer.learning.packing import Paths
+from headrace_trainer.learning.segments import Segments
 
-NAME = "headrace_paths"
-WIDENED_TOKENS = 512
-"""Sequences up to here are attended to in fp32, which loses nothing: torch's CPU kernel, forward and backward together,
-is faster in it than in bf16 (twice at 120 tokens; as fast at 512)."""
+NAME = "headrace_trees"
 
 
-def attend_along_paths(model: PreTrainedModel, device: torch.device) -> bool:
-    """Lets the layers of `model`, which run sdpa over the whole context, take `paths`; False where they cannot.
+def attend_to_trees(model: PreTrainedModel) -> bool:
+    """Lets the layers of `model`, which run sdpa over the whole context, take `paths` and `segments`; False where they
+    cannot.
 
     A micro-batch that brings no mask is then computed causally, without one being made.
     """
-    if device.type != "cpu" or not model._supports_attention_backend:
+    if not model._supports_attention_backend:
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
@@ -47,16 +47,27 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     paths: Paths | None = None,
+    segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     own = [query, key, value]
+    if segments is not None:
+        return _of_segments(own, segments, options.get("scaling")), None
     if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it
         own = [_along(paths.nodes_SP, tensor.float()) for tensor in own]
-    dtype = torch.float32 if own[0].shape[2] <= WIDENED_TOKENS else query.dtype
+    short = query.device.type == "cpu" and own[0].shape[2] <= WIDENED_TOKENS
+    dtype = torch.float32 if short else query.dtype
     found = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *(tensor.to(dtype) for tensor in own), mask, **options)[0]
     if paths is not None:
         found = found.flatten(0, 1)[paths.places_RL]
     return found.to(query.dtype), None
+
+
+def _of_segments(own: list[Tensor], segments: Segments, scale: float | None) -> Tensor:
+    """(1, L, H, D). On a CPU in fp32: its flash kernel takes three to seven times as long in bf16."""
+    dtype = torch.float32 if own[0].device.type == "cpu" else own[0].dtype
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in own)
+    return attend_segments(query, key, value, segments, scale).unsqueeze(0).to(own[0].dtype)
 
 
 def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:

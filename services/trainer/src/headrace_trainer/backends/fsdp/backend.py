@@ -67,7 +67,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         trainer = self._config.trainer
         if trainer.lora is None or trainer.reference is not None:
             weights = self._sharded.weights() if warmed else None
-            self._reference = Reference(self._config, self._ranks, weights)
+            self._reference = Reference(self._config, self._ranks, weights, self._expert_mesh())
         else:
             adapters = self._sharded.adapters() if warmed else ()
             self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}
@@ -108,7 +108,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
 
     @override
     def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._sharded.parameters.items()}
+        return {name: self._sharded.shape(name) for name in self._sharded.parameters}
 
     @override
     def private_gradient(self) -> PrivateGradient:
@@ -139,7 +139,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
     @override
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
         self._park()
-        batch = self._pack(rows or self._dummy)
+        batch = self._pack(rows)
         found_K = self._forward(batch, values=values)
         loss = loss_of(found_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(found_K[0]).all())

@@ -5,16 +5,14 @@ Knows no files and no optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from headrace_modelkit.tensor_files import Box, slices, volume, whole
+from headrace_modelkit.tensor_files import Box, volume, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from headrace_trainer.backends.shared.distributing import Place
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -65,22 +63,6 @@ def is_first_copy(tensor: DTensor) -> bool:
     return all(
         at == 0 for at, each in zip(coordinate, tensor.placements, strict=True) if isinstance(each, Replicate)
     )
-
-
-def places(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype] | None = None) -> dict[str, Place]:
-    """Where parts of these tensors go, by name; they travel in `types`, by default in their own."""
-    return {
-        name: Place(box_of(own), types[name] if types else own.dtype, local(own).copy_)
-        for name, own in tensors.items()
-    }
-
-
-def fill_from(tensors: Mapping[str, Tensor], found: Iterator[tuple[str, Tensor]]) -> None:
-    """Takes this rank's parts of whole tensors that every rank has, one after another."""
-    with torch.no_grad():
-        for name, value in found:
-            own = local(tensors[name])
-            own.copy_(value[slices(box_of(tensors[name]))].view(own.shape))
 
 
 def is_saved_here(tensor: Tensor, *, leads: bool) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
+from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import DTYPES, load_architecture
 from headrace_modelkit.lora import add_adapters, standing_in
 from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
@@ -35,7 +38,8 @@ from headrace_trainer.backends._base import (
     StatePart,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.loading import box_of, is_saved_here, local, places
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
@@ -56,7 +60,7 @@ from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 
@@ -137,13 +141,15 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._shard(model, self._critic_of(body))
         self._fill_weights(source, types)
         if body is not None:
-            prefix = f"{body.base_model_prefix}."
-            own = {
-                prefix + name.removeprefix(f"{CRITIC}body."): tensor
-                for name, tensor in self._sharded.tensors().items()
-                if name.startswith(f"{CRITIC}body.")
+            before, prefix = f"{CRITIC}body.", f"{body.base_model_prefix}."
+            names = {
+                name: prefix + name.removeprefix(before)
+                for name in self._sharded.critic_names
+                if name.startswith(before)
             }
-            distribute(self._ranks, places(own, body_types), body_source.read if body_source else None)
+            own = self._sharded.places(names, {name: body_types[read] for name, read in names.items()})
+            found = [replace(place, name=names[place.name]) for place in own]
+            distribute(self._ranks, found, body_source.read if body_source else None)
 
     @override
     def check_state(self, reader: StateReader) -> None:
@@ -170,20 +176,18 @@ class FsdpModels(LanguageModel, AdaptingBackend):
 
     def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
         """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
-        tensors = self._sharded.tensors()
-        own = {name: tensors[name] for name in self._sharded.weight_names}
-        distribute(self._ranks, places(own, types), source.read if source else None)
+        own = self._sharded.places(self._sharded.weight_names, types)
+        distribute(self._ranks, own, source.read if source else None)
 
     def _fill(self, names: Many[str], read: Read | None) -> None:
-        tensors = self._sharded.tensors()
-        distribute(self._ranks, places({name: tensors[name] for name in names}), read)
+        distribute(self._ranks, self._sharded.places(names), read)
 
     def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        wanted = {
-            name: Place(box_of(own), torch.float32, partial(found.__setitem__, name))
-            for name, own in self._sharded.learned.items()
-        }
+        wanted = [
+            Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
+            for name in self._sharded.learned
+        ]
         distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
         return found
 
@@ -210,12 +214,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         parameters, buffers = self._sharded.parameters, self._sharded.buffers
         layout = []
         for name in self._sharded.weight_names:
-            value, dtype = (
-                (parameters[name], self._dtype)
-                if name in parameters
-                else (buffers[name], buffers[name].dtype)
-            )
-            layout.append((name, str(dtype).removeprefix("torch."), tuple(value.shape)))
+            dtype = self._dtype if name in parameters else buffers[name].dtype
+            layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
         return layout
 
     @override
@@ -229,8 +229,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 yield from self._part(name, name)
                 continue
             # Merged as it is published, to the last bit: of the whole weight.
-            box = box_of(self._sharded.tensors()[name])
-            yield from self._part(name, name, self._sharded.weight(name)[slices(box)])
+            whole = self._sharded.weight(name)
+            yield from self._part(name, name, whole[slices(self._sharded.box(name))])
 
     @override
     def moment_parts(self) -> Iterator[StatePart]:
@@ -252,7 +252,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         tensor = self._sharded.tensors()[name]
         if is_saved_here(tensor, leads=self._ranks.leads):
             own = local(tensor) if value is None else value
-            yield StatePart(saved_as, tuple(tensor.shape), box_of(tensor), own)
+            yield StatePart(saved_as, self._sharded.shape(name), self._sharded.box(name), own)
 
     @override
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
@@ -306,17 +306,27 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        for body in bodies:
+            use_fp32_products(body, self._ranks.device)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies, self._ranks.device)
+        self._policy_along_paths = attends_along_paths(self._config, bodies)
+        self._routing = take_routers(model)
+        self._expert_shape = expert_shape(model.config)
         self._model = ShardedModel(
             model,
             self._ranks,
             None if self._lora else self._dtype,
             reshard=self._options.reshard_micro_batches,
             critic=critic,
+            routing=self._routing,
+            experts=self._expert_mesh(),
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    def _expert_mesh(self) -> ExpertMesh | None:
+        size = self._options.expert_parallel
+        return ExpertMesh(self._ranks, size) if size > 1 else None
 
     @override
     def _new_optimizer(self) -> ShardedAdamW:
@@ -332,7 +342,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
 
     @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
-        batch = self._pack(rows or self._dummy)
+        batch = self._pack(rows)
         known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
         if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
@@ -353,7 +363,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         initial = self._initial_adapters or {}
         placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
         with torch.no_grad(), standing_in(self._sharded.model, placed):
-            return self._forward(batch, values=False)[0]
+            return self._forward(batch.unforced(), values=False)[0]
 
     @override
     def _shards(self) -> dict[str, Tensor]:
@@ -374,8 +384,20 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
-        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._ranks.device)
+        batch = pack(
+            rows or self._dummy,
+            shared=self.shares_prefixes,
+            attends=self._attends,
+            experts=self._expert_shape,
+        )
+        return (batch if rows else batch.uncounted()).to(self._ranks.device)
+
+    @property
+    def _attends(self) -> Attends:
+        """What the attention of all models that see a micro-batch can be told."""
+        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+            return Attends.MASK
+        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
 
     @property
     def _lora(self) -> LoraSection | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headrace_trainer.backends.fsdp.attention import attend_along_paths
+from headrace_trainer.backends.fsdp.attention import attend_to_trees
 from headrace_trainer.errors import invalid
 
 _log = get_logger(__name__)
@@ -31,11 +30,11 @@ def shares_prefixes(config: TrainerConfig, architectures: Iterable[PreTrainedCon
     return wanted is not False and not obstacle
 
 
-def attends_along_paths(
-    config: TrainerConfig, bodies: Iterable[PreTrainedModel], device: torch.device
-) -> bool:
-    """Sets up the attention of these models where it can be; whether all of them take paths. Once for each model."""
-    able = [not _obstacle(config, body.config) and attend_along_paths(body, device) for body in bodies]
+def attends_along_paths(config: TrainerConfig, bodies: Iterable[PreTrainedModel]) -> bool:
+    """Sets up the attention of these models where it can be; whether all of them take paths and segments. Once for
+    each model.
+    """
+    able = [not _obstacle(config, body.config) and attend_to_trees(body) for body in bodies]
     return all(able)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import torch
 import xxhash
+from headrace_modelkit.experts import take_routers
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.model_files import empty_model
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.backends._base import ReferenceFacts
-from headrace_trainer.backends.fsdp.loading import fill_from, places
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
@@ -28,7 +29,11 @@ class Reference:
     """`trainer.reference`, or the run's initial policy: `warmed` are its weights where a warm-up has changed them."""
 
     def __init__(
-        self, config: TrainerConfig, ranks: TrainerGroup, warmed: Iterator[tuple[str, Tensor]] | None
+        self,
+        config: TrainerConfig,
+        ranks: TrainerGroup,
+        warmed: Iterator[tuple[str, Tensor]] | None,
+        experts: ExpertMesh | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
@@ -41,14 +46,16 @@ class Reference:
             self.facts = reference_facts(config, section.path, weights_digest(source, model))
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model], ranks.device)
+        self.along_paths = attends_along_paths(own, [model])
+        # It chooses experts itself, whatever the engine did with the policy.
+        divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True)
-        tensors = self._model.tensors()
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True, experts=divided)
         if warmed is None:
-            distribute(ranks, places(tensors, types), source.read if source else None)
+            places = self._model.places(self._model.tensors(), types)
+            distribute(ranks, places, source.read if source else None)
         else:
-            fill_from(tensors, warmed)
+            self._model.fill_from(warmed)
         self._away = False
         self.park()
 

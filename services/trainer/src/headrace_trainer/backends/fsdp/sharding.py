@@ -6,21 +6,26 @@ Shapes as in `packing`; D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
+from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from headrace_trainer.backends.fsdp.loading import materialise, materialise_whole
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
+from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -43,28 +48,33 @@ class ShardedModel:
         *,
         reshard: bool,
         critic: Critic | None = None,
+        routing: Routing | None = None,
+        experts: ExpertMesh | None = None,
     ) -> None:
         self._ranks = ranks
+        self._experts = experts
         self._reshard = reshard
         self.model = model
         self.body_prefix = f"{model.base_model_prefix}."
-        self.policy = Policy(model, critic)
+        self.policy = Policy(model, critic, routing)
         mixed = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
         frozen = {p for p in self.policy.parameters() if not p.requires_grad and ranks.world_size == 1}
         frozen = materialise_whole(self.policy, frozen, ranks.device)
-        for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
+
+        def shard(module: nn.Module, mesh: DeviceMesh) -> None:
             sharded = fully_shard(
-                module,
-                mesh=ranks.mesh,
-                mp_policy=mixed,
-                reshard_after_forward=reshard,
-                ignored_params=frozen,
+                module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard, ignored_params=frozen
             )
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
+
+        self._divided = experts.divide(model, shard) if experts is not None else set[str]()
+        """Names of the experts' weights, of which this rank has a share only."""
+        for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
+            shard(module, ranks.mesh)
         materialise(self.policy, ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root
@@ -76,6 +86,35 @@ class ShardedModel:
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer by name, the critic's too: sharded ones as DTensors."""
         return self.parameters | self.buffers
+
+    def box(self, name: str) -> Box:
+        """Which part of a whole parameter or buffer is here."""
+        found = box_of(self.buffers[name] if name in self.buffers else self.parameters[name])
+        if self._experts is None or name not in self._divided:
+            return found
+        (first, end), *others = found
+        before = self._experts.place * self.parameters[name].shape[0]
+        return (before + first, before + end), *others
+
+    def places(self, names: Iterable[str], types: Mapping[str, torch.dtype] | None = None) -> list[Place]:
+        """Where this rank's parts of these tensors go; they travel in `types`, by default in their own."""
+        tensors = self.tensors()
+        return [
+            Place(
+                name,
+                self.box(name),
+                types[name] if types else tensors[name].dtype,
+                local(tensors[name]).copy_,
+            )
+            for name in names
+        ]
+
+    def fill_from(self, found: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes this rank's parts of whole tensors, which every rank has one after another."""
+        tensors = self.tensors()
+        with torch.no_grad():
+            for name, value in found:
+                local(tensors[name]).copy_(value[slices(self.box(name))])
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own fp32 master shards of what learns; writing to them changes the model."""
@@ -196,17 +235,31 @@ class ShardedModel:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
-        return local if self._ranks.world_size == 1 else _with_local(parameter, local).full_tensor()
+        if self._ranks.world_size == 1:
+            return local
+        own: Tensor = _with_local(parameter, local).full_tensor()
+        return self._experts.whole(own) if self._experts and name in self._divided else own
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole parameter or buffer."""
+        if name in self.buffers:
+            return tuple(self.buffers[name].shape)
+        parameter = self.parameters[name]
+        if self._experts is not None and name in self._divided:
+            return self._experts.shape(parameter)
+        return tuple(parameter.shape)
 
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
         parameter = self.parameters[name]
         device = self._ranks.device
         if whole is None:
-            value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            value = torch.empty(self.shape(name), dtype=torch.float32, device=device)
         else:
             value = whole.float().contiguous().to(device)
         self._ranks.share(value)
+        if self._experts is not None and name in self._divided:
+            value = self._experts.own(value)
         sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().clone()
 
@@ -234,10 +287,14 @@ def _with_local(like: DTensor, local: Tensor) -> DTensor:
 class Policy(nn.Module):
     """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
 
-    def __init__(self, model: PreTrainedModel, critic: Critic | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, critic: Critic | None = None, routing: Routing | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.critic = critic
+        self.routing = routing
+        """What its routers are told, of a model with experts."""
 
     def forward(
         self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
@@ -253,6 +310,8 @@ class Policy(nn.Module):
         if batch is None:
             return anchor * 1.0, anchor.detach(), None
         self._gather_in_fp32()
+        if self.routing is not None:
+            batch.tell(self.routing)
         hidden_UD = _hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
@@ -284,8 +343,9 @@ class Policy(nn.Module):
 
 def _hidden(body: Any, batch: MicroBatch) -> Tensor:
     """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
-    # Only bodies that attend along paths are given any.
-    options = {} if batch.paths is None else {"paths": batch.paths}
+    # Only bodies whose attention takes them are given any.
+    told = {"paths": batch.paths, "segments": batch.segments}
+    options = {name: value for name, value in told.items() if value is not None}
     hidden_RLD: Tensor = body(
         input_ids=batch.tokens_RL,
         position_ids=batch.positions_RL,

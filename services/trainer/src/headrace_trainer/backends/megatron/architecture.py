@@ -1,4 +1,6 @@
-"""Which models megatron-core computes as Hugging Face does: dense Llama- and Qwen-family ones. Knows no Megatron."""
+"""Which models the backend computes as Hugging Face does: Llama- and Qwen-family ones, also with experts. Knows no
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from headrace_modelkit.experts import ExpertShape, expert_shape
 from headrace_modelkit.loading import context_limit, load_model
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.generating import ModelSection
@@ -15,7 +18,7 @@ from transformers import PreTrainedConfig
 from headrace_trainer.backends.megatron.layout import Layout
 from headrace_trainer.errors import invalid
 
-QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
+QKV_BIAS = {"llama": False, "mixtral": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}
 """Families by `model_type`, and whether their queries, keys and values have biases."""
 ROTARY_TYPES = ("default", "linear", "llama3")
 """Those whose frequencies are fixed and whose cosines are not scaled."""
@@ -39,6 +42,14 @@ class Architecture:
     context: int
     frequencies: Tensor
     shapes: dict[str, tuple[int, ...]]
+    experts: ExpertShape | None = None
+    expert_inner: int = 0
+    experts_normed: bool = True
+    """Whether the weights of a token's experts add up to 1."""
+    experts_rounded: bool = True
+    """Whether they are rounded to the model's type before they are used."""
+    sparse: tuple[int, ...] = ()
+    """Layers that have experts in place of an MLP."""
 
     def check(self, layout: Layout, key: str) -> None:
         """Raises Refusal INVALID where a size of the model does not divide by its ranks."""
@@ -46,10 +57,18 @@ class Architecture:
             "attention heads": self.heads,
             "key and value heads": self.groups,
             "words of the vocabulary": self.vocabulary,
-            "inner sizes of an MLP": self.inner,
         }
+        if len(self.sparse) < self.layers:
+            by_tensor["inner sizes of an MLP"] = self.inner
+        if self.experts is not None:
+            by_tensor["inner sizes of an expert"] = self.expert_inner
+        elif layout.experts > 1 and key == "model.path":
+            name = "trainer.backend_options.expert_parallel"
+            raise invalid(f"{name}: the model ({key}) has no experts to divide; leave it out", key=name)
         for what, size in by_tensor.items():
             _check_divides(what, size, "tensor_parallel", layout.tensor, key)
+        if self.experts is not None:
+            _check_divides("experts", self.experts.experts, "expert_parallel", layout.experts, key)
         _check_divides("layers", self.layers, "pipeline_parallel", layout.pipeline, key)
 
 
@@ -63,8 +82,8 @@ def read_architecture(section: ModelSection, key: str = "model.path") -> Archite
     if reason := _obstacle(config, context_limit(section, config)):
         families = ", ".join(sorted(QKV_BIAS))
         raise invalid(
-            f"{key}: trainer.backend: megatron does not compute {section.path!r}: {reason}; name a dense model of "
-            f"the families {families}, or set trainer.backend: fsdp",
+            f"{key}: trainer.backend: megatron does not compute {section.path!r}: {reason}; name a model of the "
+            f"families {families}, or set trainer.backend: fsdp",
             key=key,
         )
     rotary = type(model.base_model.rotary_emb)(config=config)
@@ -79,10 +98,19 @@ def read_architecture(section: ModelSection, key: str = "model.path") -> Archite
         epsilon=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
         qkv_bias=QKV_BIAS[config.model_type],
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         context=context_limit(section, config),
         frequencies=rotary.inv_freq.detach().float().clone(),
-        shapes={name: tuple(tensor.shape) for name, tensor in state_tensors(model)},
+        shapes=(shapes := {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}),
+        experts=expert_shape(config),
+        expert_inner=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        experts_normed=bool(getattr(config, "norm_topk_prob", True)),
+        experts_rounded=config.model_type != "mixtral",
+        sparse=tuple(
+            layer
+            for layer in range(config.num_hidden_layers)
+            if f"model.layers.{layer}.mlp.gate.weight" in shapes
+        ),
     )
 
 

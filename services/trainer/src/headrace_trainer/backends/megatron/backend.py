@@ -40,7 +40,10 @@ class MegatronBackend(MegatronModels):
         known = {OLD_LOG_PROBS} | ({REFERENCE_LOG_PROBS} if self._reference is not None else set())
         if unknown := [name for name in names if name not in known]:
             raise invalid(f"the run has no column {unknown[0]}: no option of its algorithm needs one")
-        return {name: self._column(name, rows) for name in names} if rows else {}
+        if not rows and self._layout.experts == 1:
+            return {}
+        found = {name: self._column(name, rows) for name in names}
+        return found if rows else {}
 
     @override
     def gradient_is_finite(self) -> bool:
@@ -73,6 +76,9 @@ class MegatronBackend(MegatronModels):
             passed.append(part)
             if self._groups.last_stage:
                 log_probs_K, entropy_K = self._model.log_probs(part.hidden, part.batch, self._temperature)
+                if part.batch.idle:
+                    losses.append(0.0 * log_probs_K.sum())
+                    continue
                 loss = loss_of((log_probs_K, entropy_K, None), part.batch)
                 finite = finite and bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
                 # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from headrace_modelkit.experts import Routing
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -26,9 +27,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS
 from headrace_trainer.backends.megatron.architecture import Architecture
+from headrace_trainer.backends.megatron.experts import expert_layer
 from headrace_trainer.backends.megatron.groups import Groups
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS
 
 
 class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
@@ -49,13 +51,24 @@ class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
 
 
 def build_stage(
-    architecture: Architecture, groups: Groups, config: TransformerConfig, device: torch.device
+    architecture: Architecture,
+    groups: Groups,
+    config: TransformerConfig,
+    device: torch.device,
+    routing: Routing,
 ) -> StageModel:
     """This rank's part of the model, values undefined."""
-    layers = architecture.layers // groups.layout.pipeline
+    each = architecture.layers // groups.layout.pipeline
+    first = groups.stage * each
     model = StageModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[_layer(architecture)] * layers, layer_norm=Norm),
+        TransformerBlockSubmodules(
+            layer_specs=[
+                _layer(architecture, _mlp(architecture, groups, routing, layer))
+                for layer in range(first, first + each)
+            ],
+            layer_norm=Norm,
+        ),
         architecture.vocabulary,
         architecture.context,
         pre_process=groups.first_stage,
@@ -77,7 +90,7 @@ def transformer_config(
     recompute: bool,
     device: torch.device,
 ) -> TransformerConfig:
-    """Megatron's own configuration of the model: dense, no dropout, no fusion that needs Apex or TransformerEngine."""
+    """Megatron's own configuration of the model: no dropout, no fusion that needs Apex or TransformerEngine."""
     layout = groups.layout
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -115,7 +128,15 @@ def transformer_config(
     )
 
 
-def _layer(architecture: Architecture) -> ModuleSpec:
+def _mlp(architecture: Architecture, groups: Groups, routing: Routing, layer: int) -> Any:
+    if layer in architecture.sparse:
+        return expert_layer(architecture, groups, routing, architecture.sparse.index(layer))
+    return ModuleSpec(
+        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _layer(architecture: Architecture, mlp: Any) -> ModuleSpec:
     norm = Norm if architecture.qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -124,7 +145,6 @@ def _layer(architecture: Architecture) -> ModuleSpec:
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     causal = {"attn_mask_type": AttnMaskType.causal}
     return ModuleSpec(
         TransformerLayer,
@@ -133,7 +153,7 @@ def _layer(architecture: Architecture) -> ModuleSpec:
             self_attention=ModuleSpec(SelfAttention, params=causal, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(MLP, submodules=mlp),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -31,6 +31,10 @@ class Groups:
     sum: ProcessGroup
     embedding: ProcessGroup | None
     """The first stage and the last one, on those two."""
+    expert: ProcessGroup
+    """The ranks that divide the experts."""
+    expert_sum: ProcessGroup
+    """Those that have the same experts."""
 
     @property
     def stage(self) -> int:
@@ -50,7 +54,12 @@ class Groups:
     @property
     def speaks(self) -> bool:
         """Whether this rank's figures count: one of each replica."""
-        return self.last_stage and self.tensor.rank() == 0 and self.context.rank() == 0
+        return self.last_stage and self.routes_alone and self.context.rank() == 0
+
+    @property
+    def routes_alone(self) -> bool:
+        """Whether this rank's counts of experts count: one of those that have the same tokens and layers."""
+        return self.tensor.rank() == 0
 
     def gather_tensor_parallel(self, own_N: Tensor) -> Tensor:
         """(ranks, N) of the tensor-parallel ranks."""
@@ -75,6 +84,7 @@ def join_groups(ranks: TrainerGroup, layout: Layout, seed: int) -> Groups:
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.experts,
             distributed_timeout_minutes=int(COLLECTIVE_LIMIT.total_seconds() // 60),
             create_gloo_process_groups=False,
         )
@@ -89,6 +99,8 @@ def join_groups(ranks: TrainerGroup, layout: Layout, seed: int) -> Groups:
         context=parallel_state.get_context_parallel_group(),
         sum=parallel_state.get_data_parallel_group(with_context_parallel=True),
         embedding=parallel_state.get_embedding_group(check_initialized=False),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        expert_sum=parallel_state.get_expert_data_parallel_group(),
     )
 
 

@@ -16,6 +16,8 @@ class Layout:
     context: int
     pipeline: int
     replicas: int
+    experts: int = 1
+    """Ranks that divide the experts: so many neighbours among context-parallel ranks and replicas."""
 
     @classmethod
     def of(cls, options: MegatronOptions, ranks: int) -> Layout:
@@ -28,8 +30,17 @@ class Layout:
                 f"context_parallel {options.context_parallel}); set trainer.ranks: {-(-ranks // model) * model}",
                 key="trainer.ranks",
             )
+        replicas, experts = ranks // model, options.expert_parallel
+        if replicas * options.context_parallel % experts:
+            key = "trainer.backend_options.expert_parallel"
+            raise invalid(
+                f"{key}: {replicas} replicas x context_parallel {options.context_parallel} are no multiple of the "
+                f"{experts} ranks that divide the experts; set trainer.ranks: {model * experts}, or expert_parallel to "
+                f"a divisor of {replicas * options.context_parallel}",
+                key=key,
+            )
         return cls(
-            options.tensor_parallel, options.context_parallel, options.pipeline_parallel, ranks // model
+            options.tensor_parallel, options.context_parallel, options.pipeline_parallel, replicas, experts
         )
 
     def replica(self, rank: int) -> int:

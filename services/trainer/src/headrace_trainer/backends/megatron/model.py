@@ -5,7 +5,6 @@ Shapes: R rows, L tokens of the longest of them, U pairs of a token and the next
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from megatron.core.tensor_parallel.mappings import (
@@ -25,8 +25,8 @@ from headrace_trainer.backends._base import StatePart
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, parts_of
-from headrace_trainer.backends.megatron.shards import Shards
+from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
+from headrace_trainer.backends.megatron.shards import ModelShards
 from headrace_trainer.backends.shared.distributing import Place, Read, distribute
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -42,31 +42,25 @@ class Settings:
 
 
 class _Pending:
-    """Local parameters in fp32 of which not all canonical parts have come yet."""
+    """Local parameters in fp32 of which not all elements have come yet."""
 
     def __init__(
-        self,
-        parts: Mapping[str, Part],
-        shapes: Mapping[str, torch.Size],
-        device: torch.device,
-        done: Callable[[str, Tensor], None],
+        self, shapes: Mapping[str, torch.Size], device: torch.device, done: Callable[[str, Tensor], None]
     ) -> None:
-        self._parts = parts
         self._shapes = shapes
         self._device = device
         self._done = done
-        self._missing = Counter(part.local for part in parts.values())
+        self._missing = {name: shape.numel() for name, shape in shapes.items()}
         self._pending: dict[str, Tensor] = {}
 
-    def take(self, name: str, value: Tensor) -> None:
-        """A part by its canonical name; the parameter goes on to `done` when it was the last one."""
-        part = self._parts[name]
+    def take(self, part: Part, pick: Pick, value: Tensor) -> None:
+        """Elements of a part; the parameter goes on to `done` when they were the last ones."""
         local = part.local
         if local not in self._pending:
             self._pending[local] = torch.empty(self._shapes[local], device=self._device)
-        own = part.of_local(self._pending[local])
+        own = pick(part.of_local(self._pending[local]))
         own.copy_(value.reshape(own.shape))
-        self._missing[local] -= 1
+        self._missing[local] -= own.numel()
         if not self._missing[local]:
             self._done(local, self._pending.pop(local))
 
@@ -95,10 +89,20 @@ class ParallelModel:
             recompute=settings.recompute,
             device=ranks.device,
         )
-        self._stage = build_stage(architecture, groups, self.config, ranks.device)
+        self.routing = Routing()
+        """What this stage's routers are told, where there are any."""
+        self._stage = build_stage(architecture, groups, self.config, ranks.device, self.routing)
         self._stage.train()  # Megatron recomputes in training mode only; there is no dropout.
-        self.shards = Shards(self._stage, groups.sum, ranks.device, frozen=frozen)
-        self._parts = parts_of(architecture, groups.layout, groups.tensor.rank(), groups.stage)
+        apart = groups.layout.experts > 1
+        self.shards = ModelShards(
+            self._stage,
+            lambda name: groups.expert_sum if apart and ".mlp.experts." in name else groups.sum,
+            ranks.device,
+            frozen=frozen,
+        )
+        self._parts = parts_of(
+            architecture, groups.layout, groups.tensor.rank(), groups.stage, groups.expert.rank()
+        )
         copies = {part.local for part in self._parts.values() if part.copy}
         self.counted = [name for name in self.shards.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
@@ -119,10 +123,10 @@ class ParallelModel:
 
     def load_whole(self, found: Iterator[tuple[str, Tensor]]) -> None:
         """Sets all weights from whole canonical tensors, which every rank has one after another."""
-        parts = _Pending(self._parts, self.shards.shapes(), self._ranks.device, self.shards.fill)
+        pending = _Pending(self.shards.shapes(), self._ranks.device, self.shards.fill)
         for name, value in found:
             if (part := self._parts.get(name)) is not None:
-                parts.take(name, part.of_whole(value))
+                pending.take(part, lambda view: view, part.of_whole(value))
 
     def _distribute(
         self,
@@ -131,15 +135,12 @@ class ParallelModel:
         types: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Gives `take` every parameter of this rank, by local name and in fp32."""
-        parts = _Pending(self._parts, self.shards.shapes(), self._ranks.device, take)
-        places = {
-            name: Place(
-                part.box(self.architecture.shapes[name]),
-                types[name] if types else torch.float32,
-                partial(parts.take, name),
-            )
+        pending = _Pending(self.shards.shapes(), self._ranks.device, take)
+        places = [
+            Place(name, box, types[name] if types else torch.float32, partial(pending.take, part, pick))
             for name, part in self._parts.items()
-        }
+            for box, pick in part.boxes(self.architecture.shapes[name])
+        ]
         distribute(self._ranks, places, read)
 
     def state_parts(self, pieces: Mapping[str, Tensor]) -> Iterator[StatePart]:
@@ -147,12 +148,12 @@ class ParallelModel:
 
         The ranks that have the same parameters take turns: each puts every so-manieth one together and saves it.
         """
-        group = self.groups.sum
         by_local: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             if not part.copy:
                 by_local.setdefault(part.local, []).append(name)
         for index, local in enumerate(self.shards.shapes()):
+            group = self.shards.group_of(local)
             own = self.shards.whole(local, pieces[local])
             owner = index % group.size()
             if group.size() > 1:
@@ -162,9 +163,9 @@ class ParallelModel:
                 continue
             for name in by_local.get(local, ()):
                 part, shape = self._parts[name], self.architecture.shapes[name]
-                box = part.box(shape)
-                value = part.of_local(own).reshape([end - first for first, end in box])
-                yield StatePart(name, shape, box, value)
+                for box, pick in part.boxes(shape):
+                    value = pick(part.of_local(own)).reshape([end - first for first, end in box])
+                    yield StatePart(name, shape, box, value)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.
@@ -192,10 +193,11 @@ class ParallelModel:
         self.shards.reduce()
 
     def _partial(self, name: str) -> bool:
-        """Whether each tensor-parallel rank has the gradient of its own heads or tokens alone, of an equal weight."""
+        """Whether each tensor-parallel rank has its own heads', tokens' or matrices' gradient of an equal weight."""
         of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         of_tokens = self._sequence_parallel and name.endswith("layernorm.weight")
-        return self.groups.layout.tensor > 1 and (of_heads or of_tokens)
+        of_experts = name.endswith("router.weight")
+        return self.groups.layout.tensor > 1 and (of_heads or of_tokens or of_experts)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Of the hidden states between two stages: tokens of this rank, rows, hidden size."""
@@ -214,10 +216,28 @@ class ParallelModel:
         if not more:
             return batch
         sources_U = batch.sources_U + batch.sources_U // length * more
-        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U)
+        nodes = None if batch.nodes is None else batch.nodes.padded(more)
+        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U, nodes=nodes)
+
+    def tell(self, batch: MicroBatch) -> None:
+        """Sets what this stage's routers are told in a forward over these tokens, or when layers of it are computed
+        again in the backward pass.
+        """
+        if batch.nodes is None:
+            return
+        visits_RL, routes = batch.nodes.visits_RL, batch.nodes.routes_MNK
+        self.routing.visits_N = self._own_tokens(visits_RL).T.flatten()
+        if routes is None:
+            self.routing.forced_MNK = None
+            return
+        rows, length = visits_RL.shape
+        by_place = routes.unflatten(1, (rows, length)).movedim(2, 0)  # (L, M, R, K)
+        own = self._own_tokens(by_place.flatten(1).T).T.unflatten(1, by_place.shape[1:])
+        self.routing.forced_MNK = own.transpose(0, 1).flatten(1, 2)
 
     def forward(self, batch: MicroBatch, received: Tensor | None) -> Tensor:
         """Hidden states that leave this stage."""
+        self.tell(batch)
         tokens_RL = self._own_tokens(batch.tokens_RL)
         if received is not None:
             self._stage.set_input_tensor(received)

@@ -31,7 +31,7 @@ from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
-from headrace_trainer.learning.samples import Rows
+from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, kept_bytes
 
 
@@ -162,6 +162,9 @@ class MegatronModels(LanguageModel):
         groups = self._join()
         architecture = read_architecture(self._config.model)
         model = ParallelModel(architecture, self._ranks, groups, self._settings)
+        self._expert_shape = architecture.experts
+        self._routing = model.routing if architecture.experts is not None else None
+        self._balance_share = 1.0 / self._layout.tensor
         self._loaded = _Policy(groups, model, Pipeline(model), _new_optimizer(self._config, model))
 
     def _join(self) -> Groups:
@@ -172,25 +175,33 @@ class MegatronModels(LanguageModel):
         return _new_optimizer(self._config, self._model)
 
     def _parts(self, rows: Rows) -> list[MicroBatch]:
-        """The rows as parts that follow each other through the stages; none without rows."""
+        """The rows as parts that follow each other through the stages; equally many on ranks that divide experts."""
         stages = self._layout.pipeline
         wanted = self._options.pipeline_micro_batches or (2 * stages if stages > 1 else 1)
         size = -(-len(rows) // wanted)
-        return [
-            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._ranks.device)
+        experts = self._model.architecture.experts
+        parts = [
+            pack(rows[first : first + size], shared=False, experts=experts)
             for first in range(0, len(rows), size or 1)
         ]
+        if self._layout.experts > 1:  # Ranks that exchange tokens compute equally many parts.
+            idle = [[Sequence([0, 0], [1], [math.nan])]]
+            parts += [pack(idle, shared=False, experts=experts).uncounted()] * (wanted - len(parts))
+        return [self._model.padded(part).to(self._ranks.device) for part in parts]
 
     def _log_probs(self, model: ParallelModel, pipeline: Pipeline, rows: Rows) -> Tensor:
         """Log-probs of the trained tokens of all rows, (K,), on every rank of the replica."""
         found = []
-        for part in pipeline.forward(self._parts(rows)):
+        parts = self._parts(rows)
+        for part in pipeline.forward(parts if model is self._model else [each.unforced() for each in parts]):
+            if part.batch.idle:
+                continue
             if self._groups.last_stage:
                 log_probs_K, _ = model.log_probs(part.hidden, part.batch, self._temperature)
             else:
                 log_probs_K = torch.empty(len(part.batch.index_K), device=self._ranks.device)
             found.append(log_probs_K)
-        whole_K = torch.cat(found)
+        whole_K = torch.cat([torch.empty(0, device=self._ranks.device), *found])
         self._groups.share_from_last_stage(whole_K)
         return whole_K
 
@@ -211,6 +222,11 @@ class MegatronModels(LanguageModel):
     def _park(self) -> None:
         if self._reference is not None:
             self._reference.park()
+
+    @property
+    def counts_tokens(self) -> bool:  # type: ignore[override]
+        """By the groups that the ranks are divided into."""
+        return self._groups.routes_alone
 
     @property
     def _groups(self) -> Groups:
@@ -243,13 +259,14 @@ def _new_optimizer(config: TrainerConfig, model: ParallelModel) -> ShardedAdamW:
 
 def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, on_gpu: bool) -> MemoryPlan:
     """The leader's, which alone keeps groups: a share of the model at least. Raises ModelNotReadable."""
-    own = _share(read_architecture(config.model), layout)
-    slice_ = -(-own // (layout.replicas * layout.context))
+    own, experts = _share(read_architecture(config.model), layout)
+    same = layout.replicas * layout.context
+    slice_ = -(-(own - experts) // same) + -(-experts * layout.experts // same)
     width = DTYPES[config.model.dtype].itemsize
     reference = config.trainer.reference or config.model
     frozen = 0
     if REFERENCE_LOG_PROBS in algorithm.columns:
-        frozen = _share(read_architecture(reference, "trainer.reference.path"), layout)
+        frozen, _ = _share(read_architecture(reference, "trainer.reference.path"), layout)
     device = {
         "weights": own * width,
         # A model in fp32 computes with its masters themselves.
@@ -268,7 +285,10 @@ def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, 
     return MemoryPlan(host | {"reference": device["reference"]}, device)
 
 
-def _share(architecture: Architecture, layout: Layout) -> int:
-    """Weights of one rank, were they divided evenly over tensor and pipeline ranks."""
-    whole = sum(map(math.prod, architecture.shapes.values()))
-    return -(-whole // (layout.tensor * layout.pipeline))
+def _share(architecture: Architecture, layout: Layout) -> tuple[int, int]:
+    """(All, expert) weights of one rank, were they divided evenly over tensor, pipeline and expert-parallel ranks."""
+    each = {name: math.prod(shape) for name, shape in architecture.shapes.items()}
+    experts = sum(size for name, size in each.items() if ".mlp.experts." in name)
+    held = layout.tensor * layout.pipeline
+    own = -(-experts // (held * layout.experts))
+    return -(-(sum(each.values()) - experts) // held) + own, own

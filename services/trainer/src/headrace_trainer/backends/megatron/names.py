@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from headrace_modelkit.tensor_files import Box
+from headrace_modelkit.tensor_files import Box, volume
 from torch import Tensor
 
 from headrace_trainer.backends.megatron.architecture import Architecture
@@ -32,30 +33,46 @@ class Part:
     of_whole: Pick
     copy: bool = False
 
-    def box(self, shape: tuple[int, ...]) -> Box:
-        """Which box of the whole `of_whole` picks: from its first element to its last."""
+    def boxes(self, shape: tuple[int, ...]) -> list[tuple[Box, Pick]]:
+        """The boxes of the whole that `of_whole` picks, and where each lies in such a view."""
         whole = torch.empty(shape, device="meta")
         view = self.of_whole(whole)
-        first = view.storage_offset()
-        last = first + sum(
-            (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
-        )
-        return tuple(
-            (first // stride % size, last // stride % size + 1)
-            for size, stride in zip(shape, whole.stride(), strict=True)
-        )
+        if volume(box := _box(view, whole)) == view.numel():
+            return [(box, _same)]
+        for dim in range(view.dim()):
+            boxes = [_box(view.select(dim, at), whole) for at in range(view.shape[dim])]
+            if sum(map(volume, boxes)) == view.numel():
+                return [(box, partial(_select, dim, at)) for at, box in enumerate(boxes)]
+        raise ValueError(f"{self.local} is made of no boxes")
 
 
-def parts_of(architecture: Architecture, layout: Layout, tensor_rank: int, stage: int) -> dict[str, Part]:
+def _box(view: Tensor, whole: Tensor) -> Box:
+    """The smallest box of `whole` that has the first and the last element of a view of it."""
+    first = view.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return tuple(
+        (first // stride % size, last // stride % size + 1)
+        for size, stride in zip(whole.shape, whole.stride(), strict=True)
+    )
+
+
+def _select(dim: int, at: int, view: Tensor) -> Tensor:
+    return view.select(dim, at)
+
+
+def parts_of(
+    architecture: Architecture, layout: Layout, tensor_rank: int, stage: int, expert_rank: int = 0
+) -> dict[str, Part]:
     """By canonical name, what the rank of a stage has. All stages together name each weight of the model."""
-    cut = _Cut(layout.tensor, tensor_rank)
+    cut = _Cut(layout.tensor, tensor_rank, layout.experts, expert_rank)
     found: dict[str, Part] = {}
     if stage == 0:
         found[EMBEDDING] = cut.rows(OWN_EMBEDDING)
     each = architecture.layers // layout.pipeline
     for index in range(each):
         prefix = f"model.layers.{stage * each + index}."
-        layer = _layer(architecture, cut, f"decoder.layers.{index}.")
+        sparse = stage * each + index in architecture.sparse
+        layer = _layer(architecture, cut, f"decoder.layers.{index}.", sparse=sparse)
         found |= {prefix + name: part for name, part in layer.items()}
     if stage == layout.pipeline - 1:
         found["model.norm.weight"] = cut.whole("decoder.final_layernorm.weight")
@@ -67,16 +84,21 @@ def parts_of(architecture: Architecture, layout: Layout, tensor_rank: int, stage
     return found
 
 
-def _layer(architecture: Architecture, cut: _Cut, local: str) -> dict[str, Part]:
+def _layer(architecture: Architecture, cut: _Cut, local: str, *, sparse: bool) -> dict[str, Part]:
     attention = f"{local}self_attention."
     found = {
         "input_layernorm.weight": cut.whole(f"{local}input_layernorm.weight"),
         "post_attention_layernorm.weight": cut.whole(f"{local}pre_mlp_layernorm.weight"),
         "self_attn.o_proj.weight": cut.columns(f"{attention}linear_proj.weight"),
-        "mlp.gate_proj.weight": cut.rows(f"{local}mlp.linear_fc1.weight", 0, 2),
-        "mlp.up_proj.weight": cut.rows(f"{local}mlp.linear_fc1.weight", 1, 2),
-        "mlp.down_proj.weight": cut.columns(f"{local}mlp.linear_fc2.weight"),
     }
+    if sparse:
+        found["mlp.gate.weight"] = cut.whole(f"{local}mlp.router.weight")
+        found["mlp.experts.gate_up_proj"] = cut.expert_rows(f"{local}mlp.experts.gate_up_proj", 2)
+        found["mlp.experts.down_proj"] = cut.expert_columns(f"{local}mlp.experts.down_proj")
+    else:
+        found["mlp.gate_proj.weight"] = cut.rows(f"{local}mlp.linear_fc1.weight", 0, 2)
+        found["mlp.up_proj.weight"] = cut.rows(f"{local}mlp.linear_fc1.weight", 1, 2)
+        found["mlp.down_proj.weight"] = cut.columns(f"{local}mlp.linear_fc2.weight")
     queries = architecture.heads // architecture.groups
     places = {"q": slice(0, queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, queries + 2)}
     for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
@@ -91,10 +113,12 @@ def _layer(architecture: Architecture, cut: _Cut, local: str) -> dict[str, Part]
 
 @dataclass(frozen=True)
 class _Cut:
-    """Parts of one tensor-parallel rank."""
+    """Parts of one tensor-parallel rank, and of experts of one expert-parallel rank among those."""
 
     ranks: int
     rank: int
+    expert_ranks: int = 1
+    expert_rank: int = 0
 
     def whole(self, local: str) -> Part:
         """Every rank has all of it."""
@@ -111,6 +135,23 @@ class _Cut:
     def columns(self, local: str) -> Part:
         """Divided by columns."""
         return Part(local, _same, lambda whole: whole.chunk(self.ranks, 1)[self.rank])
+
+    def expert_rows(self, local: str, blocks: int) -> Part:
+        """This rank's experts of (experts, rows, columns), each block of their rows divided."""
+
+        def of_whole(whole: Tensor) -> Tensor:
+            own = whole.chunk(self.expert_ranks)[self.expert_rank]
+            return own.unflatten(1, (blocks, -1)).chunk(self.ranks, 2)[self.rank]
+
+        return Part(local, lambda own: own.unflatten(1, (blocks, -1)), of_whole)
+
+    def expert_columns(self, local: str) -> Part:
+        """This rank's experts of (experts, rows, columns), divided by columns."""
+
+        def of_whole(whole: Tensor) -> Tensor:
+            return whole.chunk(self.expert_ranks)[self.expert_rank].chunk(self.ranks, 2)[self.rank]
+
+        return Part(local, _same, of_whole)
 
     def heads(self, local: str, queries: int, head: int, place: slice) -> Part:
         """Divided by groups of heads; the local parameter has the queries, key and value of one after another."""

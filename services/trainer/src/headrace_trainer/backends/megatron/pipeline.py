@@ -48,6 +48,7 @@ class Pipeline:
         groups = self._groups
         for index, part in enumerate(passed):
             upstream = self._neighbours.recv_backward(part.hidden.shape, groups.last_stage)
+            self._model.tell(part.batch)
             end = losses[index] if groups.last_stage else part.hidden
             torch.autograd.backward(end, upstream)
             gradient = part.received.grad if part.received is not None else None

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,18 @@ class _Place:
 
 
 class Shards:
-    """Takes over a module's parameters. `group` are the ranks that have the same ones; frozen ones do not learn."""
+    """Takes over parameters. `group` are the ranks that have the same ones; frozen ones do not learn."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup, device: torch.device, *, frozen: bool) -> None:
-        self._group = group
-        self._parameters = dict(module.named_parameters())
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        frozen: bool,
+    ) -> None:
+        self.group = self._group = group
+        self._parameters = dict(parameters)
         self._places = dict(_lay_out(self._parameters))
         self._frozen = frozen
         used = max(place.end for place in self._places.values())
@@ -152,6 +162,77 @@ class Shards:
             begin = place.start + first - start if last > first else 0
             found[name] = own[begin : begin + last - first]
         return found
+
+
+class ModelShards:
+    """The parameters of a module in as many `Shards` as there are groups of ranks that have the same ones: the experts'
+    apart, where they are divided. See there for the methods.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group_of: Callable[[str], ProcessGroup],
+        device: torch.device,
+        *,
+        frozen: bool,
+    ) -> None:
+        by_group: dict[ProcessGroup, dict[str, nn.Parameter]] = {}
+        for name, parameter in module.named_parameters():
+            by_group.setdefault(group_of(name), {})[name] = parameter
+        self._all = [Shards(own, group, device, frozen=frozen) for group, own in by_group.items()]
+        self._order = [name for name, _ in module.named_parameters()]
+        self._owners = {name: shards for shards in self._all for name in shards.shapes()}
+
+    def group_of(self, name: str) -> ProcessGroup:
+        """The ranks that have the same parameter."""
+        return self._owners[name].group
+
+    def masters(self) -> dict[str, Tensor]:
+        """See `Shards`; so are the others."""
+        return self._in_order([shards.masters() for shards in self._all])
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._in_order([shards.gradients() for shards in self._all])
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._in_order([shards.shapes() for shards in self._all])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shards.size_bytes for shards in self._all)
+
+    def fill(self, name: str, value: Tensor) -> None:
+        self._owners[name].fill(name, value)
+
+    def piece(self, name: str, value: Tensor) -> Tensor:
+        return self._owners[name].piece(name, value)
+
+    def whole(self, name: str, piece: Tensor) -> Tensor:
+        return self._owners[name].whole(name, piece)
+
+    def gradient_of(self, name: str) -> Tensor:
+        return self._owners[name].gradient_of(name)
+
+    def reduce(self) -> None:
+        for shards in self._all:
+            shards.reduce()
+
+    def drop_gradients(self) -> None:
+        for shards in self._all:
+            shards.drop_gradients()
+
+    def spread(self) -> None:
+        for shards in self._all:
+            shards.spread()
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        for shards in self._all:
+            shards.move(move)
+
+    def _in_order(self, parts: list[dict[str, Value]]) -> dict[str, Value]:
+        found = {name: value for part in parts for name, value in part.items()}
+        return {name: found[name] for name in self._order}
 
 
 def _lay_out(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, _Place]]:

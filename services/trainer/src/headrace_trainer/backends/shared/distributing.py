@@ -6,7 +6,7 @@ sends it. Knows no model and no layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -28,27 +28,38 @@ Read = Callable[[str, Box], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Which box of a tensor a rank owns, in which type it travels, and who takes it."""
+    """Which box of a named tensor a rank owns, in which type it travels, and who takes it."""
 
+    name: str
     box: Box
     dtype: torch.dtype
     take: Callable[[Tensor], object]
 
+    @property
+    def key(self) -> tuple[str, Box]:
+        """In what order places are filled."""
+        return self.name, self.box
 
-def distribute(ranks: TrainerGroup, places: Mapping[str, Place], read: Read | None) -> None:
+
+_Asked = tuple[str, Box, str]
+"""Name, box and type of what a rank is to be sent."""
+
+
+def distribute(ranks: TrainerGroup, places: Iterable[Place], read: Read | None) -> None:
     """Fills this rank's places; all ranks call it. `read` is None on a rank that cannot read; rank 0 always can."""
+    own = sorted(places, key=lambda place: place.key)
     if not ranks.all_true(read is not None):
-        asked = {name: (place.box, str(place.dtype)) for name, place in places.items() if volume(place.box)}
+        asked = [(place.name, place.box, str(place.dtype)) for place in own if volume(place.box)]
         bodies = ranks.gather(msgspec.msgpack.encode(asked))
         if not ranks.leads:
-            for name in sorted(places):
-                _take(places[name], _receive(ranks, places[name]))
+            for place in own:
+                _take(place, _receive(ranks, place))
             return
         assert read is not None
-        _send(ranks, [msgspec.msgpack.decode(body, type=dict[str, tuple[Box, str]]) for body in bodies], read)
+        _send(ranks, [msgspec.msgpack.decode(body, type=list[_Asked]) for body in bodies], read)
     assert read is not None
-    for name in sorted(places):
-        _take(places[name], read(name, places[name].box))
+    for place in own:
+        _take(place, read(place.name, place.box))
 
 
 def _receive(ranks: TrainerGroup, place: Place) -> Tensor:
@@ -58,13 +69,11 @@ def _receive(ranks: TrainerGroup, place: Place) -> Tensor:
     return found
 
 
-def _send(ranks: TrainerGroup, wanted: list[dict[str, tuple[Box, str]]], read: Read) -> None:
+def _send(ranks: TrainerGroup, asked: list[list[_Asked]], read: Read) -> None:
     """Tensor by tensor, so that one that has to be made of several is made once."""
-    for name in sorted(set().union(*wanted[1:])):
-        for rank in range(1, ranks.world_size):
-            if (found := wanted[rank].get(name)) is not None:
-                dtype: torch.dtype = getattr(torch, found[1].removeprefix("torch."))
-                ranks.send(rank, read(name, found[0]).to(dtype))
+    wanted = [(*each, rank) for rank, own in enumerate(asked) if rank for each in own]
+    for name, box, dtype, rank in sorted(wanted):
+        ranks.send(rank, read(name, box).to(getattr(torch, dtype.removeprefix("torch."))))
 
 
 def _take(place: Place, value: Tensor) -> None:

@@ -52,6 +52,25 @@ class TokenFigures:
         ):
             self._maxima[name] = max(self._maxima[name], value)
 
+    def balance(self, loss: float, busiest: float) -> None:
+        """Adds the load-balance loss of a minibatch, and the share of the busiest expert against an equal one."""
+        for name, value in (("balanced", 1.0), ("balance_loss", loss), ("busiest_expert", busiest)):
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def reroute(self, changed: float, forced: float) -> None:
+        """Adds forced choices of experts, and how many of them the routers would have made otherwise."""
+        for name, value in (("routes", forced), ("routes_changed", changed)):
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def compare_unforced(self, log_ratio_K: Tensor) -> None:
+        """Adds the mismatch of tokens that were computed with the routers' own choice."""
+        known_K = log_ratio_K[torch.isfinite(log_ratio_K)].double().abs()
+        for name, value in (
+            ("unforced_tokens", known_K.numel()),
+            ("unforced_mismatch", known_K.sum().item()),
+        ):
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
     def add_entropy(self, entropy_K: Tensor) -> None:
         """Adds the entropies of a micro-batch's tokens."""
         self._sums["entropy"] += float(entropy_K.sum())

@@ -10,13 +10,21 @@ from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
+import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
+from headrace_modelkit.experts import Counts, ExpertShape, Routing
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    Algorithm,
+    balance_loss_of,
+    replays_routing,
+)
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import Backend, CommitReport, MicroReport, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures
@@ -80,6 +88,9 @@ class LearnedModel(Backend):
     def _park(self) -> None:
         """Takes to host memory what only some rounds compute with."""
 
+    def _committed(self) -> None:
+        """After an optimizer step."""
+
     # What all do
 
     @property
@@ -93,6 +104,7 @@ class LearnedModel(Backend):
         sums = self._ranks.sum(self._figures.sums())
         maxima = self._ranks.maximum(self._figures.maxima())
         self._figures = TokenFigures()
+        self._committed()
         return CommitReport(math.isfinite(norm + critic_norm), norm, sums, maxima, critic_norm)
 
     def _apply(
@@ -172,6 +184,16 @@ class LanguageModel(LearnedModel):
     speaks = True
     """Whether this rank's figures count: one of the ranks that compute a replica between them does."""
 
+    _routing: Routing | None = None
+    """What the routers of the policy are told, where it has experts."""
+    _expert_shape: ExpertShape | None = None
+    _counts: Counts | None = None
+    _compared: bool = False
+    """Whether this step's first micro-batch was computed with the routers' own choice too."""
+
+    counts_tokens = True
+    """Whether this rank's counts of experts add to the others': of ranks that route the same tokens one does."""
+
     @abstractmethod
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
         """Accumulates the loss gradient, unless a loss or a log-prob is not finite on any rank."""
@@ -195,6 +217,12 @@ class LanguageModel(LearnedModel):
 
     def _warmed_up(self) -> None:
         """After a warm-up."""
+
+    @override
+    def _committed(self) -> None:
+        self._compared = False
+        if self._routing is not None:
+            self._routing.balance_ME = None
 
     @override
     def load_reference(self) -> None:
@@ -235,10 +263,65 @@ class LanguageModel(LearnedModel):
             found.add_entropy(forward[1].detach())
             return sums.loss
 
+        self._compare_routing(rows, found)
+        if self._routing is not None:
+            self._routing.changed = self._routing.forced = 0.0
         finite = self._backward(rows, loss_of, values=self._algorithm.critic is not None)
         if finite and rows and self.speaks:
             self._figures.merge(found)
+        self._count_changed()
         return MicroReport(finite)
+
+    def _compare_routing(self, rows: Rows, figures: TokenFigures) -> None:
+        """With routing replay, once a step and rank: how far the engine is off where routers choose themselves."""
+        if self._routing is None or self._compared or not replays_routing(self._algorithm):
+            return
+        self._compared = True
+        bare = [[msgspec.structs.replace(each, routes=b"") for each in row] for row in rows]
+        own = self._columns([OLD_LOG_PROBS], bare).get(OLD_LOG_PROBS)
+        if rows and own is not None:
+            engine_K = torch.tensor(
+                [value for row in rows for each in row for value in each.engine_log_probs]
+            )
+            figures.compare_unforced(own.cpu() - engine_K)
+
+    def _count_changed(self) -> None:
+        routing = self._routing
+        if routing is None or routing.forced_MNK is None:
+            return
+        if self.counts_tokens:
+            self._figures.reroute(float(routing.changed), float(routing.forced))
+
+    def count_experts(self, rows: Rows) -> None:
+        """See `BalancingBackend`."""
+        routing, shape = self._routing, self._expert_shape
+        assert routing is not None and shape is not None
+        self._counts = routing.counts = self._counts or Counts.of(shape)
+        try:
+            self._columns([OLD_LOG_PROBS], rows)
+        finally:
+            routing.counts = None
+
+    def balance_experts(self, denominator: float) -> None:
+        """See `BalancingBackend`."""
+        routing, shape = self._routing, self._expert_shape
+        assert routing is not None and shape is not None
+        counts, self._counts = self._counts or Counts.of(shape), None
+        packed = counts.packed() if self.counts_tokens else torch.zeros_like(counts.packed())
+        parts = self._ranks.gather(packed.numpy().tobytes())
+        counts.unpack(self._added([torch.frombuffer(bytearray(part), dtype=packed.dtype) for part in parts]))
+        coefficient = balance_loss_of(self._algorithm)
+        found = counts.balance_gradient(coefficient, shape.chosen, denominator * self._balance_share)
+        routing.balance_ME = found.to(self._ranks.device)
+        if self._ranks.leads:
+            self._figures.balance(counts.loss(shape.chosen), counts.busiest())
+
+    _balance_share = 1.0
+    """Which part of the load-balance loss's gradient this rank adds, where others add it for the same tokens."""
+
+    def _added(self, parts: list[Tensor]) -> Tensor:
+        """Counts of all ranks, added up in their order."""
+        return torch.stack(parts).sum(0)
 
     @override
     def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:

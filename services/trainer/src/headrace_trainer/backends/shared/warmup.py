@@ -65,7 +65,7 @@ class SupervisedBatches:
 
 
 def _sequence(codec: TextCodec, example: WarmupExample) -> Sequence:
-    prompt = codec.encode_prompt(example.chat, example.text, example.prefill)
+    prompt = codec.encode_prompt(example.chat, example.text, example.prefill, example.arguments)
     answer = codec.encode_answer(example.answer)
     trained = list(range(len(prompt), len(prompt) + len(answer)))
     return Sequence([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0)

@@ -28,6 +28,7 @@ from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.ledger.slot_index import SETTLED
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.devices.lending import rank_devices
 from headrace_coordinator.run.step.learning import Requests, identities, learn_requests, learned, messages_of
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -143,8 +144,9 @@ class Helping:
     def _dormant(self, worker: RolloutClient) -> TrainerClient | None:
         """A helper that sees a rollout's devices and has nothing to do; on GPUs, the one that computes on that GPU."""
         for helper in self._workers.helpers:
-            sees = set(worker.devices) <= set(helper.instance.devices)
-            elsewhere = helper.joined and is_gpu(worker.devices[0]) and helper.devices != worker.devices
+            devices = rank_devices(worker.devices)
+            sees = set(devices) <= set(helper.instance.devices)
+            elsewhere = helper.joined and is_gpu(devices[0]) and helper.devices != devices
             if (
                 sees
                 and not elsewhere

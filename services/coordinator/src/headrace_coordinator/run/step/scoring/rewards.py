@@ -22,7 +22,7 @@ from headrace_coordinator.run.workers.clients import SlotKey
 
 
 class Rewards:
-    """The rewards of one step attempt."""
+    """The rewards of trajectories of open steps."""
 
     def __init__(self, attempt: AttemptState) -> None:
         context, spec = attempt.context, attempt.context.spec
@@ -41,6 +41,15 @@ class Rewards:
     async def run(self) -> None:
         """Works until it is closed and every trajectory has its reward, or its group is dropped."""
         await self._scoring.run()
+
+    def forget(self, prompts: Iterable[int]) -> None:
+        """Removes what is known of the groups of a step that has ended."""
+        for prompt in prompts:
+            self._unscored.pop(prompt, None)
+            if self._flow is not None:
+                for key in self._flow.forget(prompt):
+                    self._items.pop(key, None)
+                    self._parts.pop(key, None)
 
     def close(self) -> None:
         """No more trajectories will come."""
@@ -71,6 +80,9 @@ class Rewards:
         final: list[reward.ScoreResult] = []
         for result in results:
             key, stage = _key(result), result.stage or self._main
+            if key not in self._parts:  # Its group was dropped, and its step has ended.
+                self._attempt.refused += 1
+                continue
             prefix = f"{result.stage}/" if result.stage else ""
             self._parts[key].update({prefix + part: score for part, score in result.parts.items()})
             if result.status == reward.SCORE_STATUS_SCORER_BROKEN or not isfinite(result.reward):

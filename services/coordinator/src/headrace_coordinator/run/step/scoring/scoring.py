@@ -36,6 +36,7 @@ def score_item(
         finish_reason=message.finish_reason,
         token_count=tokens,
         evaluation=evaluation,
+        messages=[common.ChatMessage(role=turn["role"], content=turn["content"]) for turn in item.messages],
     )
 
 

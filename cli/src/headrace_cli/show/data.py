@@ -1,0 +1,59 @@
+"""How the items of a run look in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace_cli.show.reporters import BLOCKS
+
+if TYPE_CHECKING:
+    from headrace_coordinator.data.dataset import Dataset
+
+BUCKETS = 40
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of all training prompts, ascending, in `unit`."""
+
+    unit: str
+    values: Sequence[int]
+
+    def marks(self) -> dict[str, int]:
+        """Shortest, middle, 99th percentile and longest."""
+        last = len(self.values) - 1
+        return {
+            "shortest": self.values[0],
+            "median": self.values[last // 2],
+            "p99": self.values[-(-99 * last // 100)],
+            "longest": self.values[last],
+        }
+
+    def picture(self, width: int) -> str:
+        """A histogram from the shortest to the longest."""
+        low, high = self.values[0], self.values[-1]
+        buckets = max(1, min(width, BUCKETS, high - low + 1))
+        counts = [0] * buckets
+        for value in self.values:
+            counts[min(buckets - 1, (value - low) * buckets // max(1, high - low + 1))] += 1
+        top = max(counts)
+        return "".join(" " if not count else BLOCKS[(len(BLOCKS) - 1) * count // top] for count in counts)
+
+
+def dataset_lines(data: Dataset, lengths: Lengths, width: int) -> Iterator[str]:
+    """What is trained on, what is held out, what is left out and why, and how long prompts are."""
+    heldout = len(data.heldout_items())
+    yield f"{data.train_size + heldout} items: {data.train_size} to train on, {heldout} held out"
+    if data.repeated:
+        yield f"  {data.repeated} repeat an earlier one and are left out"
+    if data.contradicting:
+        yield f"  {data.contradicting} are answered in more than one way; the first answer counts"
+    for reason, count in data.left_out.items():
+        yield f"  {count} left out: {reason}"
+    if unanswered := data.unanswered():
+        yield f"  {unanswered} of those to train on have no answer"
+    marks = lengths.marks()
+    yield f"prompts, {lengths.unit}: " + ", ".join(f"{name} {value}" for name, value in marks.items())
+    yield f"  {marks['shortest']} {lengths.picture(width - 20)} {marks['longest']}"

@@ -1,0 +1,296 @@
+"""Layers of experts (mixtures of experts) in Hugging Face models: which experts a token goes to, and their products.
+
+`Routing` tells the routers of a model what to do besides choosing: to record their choice, to follow a recorded one, to
+count, and to add the gradient of the load-balance loss. Knows no ranks: an exchange between them is an attribute.
+
+Shapes: N tokens, K experts of a token, E experts of a layer, M layers of experts, S = N * K rows, D hidden, I inner, O
+outputs, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+FAMILIES = ("mixtral", "qwen3_moe")
+"""By `model_type`: those whose routers this module computes."""
+NAME = "headrace_experts"
+OWN = 65535
+"""In place of a recorded expert: the router chooses itself. No model has so many experts."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What a model's layers of experts have in common."""
+
+    layers: int
+    experts: int
+    chosen: int
+
+
+def expert_shape(config: PreTrainedConfig) -> ExpertShape | None:
+    """Of a model that has layers of experts which this module computes; None for others."""
+    untyped: Any = config.get_text_config()
+    if untyped.model_type not in FAMILIES:
+        return None
+    if untyped.model_type == "mixtral":
+        return ExpertShape(untyped.num_hidden_layers, untyped.num_local_experts, untyped.num_experts_per_tok)
+    layers = [index for index in range(untyped.num_hidden_layers) if _is_sparse(untyped, index)]
+    return ExpertShape(len(layers), untyped.num_experts, untyped.num_experts_per_tok) if layers else None
+
+
+def _is_sparse(config: Any, layer: int) -> bool:
+    return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
+
+
+@dataclass
+class Routing:
+    """What the routers of one model do in a forward, and what they find. Set before the forward; kept for a backward
+    that computes layers again.
+
+    `forced_MNK` are experts to send the tokens to (`OWN` where the router chooses). `visits_N` is how often each token
+    counts: 0 for padding, and for a beginning that several sequences share the number of them. `balance_ME` is the
+    gradient of the load-balance loss at each probability of a visit, see `balance_gradient`.
+    """
+
+    forced_MNK: Tensor | None = None
+    visits_N: Tensor | None = None
+    balance_ME: Tensor | None = None
+    recorded: list[Tensor] | None = None
+    """(N, K) of each layer in turn, where a list is given."""
+    counts: Counts | None = None
+    """What is counted, where it is given."""
+    changed: Tensor | float = 0.0
+    """How many of the forced choices the routers would have made otherwise, since it was set to 0."""
+    forced: Tensor | float = 0.0
+    """How many choices were forced, since it was set to 0."""
+
+    def chosen(self, layer: int, own_NK: Tensor) -> Tensor:
+        """(N, K) experts that the tokens go to."""
+        if self.forced_MNK is not None:
+            forced_NK = self.forced_MNK[layer].to(own_NK.dtype)
+            given_NK = forced_NK != OWN
+            same_NK = (forced_NK[:, :, None] == own_NK[:, None, :]).any(-1)
+            if self.visits_N is not None:
+                given_NK = given_NK & (self.visits_N > 0)[:, None]
+            self.changed = self.changed + (given_NK & ~same_NK).sum()
+            self.forced = self.forced + given_NK.sum()
+            own_NK = torch.where(forced_NK != OWN, forced_NK, own_NK)
+        if self.recorded is not None:
+            self.recorded.append(own_NK.detach())
+        return own_NK
+
+    def observed(self, layer: int, probs_NE: Tensor, chosen_NK: Tensor) -> Tensor:
+        """The probabilities, counted where wanted, with the load-balance loss's gradient added in the backward pass."""
+        if self.counts is not None and self.visits_N is not None:
+            self.counts.add(layer, probs_NE.detach(), chosen_NK, self.visits_N)
+        if self.balance_ME is None or self.visits_N is None or not probs_NE.requires_grad:
+            return probs_NE
+        function: Any = _Balanced
+        found: Tensor = function.apply(probs_NE, self.visits_N, self.balance_ME[layer])
+        return found
+
+
+@dataclass
+class Counts:
+    """Of the tokens of a minibatch, each as often as it is visited: how many choices fell on each expert, and the sums
+    of the routers' probabilities. float64, so that micro-batches and ranks add up in any order.
+    """
+
+    chosen_ME: Tensor
+    probs_ME: Tensor
+    tokens: float = 0.0
+    """Visits, counted at the first layer."""
+
+    @classmethod
+    def of(cls, shape: ExpertShape) -> Counts:
+        """Empty ones."""
+        nothing = torch.zeros(shape.layers, shape.experts, dtype=torch.float64)
+        return cls(nothing, nothing.clone())
+
+    def add(self, layer: int, probs_NE: Tensor, chosen_NK: Tensor, visits_N: Tensor) -> None:
+        """Adds the tokens of one forward of a layer."""
+        visits_N = visits_N.to(probs_NE.device, torch.float64)
+        hot_NE = torch.zeros_like(probs_NE, dtype=torch.float64).scatter_(1, chosen_NK, 1.0)
+        self.chosen_ME[layer] += (visits_N @ hot_NE).cpu()
+        self.probs_ME[layer] += (visits_N @ probs_NE.double()).cpu()
+        if layer == 0:
+            self.tokens += float(visits_N.sum())
+
+    def packed(self) -> Tensor:
+        """(2 * M * E + 1,), to be added up over ranks."""
+        tail = torch.tensor([self.tokens], dtype=torch.float64)
+        return torch.cat([self.chosen_ME.flatten(), self.probs_ME.flatten(), tail])
+
+    def unpack(self, packed: Tensor) -> None:
+        """Takes what `packed` gave, added up."""
+        chosen, probs = packed[:-1].chunk(2)
+        self.chosen_ME = chosen.view_as(self.chosen_ME).clone()
+        self.probs_ME = probs.view_as(self.probs_ME).clone()
+        self.tokens = float(packed[-1])
+
+    def loss(self, chosen: int) -> float:
+        """The load-balance loss before its coefficient, the mean over the layers: 1 where all experts are equal."""
+        if not self.tokens:
+            return 0.0
+        share_ME = self.chosen_ME / (self.tokens * chosen)
+        mean_ME = self.probs_ME / self.tokens
+        return float((share_ME * mean_ME).sum(-1).mean() * self.chosen_ME.shape[1])
+
+    def busiest(self) -> float:
+        """Choices of a layer's busiest expert against an equal share, the mean over the layers."""
+        total = self.chosen_ME.sum(-1, keepdim=True)
+        if not bool(total.all()):
+            return 0.0
+        return float((self.chosen_ME / total).amax(-1).mean() * self.chosen_ME.shape[1])
+
+    def balance_gradient(self, coefficient: float, chosen: int, scale: float) -> Tensor:
+        """(M, E) fp32 gradient of `scale` * coefficient * the loss of each layer at one visit's probabilities.
+
+        The loss of a layer is E * sum over experts of (share of the choices) * (mean probability), both over all tokens
+        of the minibatch (Switch Transformer, arXiv 2101.03961, eq. 4; its statistics global as in arXiv 2501.11873 and
+        Megatron's `global_aux_loss`). Layers add up, as in Megatron. The share has no gradient, so this is a constant
+        once it is known: the gradient of the minibatch is a sum over its micro-batches, whatever their packing.
+        """
+        if not self.tokens:
+            return torch.zeros_like(self.chosen_ME, dtype=torch.float32)
+        share_ME = self.chosen_ME / (self.tokens * chosen)
+        return (share_ME * (coefficient * self.chosen_ME.shape[1] * scale / self.tokens)).float()
+
+
+class _Balanced(torch.autograd.Function):
+    """Probabilities as they are; their gradient gets visits_N x balance_E more."""
+
+    @staticmethod
+    def forward(ctx: Any, probs_NE: Tensor, visits_N: Tensor, balance_E: Tensor) -> Tensor:
+        ctx.save_for_backward(visits_N, balance_E)
+        return probs_NE.view_as(probs_NE)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream_NE: Tensor) -> tuple[Tensor | None, ...]:
+        visits_N, balance_E = ctx.saved_tensors
+        more_NE = visits_N.to(upstream_NE)[:, None] * balance_E.to(upstream_NE)
+        return upstream_NE + more_NE, None, None
+
+
+def route(
+    logits_NE: Tensor, chosen: int, routing: Routing, layer: int, *, normed: bool
+) -> tuple[Tensor, Tensor]:
+    """(fp32 weights, experts), (N, K), of tokens with these logits: softmax, the likeliest K, maybe normed to 1."""
+    probs_NE = logits_NE.softmax(-1, dtype=torch.float32)
+    index_NK = routing.chosen(layer, probs_NE.topk(chosen, -1).indices)
+    weights_NK = routing.observed(layer, probs_NE, index_NK).gather(-1, index_NK)
+    if normed:
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+    return weights_NK, index_NK
+
+
+class Router(nn.Module):
+    """Stands in a model for its own router, with its weight, and asks a `Routing`."""
+
+    def __init__(self, own: Any, config: Any, routing: Routing, layer: int) -> None:
+        super().__init__()
+        self.weight = own.weight
+        self._chosen, self._layer, self._routing = own.top_k, layer, routing
+        mixtral = config.model_type == "mixtral"
+        self._normed = mixtral or own.norm_topk_prob
+        self._rounds = not mixtral
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, weights, experts) of (…, D), as transformers' routers give them."""
+        logits_NE = F.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
+        weights_NK, index_NK = route(logits_NE, self._chosen, self._routing, self._layer, normed=self._normed)
+        return logits_NE, weights_NK.to(logits_NE.dtype) if self._rounds else weights_NK, index_NK
+
+
+def take_routers(model: PreTrainedModel) -> Routing | None:
+    """Lets a model's routers ask the Routing that is returned, and its experts be computed by `compute_experts`; None
+    for a model without experts, which stays as it is. Once for each model.
+    """
+    if expert_shape(model.config) is None:
+        return None
+    routing = Routing()
+    for layer, block in enumerate(expert_blocks(model)):
+        block.gate = Router(block.gate, model.config.get_text_config(), routing, layer)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+    untyped: Any = model
+    untyped.config._experts_implementation = NAME
+    return routing
+
+
+def expert_blocks(model: nn.Module) -> Iterator[Any]:
+    """The blocks of a model that have a `gate` and `experts`, in the order of its layers."""
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, nn.Module) and hasattr(experts, "gate_up_proj") and hasattr(module, "gate"):
+            yield module
+
+
+class Exchange(Protocol):
+    """Brings rows to the ranks that have their experts, and what becomes of them back."""
+
+    def __call__(
+        self, rows_SD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """(S, D) of rows in the order of their experts, `counts_E` of each; `compute` takes those of this rank's."""
+
+
+def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """(N, D): what the tokens' experts give, weighted and added up. An experts module's forward in transformers.
+
+    Every expert's weights get a gradient, 0 where no token came, so that ranks reduce the same tensors.
+    """
+    count = int(index_NK.shape[-1])
+    flat_S = index_NK.flatten()
+    order_S = flat_S.argsort(stable=True)
+    rows_SD = hidden_ND[order_S // count]
+    exchange: Exchange | None = getattr(experts, "exchange", None)
+    total = int(getattr(experts, "total_experts", 0) or experts.num_experts)
+    counts_E = flat_S.bincount(minlength=total)
+
+    def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:
+        return expert_products(
+            rows_SD,
+            counts_E,
+            weight_of(experts, "gate_up_proj"),
+            weight_of(experts, "down_proj"),
+            experts.act_fn,
+        )
+
+    found_SD = compute(rows_SD, counts_E) if exchange is None else exchange(rows_SD, counts_E, compute)
+    weighted_SD = found_SD * weights_NK.flatten()[order_S][:, None].to(found_SD.dtype)
+    back_S = order_S.argsort()
+    return weighted_SD[back_S].view(-1, count, hidden_ND.shape[-1]).sum(1).to(hidden_ND.dtype)
+
+
+def expert_products(
+    rows_SD: Tensor,
+    counts_E: Tensor,
+    gate_up_EOD: Tensor,
+    down_EDI: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """(S, D) of rows in the order of their experts, `counts_E` of each: down(activation(gate) * up)."""
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    gate_SI, up_SI = _grouped(rows_SD, gate_up_EOD, ends_E).chunk(2, -1)
+    return _grouped(activation(gate_SI) * up_SI, down_EDI, ends_E)
+
+
+def _grouped(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    found_SO: Tensor = F.grouped_mm(rows_SI, weight_EOI.transpose(-2, -1), offs=ends_E)
+    return found_SO
+
+
+def weight_of(experts: Any, name: str) -> Tensor:
+    """The weights that an experts module computes with: its own, or with an adapter merged."""
+    weight: Tensor = getattr(experts, name)
+    adapter = getattr(experts, f"{name}_adapter", None)
+    return weight if adapter is None else adapter(weight)

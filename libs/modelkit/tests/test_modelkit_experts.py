@@ -1,0 +1,92 @@
+"""Models with experts: a version names their weights as the checkpoint does, and every bit comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headrace_modelkit.loading import load_model, save_model
+from headrace_modelkit.presets.tiny import character_tokenizer, main, tiny_model, tiny_moe
+from headrace_modelkit.weights import (
+    CheckpointNames,
+    copy_out,
+    load_weights,
+    share_weights,
+    state_tensors,
+    weight_layout,
+)
+from headrace_schema.sections.generating import ModelSection
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+
+def mixtral(seed: int) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**shape, **heads, tie_word_embeddings=True)).eval()
+
+
+MODELS = {"qwen3-moe": tiny_moe, "mixtral": mixtral, "dense": tiny_model}
+
+
+def body_of(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, kind, shape in weight_layout(model, dtype):
+        raw = bytearray(torch.Size(shape).numel() * kind.itemsize)
+        copy_out(model, name, memoryview(raw), dtype)
+        found[name] = torch.frombuffer(raw, dtype=kind).view(shape)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_version_has_the_names_shapes_and_bits_of_the_saved_checkpoint(name, tmp_path):
+    model = MODELS[name](1)
+    save_model(model, character_tokenizer(), tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    published = body_of(model, torch.float32)
+    assert published.keys() == saved.keys()
+    assert all(torch.equal(published[key], value) for key, value in saved.items())
+    read = load_model(ModelSection(path=str(tmp_path / "model"), dtype="float32"))
+    assert weight_layout(read, torch.float32) == weight_layout(model, torch.float32), "however it was made"
+    with torch.device("meta"):
+        empty = load_model(ModelSection(path=str(tmp_path / "model")), weights=False)
+    assert weight_layout(empty, torch.bfloat16) == weight_layout(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("take", [load_weights, share_weights])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_bit_of_a_version_comes_back(name, take):
+    model, other = MODELS[name](1), MODELS[name](2)
+    take(other, body_of(model, torch.float32))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(state_tensors(model), state_tensors(other), strict=True)
+    )
+
+
+def test_a_version_with_a_missing_or_misshapen_expert_changes_nothing():
+    model, other = tiny_moe(1), tiny_moe(2)
+    before = {name: tensor.clone() for name, tensor in state_tensors(other)}
+    whole = body_of(model, torch.float32)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    bent = whole | {name: whole[name].T}
+    lacking = {key: value for key, value in whole.items() if key != name}
+    for given in (bent, lacking):
+        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.3\.up_proj"):
+            load_weights(other, given)
+    assert all(torch.equal(before[key], value) for key, value in state_tensors(other))
+
+
+def test_parts_are_views_so_that_what_is_written_is_the_models():
+    model = tiny_moe()
+    names = CheckpointNames.of(model)
+    own = dict(state_tensors(model))
+    fused = own["model.layers.0.mlp.experts.gate_up_proj"].data
+    parts = dict(names.split("model.layers.0.mlp.experts.gate_up_proj", fused))
+    parts["model.layers.0.mlp.experts.5.up_proj.weight"].fill_(7.0)
+    assert (fused[5, 48:] == 7).all() and not (fused[5, :48] == 7).any()
+
+
+def test_the_command_makes_a_mixture_of_experts(tmp_path, capsys):
+    main([str(tmp_path / "moe"), "--experts"])
+    model = load_model(ModelSection(path=str(tmp_path / "moe"), dtype="float32"))
+    assert model.config.num_experts == 8 and model.config.num_experts_per_tok == 2

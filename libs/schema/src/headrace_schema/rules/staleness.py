@@ -1,0 +1,83 @@
+"""What cannot work with answers of older versions: `algorithm.max_staleness` above 0. Knows no fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace_schema.problems import problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.run import RunSections
+
+ON_POLICY: frozenset[str] = frozenset()
+"""Built-in algorithms that are right only for answers of the version that learns from them; a trainer refuses others
+as a run opens."""
+STRICT = ", or set algorithm.max_staleness: 0"
+
+
+def side_by_side(given: Any) -> Any:
+    """A spec in which `placement.mode: auto` is what runs with answers of older versions need: each side its devices.
+
+    In turns, nothing is generated while the trainer learns, so auto has nothing to choose.
+    """
+    if not isinstance(given, Mapping) or not isinstance(algorithm := given.get("algorithm"), Mapping):
+        return given
+    placement = given.get("placement", {})
+    stale = algorithm.get("max_staleness")
+    if not isinstance(stale, int) or stale < 1 or not isinstance(placement, Mapping):
+        return given
+    named = any("rollout" in str(key) or "trainer" in str(key) for key in placement)
+    implied = "mode" not in placement and (
+        named or placement.get("share") is True
+    )  # Its devices say the mode.
+    if implied or placement.get("mode", "auto") != "auto":
+        return given
+    return {**given, "placement": {**placement, "mode": "disaggregated"}}
+
+
+def staleness(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of `algorithm.max_staleness` with what else the spec asks for."""
+    if not spec.algorithm.max_staleness:
+        if spec.rollout.install is not None:
+            reason = "with algorithm.max_staleness: 0 no answer is in hand when a version is installed"
+            yield problem("rollout.install", reason, "remove it, or set algorithm.max_staleness to 1 or more")
+        return
+    yield from _placing(spec)
+    if spec.deterministic:
+        reason = "which version makes which token depends on times, so no two runs are alike"
+        yield problem("algorithm.max_staleness", reason, "set it to 0, or set deterministic: false")
+    if spec.algorithm.name in ON_POLICY:
+        reason = f"{spec.algorithm.name} is right only for answers of the version that learns from them"
+        fix = "use an algorithm that corrects for older versions, such as grpo"
+        yield problem("algorithm.name", reason, f"{fix}{STRICT}")
+    if spec.data.curriculum is not None:
+        reason = "it chooses a step's items by the pass rates of the step before, which has not ended when they start"
+        yield problem("data.curriculum", reason, f"remove it{STRICT}")
+    if spec.rollout.install in ("in_flight", "abort_and_resume"):
+        what = (
+            "an episode"
+            if spec.workflow == "embodied"
+            else "an exchange of two policies"
+            if spec.reply
+            else ""
+        )
+        if what:
+            reason = f"{what} is made with one version"
+            yield problem("rollout.install", reason, "set rollout.install: drain, or remove it")
+
+
+def _placing(spec: RunSections) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if placement.share:
+        reason = "a run that shares holds the devices of one side at a time, so nothing is generated while it learns"
+        yield problem("placement.share", reason, f"set placement.share: false{STRICT}")
+    elif placement.mode == "collocated":
+        reason = (
+            "rollout and trainer take turns on the same devices, so nothing is generated while the trainer learns, "
+            "and answers would only become older"
+        )
+        yield problem("placement.mode", reason, f"set placement.mode: disaggregated or hybrid{STRICT}")
+    for key, helpers in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
+        if helpers:
+            reason = "the last answers of a step decode beside those of the next ones, so no device is idle in a step"
+            yield problem(f"{key}.helpers", reason, f"set {key}.helpers: 0{STRICT}")

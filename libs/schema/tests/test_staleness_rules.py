@@ -1,0 +1,97 @@
+"""`algorithm.max_staleness`: what it cannot be combined with is refused with the reason, and what it implies is set."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from headrace_schema.problems import explain, sentence
+from headrace_schema.spec import RunSpec
+from pydantic import ValidationError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "org/model"},
+    "data": {"source": "copy_digits"},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+
+STALE: dict[str, Any] = {"algorithm.max_staleness": 1}
+ROBOT: dict[str, Any] = {
+    "workflow": "embodied",
+    "model": {"policy": {"kind": "mlp"}},
+    "environment.tasks": ["reach-v3"],
+    "algorithm.name": "ppo",
+    "data.source": "episodes",
+}
+
+
+def with_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The base spec with values at dotted paths."""
+    spec = deepcopy(BASE)
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        place = spec
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return spec
+
+
+def made(values: dict[str, Any]) -> RunSpec:
+    return RunSpec.model_validate(with_values(values))
+
+
+def problems_of(values: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ValidationError) as caught:
+        made(values)
+    return {item.key: sentence(item) for item in explain(caught.value, RunSpec)}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"placement.mode": "collocated"}, "placement.mode", "take turns on the same devices"),
+        ({"placement.rollout,trainer": "0-1"}, "placement.mode", "take turns on the same devices"),
+        ({"placement.share": True}, "placement.share", "holds the devices of one side at a time"),
+        ({"deterministic": True}, "algorithm.max_staleness", "set deterministic: false"),
+        ({"trainer.helpers": 1, "rollout.instances": 2}, "trainer.helpers", "no device is idle"),
+        ({"rollout.helpers": 1}, "rollout.helpers", "no device is idle"),
+        ({"data.curriculum": {}}, "data.curriculum", "which has not ended when they start"),
+        ({**ROBOT, "rollout.install": "in_flight"}, "rollout.install", "an episode is made with one version"),
+    ],
+)
+def test_what_older_answers_cannot_be_combined_with_is_refused_with_the_reason(
+    values: dict[str, Any], key: str, words: str
+):
+    found = problems_of({**STALE, **values})
+    assert list(found) == [key] and words in found[key]
+
+
+@pytest.mark.parametrize("wrong", [-1, 17, 1.5, True, "1"])
+def test_staleness_is_a_whole_number_from_0_to_16(wrong: object):
+    assert list(problems_of({"algorithm.max_staleness": wrong})) == ["algorithm.max_staleness"]
+
+
+def test_a_strict_run_has_no_way_to_install_beside_answers():
+    found = problems_of({"rollout.install": "drain"})
+    assert "set algorithm.max_staleness to 1 or more" in found["rollout.install"]
+
+
+def test_auto_gives_each_side_devices_of_its_own_and_other_modes_stay():
+    assert made(STALE).placement.mode == "disaggregated"
+    assert made({**STALE, "placement.mode": "auto"}).placement.mode == "disaggregated"
+    assert made({**STALE, "placement.mode": "hybrid"}).placement.mode == "hybrid"
+    assert made({"algorithm.max_staleness": 0}).placement.mode == "auto"
+    named = made({**STALE, "placement.rollout": "0", "placement.trainer": "1"}).placement
+    assert named.mode == "disaggregated" and named.rollout == ["0"]
+
+
+def test_answers_live_through_an_install_where_they_can():
+    assert made(STALE).install == "in_flight"
+    assert made({**STALE, "rollout.install": "abort_and_resume"}).install == "abort_and_resume"
+    assert made({**STALE, **ROBOT}).install == "drain"
+
+
+def test_options_that_act_on_the_ratio_have_an_effect_where_answers_are_older():
+    option = {"algorithm.options.clip_high": 0.3}
+    assert "has no effect" in problems_of(option)["algorithm.options.clip_high"]
+    assert made({**STALE, **option}).algorithm.max_staleness == 1

@@ -1,0 +1,288 @@
+"""How rows are written: each form reads a row's question, answer, earlier turns and fields. Knows no file."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace_schema.problems import choose, nearest, show
+
+from headrace_coordinator.data.items import DataItem
+
+Row = Mapping[str, Any]
+Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
+LETTERS = "ABCD"
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class BadRow(ValueError):
+    """What is wrong with a row, and how to mend it."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of a row, which may be paths (`reward_model.ground_truth`); empty: those of the form."""
+
+    question: str = ""
+    answer: str = ""
+    id: str = ""
+
+
+def item_of(row: Row, form: Form, keys: Keys) -> DataItem:
+    """The item of a row; other texts and numbers of the row are template fields. Raises `BadRow`."""
+    item = _READERS[form](row, keys)
+    return replace(item, id=text_of(row, keys.id)) if keys.id else item
+
+
+def _plain(row: Row, keys: Keys) -> DataItem:
+    return _item(row, keys.question or "question", keys.answer or _maybe(row, "answer"), _same)
+
+
+def _verl(row: Row, keys: Keys) -> DataItem:
+    """verl: `prompt` is a list of messages, the answer `reward_model.ground_truth`; the row goes to the scorers."""
+    return _item(
+        row, keys.question or "prompt", keys.answer or _maybe(row, "reward_model.ground_truth"), _same
+    )
+
+
+def _trl(row: Row, keys: Keys) -> DataItem:
+    """TRL: `prompt` is text or a list of messages; other columns, and `answer` or `solution`, go to the scorers."""
+    answer = keys.answer or next(
+        (key for key in ("answer", "solution", "ground_truth", "completion") if key in row), ""
+    )
+    return _item(row, keys.question or "prompt", answer, _same)
+
+
+def _openai(row: Row, keys: Keys) -> DataItem:
+    """Chat messages as OpenAI's fine-tuning writes them: `messages`, of which a last assistant's turn is the answer."""
+    return _item(row, keys.question or "messages", keys.answer, _same)
+
+
+def _dpo(row: Row, keys: Keys) -> DataItem:
+    """Preference pairs: `prompt`, `chosen` (the answer), `rejected`; without `prompt` both are whole conversations."""
+    if "prompt" in row or keys.question:
+        return _item(row, keys.question or "prompt", keys.answer or "chosen", _same)
+    return _item(row, keys.answer or "chosen", "", _same)
+
+
+def _gsm8k(row: Row, keys: Keys) -> DataItem:
+    """GSM8K: a worked solution that ends with "#### 72"; the answer is what follows."""
+    return _item(row, keys.question or "question", keys.answer or "answer", _after_hashes)
+
+
+def _math(row: Row, keys: Keys) -> DataItem:
+    """MATH and MATH-500: `problem`, and `answer` or else the last box of `solution`."""
+    answer = keys.answer or ("answer" if "answer" in row else "solution")
+    boxed = answer == "solution"
+    return _item(row, keys.question or "problem", answer, _last_box if boxed else _same)
+
+
+def _aime(row: Row, keys: Keys) -> DataItem:
+    r"""AIME: `problem` or `question`, and an integer from 0 to 999, which some copies write as 033 or as 336^\circ."""
+    question = keys.question or _first(row, ("problem", "question", "Problem", "Question"))
+    return _item(row, question, keys.answer or _first(row, ("answer", "Answer")), _aime_integer)
+
+
+def _gpqa(row: Row, keys: Keys) -> DataItem:
+    """GPQA: four choices, in an order that depends on the question alone; the answer is a letter.
+
+    The choices are the template fields A, B, C and D, and stand below the question as "A) …".
+    """
+    question_key = keys.question or "Question"
+    right = text_of(row, keys.answer or "Correct Answer").strip()
+    wrong = [text_of(row, f"Incorrect Answer {number}").strip() for number in (1, 2, 3)]
+    question = text_of(row, question_key).strip()
+
+    def order(choice: str) -> bytes:
+        return hashlib.blake2b(f"{question}\0{choice}".encode(), digest_size=16).digest()
+
+    choices = dict(zip(LETTERS, sorted([right, *wrong], key=order), strict=True))
+    if len(set(choices.values())) < len(choices):
+        raise BadRow("has two equal choices", "make the four choices differ")
+    letter = next(letter for letter, choice in choices.items() if choice == right)
+    shown = "\n".join(f"{letter}) {choice}" for letter, choice in choices.items())
+    return DataItem(f"{question}\n\n{shown}", letter, {"stem": question, **choices}, _plain_row(row))
+
+
+_READERS: dict[str, Callable[[Row, Keys], DataItem]] = {
+    "plain": _plain,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "aime": _aime,
+    "gpqa": _gpqa,
+    "verl": _verl,
+    "trl": _trl,
+    "openai": _openai,
+    "dpo": _dpo,
+}
+
+
+def _item(row: Row, question_key: str, answer_key: str, read_answer: Callable[[str], str]) -> DataItem:
+    asked = _value(row, question_key)
+    messages: tuple[dict[str, str], ...] = ()
+    answer = ""
+    if _is_conversation(asked):
+        messages, answer = _conversation(asked, question_key)
+        question = messages[-1]["content"]
+    else:
+        question = text_of(row, question_key)
+    if not question.strip():
+        raise BadRow(f"has an empty {question_key!r}", "write a question, or remove the row")
+    if answer_key:
+        given = _value(row, answer_key)
+        # The chosen answer of a preference pair may be a conversation of one assistant's turn.
+        if _is_conversation(given):
+            given = given[-1].get("content")
+        answer = read_answer(_text(given, answer_key)) if given is not None else ""
+    rest = {key: value for key, value in _plain_row(row).items() if key != question_key}
+    fields = dict(_fields({key: value for key, value in rest.items() if key != answer_key}))
+    return DataItem(question, answer, fields, rest, messages)
+
+
+def _fields(rest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str | int | float]]:
+    """Texts and numbers of a row, of nested objects too: `extra_info.index`."""
+    for key, value in rest.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{above}{key}.")
+        elif isinstance(value, (str, int, float)):
+            yield f"{above}{key}", value
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, Mapping) for each in value)
+    )
+
+
+def _conversation(turns: Sequence[Row], key: str) -> tuple[tuple[dict[str, str], ...], str]:
+    """The turns up to the last user's one, and the assistant's answer to it, which may be missing."""
+    messages = tuple(_message(turn, f"{key}[{place}]") for place, turn in enumerate(turns))
+    answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise BadRow(f"has no user's turn at the end of {key!r}", "end it with a message of the user")
+    return messages, answer
+
+
+def _message(turn: Row, place: str) -> dict[str, str]:
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ROLES:
+        raise BadRow(f"has {show(role)} as role of {place}", f"use one of: {', '.join(ROLES)}")
+    if isinstance(content, (list, tuple)) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    ):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise BadRow(f"has {show(content)} as content of {place}", "write text; images are not read yet")
+    return {"role": role, "content": content}
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def _value(row: Row, key: str) -> Any:
+    """What stands under a key, or under a path of keys; raises `BadRow` where nothing does."""
+    if key in row:
+        return row[key]
+    found: Any = row
+    for step in key.split("."):
+        if not isinstance(found, Mapping) or step not in found:
+            raise BadRow(f"has no key {key!r}", choose(key, row, extra="or name another key in data.options"))
+        found = found[step]
+    return found
+
+
+def _maybe(row: Row, key: str) -> str:
+    """The key, where the row has it; raises `BadRow` where it has one that differs by a slip."""
+    try:
+        _value(row, key)
+    except BadRow:
+        if nearest(key, row):
+            raise
+        return ""
+    return key
+
+
+def text_of(row: Row, key: str) -> str:
+    """The text or number under a key, also as a list of one; raises `BadRow` for anything else."""
+    return _text(_value(row, key), key)
+
+
+def share_of(row: Row, key: str) -> float:
+    """The number from 0 to 1 under a key, maybe written as text; raises `BadRow` for anything else."""
+    text = text_of(row, key)
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise BadRow(f"has {text!r} as {key!r}", "write a number from 0 to 1")
+    return share
+
+
+def _text(value: Any, key: str) -> str:
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"has {value} as {key!r}", "write a number, or remove the row")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise BadRow(f"has {show(value)} as {key!r}", "write text or a number")
+    return str(value)
+
+
+def _plain_row(row: Row) -> dict[str, Any]:
+    """What travels to the scorers: JSON's types; anything else as its text."""
+    return {key: _jsonable(value, key) for key, value in row.items()}
+
+
+def _jsonable(value: Any, key: str) -> Any:
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise BadRow(f"has {value} under {key!r}", "write a finite number, or null")
+        # Tables write a missing number as NaN.
+        return None if math.isnan(value) else value
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(each, f"{key}[{place}]") for place, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {str(name): _jsonable(each, f"{key}.{name}") for name, each in value.items()}
+    return str(value)
+
+
+def _after_hashes(text: str) -> str:
+    _, mark, answer = text.rpartition("####")
+    if not mark:
+        raise BadRow("has no '####' before its answer", "give GSM8K's own answers, or use form: plain")
+    return answer.strip().replace(",", "")
+
+
+def _last_box(text: str) -> str:
+    start = text.rfind("\\boxed{")
+    depth, first = 0, start + len("\\boxed{")
+    for place in range(first, len(text)) if start >= 0 else ():
+        if text[place] == "}" and depth == 0:
+            return text[first:place].strip()
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    raise BadRow("has no \\boxed{…} in its solution", "give MATH's own solutions, or a key `answer`")
+
+
+def _aime_integer(text: str) -> str:
+    found = re.fullmatch(r"\s*(\d{1,3})(?:\.0+)?(?:\^\{?\\circ\}?)?\s*", text)
+    if not found:
+        raise BadRow(f"has {text[:40]!r} as its answer", "AIME's answers are integers from 0 to 999")
+    return str(int(found[1]))
+
+
+def _first(row: Row, keys: tuple[str, ...]) -> str:
+    return next((key for key in keys if key in row), keys[0])

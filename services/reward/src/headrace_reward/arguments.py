@@ -1,0 +1,123 @@
+"""Which arguments a user's function gets, by the names of its parameters; no argument is given by its place alone.
+
+The names are ours, those of verl's `compute_score` and those of TRL's reward functions. A function whose names are
+plural judges a batch: each of its arguments is a list with one entry an answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_reward.scorers.base import Answer
+
+SIGNATURE = "def score(prompt: str, completion: str, reference: str, metadata: dict) -> float | dict[str, float] | None"
+
+
+def _turns(answer: Answer, text: str, role: str) -> Any:
+    """As TRL gives it: text, or messages where the data's prompts are messages."""
+    return [{"role": role, "content": text}] if answer.messages else text
+
+
+SINGLE: dict[str, Callable[[Answer], Any]] = {
+    "prompt": lambda answer: answer.prompt,
+    "completion": lambda answer: answer.completion,
+    "reference": lambda answer: answer.reference,
+    "metadata": lambda answer: dict(answer.metadata or {}),
+    "messages": lambda answer: list(answer.messages),
+    "finish_reason": lambda answer: answer.finish_reason,
+    "token_count": lambda answer: answer.token_count,
+    # verl
+    "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
+    "solution_str": lambda answer: answer.completion,
+    "ground_truth": lambda answer: answer.reference,
+    "extra_info": lambda answer: dict((answer.metadata or {}).get("extra_info") or {}),
+}
+"""What a parameter of a function of one answer gets."""
+BATCHED: dict[str, Callable[[Answer], Any]] = {
+    "prompts": lambda answer: list(answer.messages) or answer.prompt,
+    "completions": lambda answer: _turns(answer, answer.completion, "assistant"),
+    "references": lambda answer: answer.reference,
+    "metadata": lambda answer: dict(answer.metadata or {}),
+    "messages": lambda answer: list(answer.messages),
+    "finish_reasons": lambda answer: answer.finish_reason,
+    "token_counts": lambda answer: answer.token_count,
+    # verl
+    "data_sources": lambda answer: SINGLE["data_source"](answer),
+    "solution_strs": lambda answer: answer.completion,
+    "ground_truths": lambda answer: answer.reference,
+    "extra_infos": lambda answer: SINGLE["extra_info"](answer),
+}
+"""What each entry of a parameter of a function of batches is of one answer."""
+MARKS = ("completions", "solution_strs")
+"""The parameters by which a function of batches is known."""
+OF_TRL_ALONE = ("trainer_state", "completion_ids", "prompt_ids", "log_extra", "log_metric")
+"""What only TRL's own trainer can give; functions that take `**kwargs` do without."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one function. `columns` are parameters that get the data's column of that name."""
+
+    names: tuple[str, ...]
+    batched: bool
+    columns: tuple[str, ...] = ()
+    others: bool = False
+    """The function takes `**kwargs`: of a batch, all other columns of the data."""
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> Arguments:
+        """Reads a function's parameters. Raises TypeError naming one that nothing can be given for."""
+        parameters = inspect.signature(function).parameters.values()
+        if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            raise TypeError("it takes *args, but arguments are given by name")
+        named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+        others = len(named) < len(parameters)
+        if places := [each.name for each in named if each.kind is each.POSITIONAL_ONLY]:
+            raise TypeError(f"its parameter {places[0]!r} can only be given by place")
+        batched = any(each.name in MARKS for each in named)
+        known = BATCHED if batched else SINGLE
+        unknown = [each for each in named if each.name.lstrip("_") not in known]
+        wanted = [each.name for each in unknown if each.default is each.empty]
+        if batched and (of_trl := [name for name in wanted if name in OF_TRL_ALONE]):
+            raise TypeError(f"it takes {of_trl[0]!r}, which only TRL's trainer has")
+        if wanted and not batched:
+            raise TypeError(f"its parameter {wanted[0]!r} is none of {', '.join(known)}")
+        names = tuple(each.name for each in named if each.name.lstrip("_") in known)
+        if not names:
+            raise TypeError(f"it takes none of {', '.join(known)}")
+        return cls(names, batched, tuple(wanted), others)
+
+    def of(self, answer: Answer) -> dict[str, Any]:
+        """The arguments of one answer; those of a function of batches are lists of one."""
+        if self.batched:
+            return self.of_batch([answer])
+        return {name: SINGLE[name.lstrip("_")](answer) for name in self.names}
+
+    def of_batch(self, answers: list[Answer]) -> dict[str, Any]:
+        """The arguments of several answers. Raises LookupError naming a column that an item lacks."""
+        given: dict[str, Any] = {
+            name: [BATCHED[name.lstrip("_")](answer) for answer in answers] for name in self.names
+        }
+        rows = [_columns(answer) for answer in answers]
+        columns = dict.fromkeys(
+            [*self.columns, *((name for row in rows for name in row) if self.others else ())]
+        )
+        for name in columns:
+            if name in given:
+                continue
+            if (
+                name in self.columns
+                and (lacking := next((row for row in rows if name not in row), None)) is not None
+            ):
+                known = ", ".join(lacking) or "none"
+                raise LookupError(f"it takes the column {name!r}, which an item lacks; columns: {known}")
+            given[name] = [row.get(name) for row in rows]
+        return given
+
+
+def _columns(answer: Answer) -> Mapping[str, Any]:
+    """The columns of an item, as far as the answers of a row travel."""
+    return {"answer": answer.reference, **(answer.metadata or {})}

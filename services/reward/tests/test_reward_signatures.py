@@ -1,0 +1,119 @@
+"""Functions of users with the parameters of verl, TRL and our own; batches, coroutines, abstaining."""
+
+from __future__ import annotations
+
+import pytest
+from headrace.common.v1 import common_pb2
+from headrace.reward.v1 import reward_pb2
+
+USER = common_pb2.ChatMessage(role="user", content="1 + 1?")
+
+VERL = """#file
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums" and extra_info == {"index": 7}
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": "two"}
+"""
+TRL = """#file
+def score(prompts, completions, solution, **kwargs):
+    assert len(prompts) == len(completions) == len(solution) == len(kwargs["level"])
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    assert all(isinstance(each, list) == isinstance(prompt, list) for each, prompt in zip(completions, prompts))
+    return [float(text == right) + len(texts) / 100 for text, right in zip(texts, solution)]
+"""
+CURIOUS = """#file
+def score(messages, finish_reason, token_count, _prompt):
+    asked = [{"role": "user", "content": _prompt}]
+    return float(messages == asked and finish_reason == "length" and token_count == 3)
+"""
+WAITING = """#file
+import asyncio
+async def score(completion):
+    await asyncio.sleep(0.2)
+    return 1 / int(completion)
+"""
+MIXED = """#file
+import os, time
+def score(completions):
+    for each in completions:
+        each == "die" and os._exit(3)
+        each == "hang" and time.sleep(60)
+        assert each != "raise"
+    return [1.0 for _ in completions]
+"""
+METADATA = {"solution": "2", "level": 1, "data_source": "sums", "extra_info": {"index": 7}}
+
+
+async def test_a_function_of_verl_works_as_it_is(reward, scorer_file):
+    await reward.open(scorer_file(VERL))
+    right, wrong = await reward.answers("2", "3", reference="2", metadata=METADATA)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert dict(right.parts) == {"mine.py:score": 1.0, "mine.py:score/score": 1.0, "mine.py:score/acc": 1.0}
+
+
+@pytest.mark.parametrize("messages", [[], [USER]], ids=["text", "conversations"])
+async def test_a_function_of_trl_works_as_it_is(reward, scorer_file, messages):
+    await reward.open(scorer_file(TRL))
+    found = await reward.answers(*["2", "3"] * 4, prompt="1 + 1?", metadata=METADATA, messages=messages)
+    assert [int(each.reward) for each in found] == [1, 0] * 4
+    assert max(each.reward % 1 for each in found) > 0.011, "several answers in one call"
+
+
+async def test_a_column_that_an_item_lacks_is_named(reward, scorer_file):
+    await reward.open(scorer_file(TRL))
+    (found,) = await reward.answers("2", metadata={"level": 1})
+    assert found.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN
+    assert "it takes the column 'solution', which an item lacks; columns: answer, level" in found.detail
+
+
+async def test_a_scorer_may_ask_for_the_conversation_and_the_end(reward, scorer_file):
+    await reward.open(scorer_file(CURIOUS))
+    fields = {"prompt": "1 + 1?", "messages": [USER], "token_count": 3}
+    cut, ended = [
+        *await reward.answers("2", finish_reason=common_pb2.FINISH_REASON_LENGTH, **fields),
+        *await reward.answers("2", finish_reason=common_pb2.FINISH_REASON_STOP, **fields),
+    ]
+    assert (cut.reward, ended.reward) == (1.0, 0.0)
+
+
+async def test_coroutines_wait_side_by_side(reward, scorer_file):
+    """Forty answers that wait 0.2 s each, and one that raises spoils no other."""
+    await reward.open(scorer_file(WAITING), timeout_s=1.0)
+    found = await reward.answers(*(str(number) for number in range(40)), reference="1")
+    assert [each.reward for each in found[1:]] == pytest.approx([1 / number for number in range(1, 40)])
+    assert found[0].status == reward_pb2.SCORE_STATUS_ANSWER_FAILED and "ZeroDivisionError" in found[0].detail
+    assert sum(each.wall_time.ToNanoseconds() for each in found) / 1e9 < 0.5 * 40 * 0.2
+
+
+async def test_none_abstains_and_is_counted(reward, scorer_file):
+    words = "return None if metadata['kind'] == 'sum' else 1.0"
+    sums = "return float(completion == reference) if metadata['kind'] == 'sum' else None"
+    await reward.open((scorer_file(words, "words.py"), 0.5), (scorer_file(sums, "sums.py"), 2.0))
+    first, second = [
+        *await reward.answers("2", reference="2", metadata={"kind": "sum"}),
+        *await reward.answers("2", reference="2", metadata={"kind": "word"}),
+    ]
+    assert (first.reward, second.reward) == (2.0, 0.5)
+    assert first.parts["words.py:score/abstained"] == 1.0 and "words.py:score" not in first.parts
+
+
+async def test_an_answer_of_which_every_scorer_abstains_is_told(reward, scorer_file):
+    await reward.open(scorer_file("pass"))
+    (found,) = await reward.answers("2")
+    assert found.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN
+    assert "every scorer abstained" in found.detail
+
+
+async def test_one_bad_answer_spoils_no_other_of_its_batch(reward, scorer_file):
+    await reward.open(scorer_file(MIXED), timeout_s=0.5, failed_reward=-1.0)
+    found = await reward.answers("a", "raise", "b", "die", "c", "hang", "d")
+    assert [each.reward for each in found] == [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
+    assert "exit code 3" in found[3].detail and "took longer" in found[5].detail
+
+
+async def test_a_scorer_that_ends_its_process_with_each_answer_is_broken(reward, scorer_file):
+    """And not the answers: reward 0 for all of them would train on nothing and say so to nobody."""
+    await reward.open(scorer_file("import os\ncompletion and os._exit(0)\nreturn 1.0"))
+    found = [(await reward.answers(str(number)))[0] for number in range(4)]
+    assert found[0].status == reward_pb2.SCORE_STATUS_ANSWER_FAILED
+    assert found[3].status == reward_pb2.SCORE_STATUS_SCORER_BROKEN
+    assert "with each of 4 answers" in found[3].detail

@@ -1,0 +1,121 @@
+"""Expert parallel in fsdp: each rank of a group has a share of every layer's experts, and tokens go to them.
+
+Ranks that have the same experts shard them among each other with fully_shard; everything else is sharded over all
+ranks as usual. An expert's gradient is the sum over the tokens that came to it, from whichever rank, so that the sum
+over the ranks that shard it is the whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from headrace_modelkit.experts import FAMILIES, expert_blocks, expert_shape
+from headrace_modelkit.loading import load_architecture
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.shared.exchange import AllToAll
+from headrace_trainer.errors import invalid
+from headrace_trainer.group.group import TrainerGroup
+
+KEY = "trainer.backend_options.expert_parallel"
+FUSED = ("gate_up_proj", "down_proj")
+_meshes: WeakKeyDictionary[TrainerGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
+"""Process groups are made once in a generation of ranks."""
+
+
+def check_experts(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
+    """Raises Refusal INVALID, naming the key, for expert parallelism that does not divide; and ModelNotReadable."""
+    ranks = options.expert_parallel
+    if ranks == 1:
+        return
+    architecture = load_architecture(config.model)
+    shape = expert_shape(architecture)
+    if shape is None:
+        raise invalid(
+            f"{KEY}: {config.model.path!r} is a {architecture.model_type} model, which has no experts to divide "
+            f"(families with experts: {', '.join(FAMILIES)}); leave it out",
+            key=KEY,
+        )
+    if shape.experts % ranks:
+        fits = max(count for count in range(1, ranks) if shape.experts % count == 0)
+        raise invalid(
+            f"{KEY}: {shape.experts} experts of a layer (model.path) cannot be divided over {ranks} ranks; the nearest "
+            f"lower value that divides them is {fits}",
+            key=KEY,
+        )
+    if config.trainer.ranks % ranks:
+        raise invalid(
+            f"{KEY}: {config.trainer.ranks} ranks are no multiple of the {ranks} that divide the experts; set "
+            f"trainer.ranks: {-(-config.trainer.ranks // ranks) * ranks}",
+            key=KEY,
+        )
+    if config.trainer.helpers:
+        raise invalid(
+            f"trainer.helpers: a helper has no other ranks to divide experts with; set it to 0, or leave {KEY} out",
+            key="trainer.helpers",
+        )
+    for key, wanted in (("min_ranks", config.trainer.min_ranks), ("max_ranks", config.trainer.max_ranks)):
+        if wanted is not None and wanted % ranks:
+            raise invalid(
+                f"trainer.{key}: {wanted} ranks are no multiple of the {ranks} that divide the experts ({KEY})",
+                key=f"trainer.{key}",
+            )
+
+
+class ExpertMesh:
+    """`size` neighbouring ranks divide the experts; every `size`-th rank has the same ones."""
+
+    def __init__(self, ranks: TrainerGroup, size: int) -> None:
+        made = _meshes.setdefault(ranks, {})
+        if size not in made:
+            shape = (ranks.world_size // size, size)
+            made[size] = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("same", "experts"))
+        self.size = size
+        self.place = ranks.rank % size
+        """Which share this rank has."""
+        self.same = made[size]["same"]
+        """The ranks that have the same experts."""
+        self._group = made[size].get_group("experts")
+
+    def divide(self, model: PreTrainedModel, shard: Callable[[nn.Module, DeviceMesh], None]) -> set[str]:
+        """Leaves this rank its experts, sharded by `shard` over those that have the same; their names."""
+        divided: set[str] = set()
+        names = {module: name for name, module in model.named_modules()}
+        for block in expert_blocks(model):
+            experts: Any = block.experts
+            total = experts.num_experts
+            for name, parameter in list(experts.named_parameters()):
+                owner = experts.get_submodule(name.rpartition(".")[0])
+                own = parameter.data.chunk(self.size)[self.place].clone()
+                setattr(
+                    owner, name.rpartition(".")[2], nn.Parameter(own, requires_grad=parameter.requires_grad)
+                )
+                divided.add(f"{names[experts]}.{name}")
+            experts.total_experts, experts.num_experts = total, total // self.size
+            experts.exchange = AllToAll(self._group)
+            shard(experts, self.same)
+        return divided
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All experts' of this rank's experts'."""
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=self._group)
+        return torch.cat(parts)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's experts' of all experts'."""
+        return whole.chunk(self.size)[self.place]
+
+    def shape(self, parameter: DTensor) -> tuple[int, ...]:
+        """Of a whole parameter."""
+        return (parameter.shape[0] * self.size, *parameter.shape[1:])

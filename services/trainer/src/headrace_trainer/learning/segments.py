@@ -1,0 +1,170 @@
+"""Which keys each query of a packed micro-batch sees, without a mask: segments of queries that continue a path of keys.
+
+Knows no tree and no kernel.
+
+Shapes: N queries, M keys, S segments, P pieces of the keys, T keys that the segments see, one segment after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]
+"""Keys from the first number up to the second one, which is not among them."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Queries `start` to `stop`. Each sees all keys of the runs `before`, and of those from `own` on as many as there
+    are queries up to itself: the queries are the end of the path `before` + own.
+    """
+
+    start: int
+    stop: int
+    own: int
+    before: tuple[Run, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The whole path's."""
+        return (*self.before, (self.own, self.own + self.stop - self.start))
+
+    def moved(self, queries: int, keys: int) -> Segment:
+        """The same, so many queries and keys further on."""
+        before = tuple((first + keys, end + keys) for first, end in self.before)
+        return Segment(self.start + queries, self.stop + queries, self.own + keys, before)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """All queries of a micro-batch, segment by segment, as kernels for sequences of many lengths take them.
+
+    `query_ends` and `key_ends` are (S + 1,) int32, from 0. `keys_T` has what each segment sees; None: the keys as they
+    lie. Nothing here has N times M elements but `dense`.
+    """
+
+    parts: tuple[Segment, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+    keys_T: Tensor | None
+    longest_query: int
+    longest_path: int
+
+    @classmethod
+    def of(cls, given: Iterable[Segment]) -> Segments:
+        """From segments that follow each other without a gap."""
+        parts = tuple(given)
+        lengths = [part.stop - part.start for part in parts]
+        paths = [
+            length + sum(end - first for first, end in part.before)
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+        plain = all(not part.before and part.own == part.start for part in parts)
+        keys_T = None if plain else np.concatenate([np.arange(*run) for part in parts for run in part.runs])
+        return cls(
+            parts,
+            torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+            torch.tensor([0, *np.cumsum(paths)], dtype=torch.int32),
+            None if keys_T is None else torch.from_numpy(keys_T),
+            max(lengths),
+            max(paths),
+        )
+
+    def to(self, device: torch.device) -> Segments:
+        """The same on `device`."""
+        query_ends, key_ends = (
+            ends.to(device, non_blocking=True) for ends in (self.query_ends, self.key_ends)
+        )
+        keys_T = None if self.keys_T is None else self.keys_T.to(device, non_blocking=True)
+        return Segments(self.parts, query_ends, key_ends, keys_T, self.longest_query, self.longest_path)
+
+    @property
+    def queries(self) -> int:
+        """N."""
+        return self.parts[-1].stop
+
+    @property
+    def seen(self) -> int:
+        """T."""
+        return sum(end - first for part in self.parts for first, end in part.runs)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        found = 0
+        for part in self.parts:
+            length = part.stop - part.start
+            found += length * sum(end - first for first, end in part.before) + length * (length + 1) // 2
+        return found
+
+    @cached_property
+    def visible(self) -> Visible:
+        """The same as a rule about one query and one key, on the device of the others."""
+        return Visible.of(self.parts, self.query_ends.device)
+
+    @cached_property
+    def made(self) -> dict[str, Any]:
+        """What a kernel has made of them, for the layers that follow."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Tells of queries and keys by number whether one sees the other; made of tables that are short in one dimension.
+
+    `segment_N` is a query's segment, `piece_M` a key's piece: keys between two ends of runs are one piece. `before_SP`
+    says whether a segment sees the whole of a piece; `start_S` and `own_S` are those of `Segment`.
+    """
+
+    segment_N: Tensor
+    piece_M: Tensor
+    before_SP: Tensor
+    start_S: Tensor
+    own_S: Tensor
+
+    @classmethod
+    def of(cls, parts: tuple[Segment, ...], device: torch.device) -> Visible:
+        """On `device`."""
+        ends = np.unique([edge for part in parts for run in part.runs for edge in run] + [0])
+        before_SP = np.zeros((len(parts), len(ends) - 1), dtype=np.bool_)
+        for index, part in enumerate(parts):
+            for first, end in part.before:
+                before_SP[index, np.searchsorted(ends, first) : np.searchsorted(ends, end)] = True
+        lengths = [part.stop - part.start for part in parts]
+        tables = (
+            np.repeat(np.arange(len(parts)), lengths),
+            np.repeat(np.arange(len(ends) - 1), np.diff(ends)),
+            before_SP,
+            np.array([part.start for part in parts]),
+            np.array([part.own for part in parts]),
+        )
+        return cls(*(torch.from_numpy(table).to(device) for table in tables))
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether queries see keys, elementwise; both broadcast."""
+        segment = self.segment_N[query]
+        own = self.own_S[segment]
+        causal = (key >= own) & (key - own <= query - self.start_S[segment])
+        return self.before_SP[segment, self.piece_M[key]] | causal
+
+    def dense(self) -> Tensor:
+        """(N, M), for short ones."""
+        device = self.segment_N.device
+        queries, keys = (torch.arange(len(each), device=device) for each in (self.segment_N, self.piece_M))
+        return self(queries[:, None], keys[None, :])
+
+
+def runs_of(nodes: list[int]) -> tuple[Run, ...]:
+    """Rising numbers as runs."""
+    if not nodes:
+        return ()
+    found = np.asarray(nodes)
+    cuts = np.flatnonzero(np.diff(found) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(found, cuts))

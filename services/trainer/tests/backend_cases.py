@@ -1,0 +1,77 @@
+"""Cases of training backends, each walked by a group of processes: see `backend_ranks.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+WALK_S = 300.0
+
+
+def walk_cases(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> dict[str, SimpleNamespace]:
+    """Walks through cases with so many processes; figures and tensors by case."""
+    job = folder / f"{'-'.join(cases)[:99]}-{ranks}.job"
+    listed = [{"name": name, **case} for name, case in cases.items()]
+    job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
+    script = Path(__file__).parent / "backend_ranks.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    children = [
+        subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
+        for rank in range(ranks)
+    ]
+    try:
+        assert [child.wait(WALK_S) for child in children] == [0] * ranks
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return {
+        name: SimpleNamespace(
+            **json.loads((folder / f"{name}.json").read_text()),
+            tensors=load_file(folder / f"{name}.safetensors"),
+            file=str(folder / f"{name}.safetensors"),
+        )
+        for name in cases
+    }
+
+
+def config(
+    model: Path,
+    ranks: int = 1,
+    options: dict | None = None,
+    dtype: str = "float32",
+    *,
+    backend: str = "megatron",
+    **trainer: Any,
+) -> dict[str, Any]:
+    """What OpenRun tells a trainer: `options` are the backend's; without any it is fsdp's with its own."""
+    chosen = {} if options is None else {"backend": backend, "backend_options": options}
+    return {
+        "model": {"path": str(model), "dtype": dtype},
+        "algorithm": {
+            "group_size": 4,
+            "prompts_per_step": 4,
+            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1},
+        },
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
+        "trainer": {"micro_batch_tokens": 512, "ranks": ranks, **chosen, **trainer},
+        "sampling": {"temperature": 0.7},
+        "checkpoint": {"keep": 2},
+        "seed": 1,
+        "steps": 10,
+    }
+
+
+def part(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Those of a kind, without its name before theirs."""
+    return {
+        name.removeprefix(f"{kind}/"): value for name, value in tensors.items() if name.startswith(f"{kind}/")
+    }
