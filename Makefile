@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := .venv/bin/python -m pip
 PINNED := -c constraints/base.txt
 DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/coordinator services/rollout \
-	services/trainer services/simulator services/reward cli tools/simulation
+	services/trainer services/simulator services/reward cli tools/simulation tools/fake_world
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
@@ -91,7 +91,7 @@ test-simulators: ## The contract suite of the simulator service against SIM=meta
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
-gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
+gpu-check: setup ## What only a GPU can show, in ten minutes at most, a JSON line a finding; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py
 
 docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs).

@@ -1,4 +1,4 @@
-"""An engine by itself, for engines.py: `python benchmarks/_engine_bare.py ENGINE MODEL REQUESTS PROMPT TOKENS DTYPE`.
+"""An engine by itself, for engines.py: `_engine_bare.py ENGINE MODEL REQUESTS PROMPT TOKENS DTYPE GPU`.
 
 Loads the model and says {"start_s": …}; then each line on standard input is a turn, whose end it tells in one line
 of JSON, {"tokens": sampled, "seconds": …}. What an engine prints goes to standard error. Knows nothing of Headrace,
@@ -18,6 +18,8 @@ from typing import Any
 
 CORE = 0
 """Both sides compute on this one."""
+HALF = 0.4
+"""Of a GPU's memory that each side takes for its engine: they share it."""
 Generate = Callable[[list[list[int]]], int]
 """Answers prompts and returns how many tokens were sampled."""
 
@@ -31,6 +33,12 @@ class Load:
     prompt: int
     tokens: int
     dtype: str
+    gpu: int | None = None
+
+    @property
+    def device(self) -> str:
+        """What a service is told to lease."""
+        return f"cpu:{CORE}" if self.gpu is None else f"gpu:{self.gpu}"
 
 
 def prompts(load: Load, turn: int) -> list[list[int]]:
@@ -46,13 +54,14 @@ def transformers(load: Load) -> Generate:
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     model: Any = AutoModelForCausalLM.from_pretrained(load.model, dtype=getattr(torch, load.dtype))
-    model.eval()
+    where = "cpu" if load.gpu is None else f"cuda:{load.gpu}"
+    model.to(where).eval()
     # The model's own settings would cut the distribution, and stop at its end of text as the service does.
     ends = model.generation_config.eos_token_id
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 
     def answer(ids: list[list[int]]) -> int:
-        given = torch.tensor(ids)
+        given = torch.tensor(ids, device=where)
         with torch.inference_mode():
             found = model.generate(
                 given, attention_mask=torch.ones_like(given), max_new_tokens=load.tokens, **settings
@@ -74,6 +83,7 @@ def vllm(load: Load) -> Generate:
         enforce_eager=True,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
+        **({} if load.gpu is None else {"gpu_memory_utilization": HALF}),
     )
     settings = SamplingParams(temperature=1.0, max_tokens=load.tokens, logprobs=0, detokenize=False)
 
@@ -91,9 +101,11 @@ ENGINES: dict[str, Callable[[Load], Generate]] = {"transformers": transformers, 
 
 def main() -> None:
     """Command line."""
-    name, model, requests, prompt, tokens, dtype = sys.argv[1:]
-    os.sched_setaffinity(0, {CORE})
-    load = Load(model, int(requests), int(prompt), int(tokens), dtype)
+    name, model, requests, prompt, tokens, dtype, gpu = sys.argv[1:]
+    number = None if gpu == "None" else int(gpu)
+    load = Load(model, int(requests), int(prompt), int(tokens), dtype, number)
+    if load.gpu is None:
+        os.sched_setaffinity(0, {CORE})
     # Engines print what they like; the answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -135,6 +135,11 @@ class Fleet:
         """Id of the first process of a kind."""
         return next(int(item["pid"]) for item in self._state["processes"] if item["kind"] == kind)
 
+    def processes(self) -> list[dict[str, Any]]:
+        """The fleet's processes: name, kind, pid, restarts."""
+        found: list[dict[str, Any]] = self._state["processes"]
+        return found
+
     @property
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((self.data_dir / "fleet.json").read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from _engine_bare import CORE, ENGINES, Load, prompts
+from _engine_bare import ENGINES, HALF, Load, prompts
 from _engine_memory import kv_bytes_vs_needed
 from _harness import emit, machine, say, table
 
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of an answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
+    parser.add_argument("--gpu", type=int, help="number of the GPU that both sides share; default: a core")
     options = parser.parse_args()
     names = options.engines.split(",")
     if unknown := sorted(set(names) - set(ENGINES)):
@@ -96,9 +97,10 @@ def main() -> None:
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model = options.model or _random_model(Path(folder))
-        load = Load(str(model), options.requests, options.prompt, options.tokens, options.dtype)
+        load = Load(str(model), options.requests, options.prompt, options.tokens, options.dtype, options.gpu)
         found = {name: measure(name, load, Path(folder), options.turns) for name in names}
-        kv = kv_bytes_vs_needed(model, options.dtype) if "transformers" in names else None
+        on_cpu = options.gpu is None
+        kv = kv_bytes_vs_needed(model, options.dtype) if "transformers" in names and on_cpu else None
     say(f"at the end: {machine()}")
     show(found, kv)
     emit("engines", figures(found, kv))
@@ -139,8 +141,8 @@ class Bare:
         script = str(Path(__file__).with_name("_engine_bare.py"))
         shape = map(str, (load.requests, load.prompt, load.tokens))
         self._process = subprocess.Popen(
-            [str(python_of(name)), script, name, load.model, *shape, load.dtype],
-            env=clean_environment(**offline()),
+            [str(python_of(name)), script, name, load.model, *shape, load.dtype, str(load.gpu)],
+            env=clean_environment(**offline(load.gpu)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -193,10 +195,10 @@ class Service:
 
         with ExitStack() as stack:
             fleet = stack.enter_context(FakeFleet())
-            flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", f"cpu:{CORE}")
+            flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", load.device)
             started = time.perf_counter()
             process = alone.Service(
-                "rollout", folder / f"rollout-{name}", *flags, python=python_of(name), **offline()
+                "rollout", folder / f"rollout-{name}", *flags, python=python_of(name), **offline(load.gpu)
             )
             stack.enter_context(process)
             fleet.grant("rollout-0", LEASE)
@@ -279,7 +281,9 @@ class Service:
 
 def make_config(name: str, load: Load) -> dict[str, Any]:
     """What the service is opened with."""
-    rollout = {"engine": name, "max_concurrency": load.requests}
+    rollout: dict[str, Any] = {"engine": name, "max_concurrency": load.requests}
+    if load.gpu is not None and name == "vllm":
+        rollout["engine_options"] = {"gpu_memory_utilization": HALF, "enforce_eager": True}
     return {"model": {"path": load.model, "dtype": load.dtype}, "rollout": rollout, "seed": 3}
 
 
@@ -362,11 +366,12 @@ def show(found: dict[str, Found], kv: float | None) -> None:
     say(f"missed: {', '.join(missed)}" if missed else "all goals are met")
 
 
-def offline() -> dict[str, str]:
+def offline(gpu: int | None) -> dict[str, str]:
     """Settings under which engines start without a network, and this process's path, for what is not installed."""
     path = os.environ.get("PYTHONPATH", "")
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    quiet |= {"VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1"}  # as the service's vLLM on a CPU
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if gpu is None:  # as the service's vLLM on a CPU
+        quiet |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1"}
     return {**quiet, **({"PYTHONPATH": path} if path else {})}
 
 

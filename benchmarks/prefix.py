@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
+    parser.add_argument(
+        "--device", default="cpu", help="torch's name of where it is computed, such as cuda:0"
+    )
     options = parser.parse_args()
     import torch  # not at the top: --help must not wait for it
 
@@ -42,8 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model = options.model or write_model(Path(folder))
         sizes = (options.prompt, options.answer, options.repetitions)
-        times, difference = measure(model, "float32", *sizes)
-        times_bf16, _ = measure(model, "bfloat16", *sizes)
+        times, difference = measure(model, "float32", *sizes, options.device)
+        times_bf16, _ = measure(model, "bfloat16", *sizes, options.device)
     table(COLUMNS, [row("float32", times), row("bfloat16", times_bf16)])
     say(f"gradient, shared against plain, float32: relative L2 {difference:.2e}; at the end: {machine()}")
     emit(
@@ -97,14 +100,17 @@ def write_model(directory: Path) -> Path:
     return directory / "model"
 
 
-def measure(model: Path, dtype: str, prompt: int, answer: int, repetitions: int) -> tuple[Times, float]:
+def measure(
+    model: Path, dtype: str, prompt: int, answer: int, repetitions: int, device: str = "cpu"
+) -> tuple[Times, float]:
     """The turns' times, and the relative L2 distance of the first turn's gradients."""
     import torch
     from _gradient import Accumulation, relative_l2, synthetic_group
     from headrace_trainer.group.group import join_trainer_group
 
     times: Times = {True: [], False: []}
-    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
+    where = torch.device(device)
+    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, where)
     try:
         both = {
             shared: Accumulation(model, dtype, trainer_group, GROUP_SIZE, shared=shared) for shared in times
@@ -116,6 +122,8 @@ def measure(model: Path, dtype: str, prompt: int, answer: int, repetitions: int)
             for shared in order:
                 started = time.perf_counter()
                 both[shared].learn([group])
+                if where.type == "cuda":
+                    torch.cuda.synchronize(where)
                 if turn >= WARM_UP:
                     times[shared].append(time.perf_counter() - started)
                 gradient = both[shared].gradient()

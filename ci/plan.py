@@ -18,6 +18,7 @@ PACKAGES = (
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
     "headrace_simulation",
+    "headrace_fake_world",
 )
 UNITS = {
     "cli": "cli",
@@ -28,6 +29,7 @@ UNITS = {
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
     "simulation-units": "tools/simulation",
+    "fake-world": "tools/fake_world",
     "modelkit": "libs/modelkit",
     "planner": "libs/planner",
     "schema": "libs/schema",

@@ -127,7 +127,17 @@ def test_dry_run_without_a_fleet_names_every_problem(headrace, spec_file):
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny", "smollm2", "own_reward", "tiny-megatron", "two_rewards", "two_policies"]
+    "name",
+    [
+        "tiny",
+        "smollm2",
+        "own_reward",
+        "tiny-megatron",
+        "two_rewards",
+        "two_policies",
+        "from_verl/run",
+        "from_trl/run",
+    ],
 )
 def test_examples_are_valid(headrace, name):
     result = headrace("run", "submit", str(EXAMPLES / f"{name}.yaml"), "--dry-run", "--json", HEADRACE_URL="")

@@ -58,9 +58,9 @@ BAD = {
         {"rollout__engine_options": {"paged": True}}, "rollout.engine_options.paged", "remove it"
     ),
     "an ill-typed option of a backend": (
-        {"trainer__backend_options": {"reshard_micro_batches": 3}},
-        "trainer.backend_options.reshard_micro_batches",
-        "true",
+        {"trainer__backend_options": {"shard": 3}},
+        "trainer.backend_options.shard",
+        "state",
     ),
     "unknown option of a scorer": (
         {"reward": {"scorers": [{"name": "exact", "options": {"case": True}}]}},

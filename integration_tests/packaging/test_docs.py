@@ -15,7 +15,7 @@ PAGES = [
     *ROOT.glob("libs/*/README.md"),
 ]
 MODULE = re.compile(r"\bheadrace_[a-z]+(?:\.[a-z_][a-zA-Z_]*)+")
-SOURCES = [*ROOT.glob("*/*/src"), *ROOT.glob("cli/src"), ROOT / "tools/simulation"]
+SOURCES = [*ROOT.glob("*/*/src"), *ROOT.glob("cli/src"), ROOT / "tools/simulation", ROOT / "tools/fake_world"]
 IN_BACKTICKS = re.compile(r"`([^`\s]+)`")
 FOLDERS = (
     "benchmarks",

@@ -6,6 +6,8 @@ The one place of the command that calls the planner.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
+HOST_GIB, GPUS_PER_HOST = 2000, 8
+"""What the trainers' layout is planned for where nothing says otherwise."""
+LAYOUT_S = 120.0
 HOST = "host"
 EVERY = "all"
 """In a placement: every device."""
@@ -75,6 +80,48 @@ def explain_file(
     if simulation is not None:
         request["simulation"] = simulation
     return _explained(request)
+
+
+def trainer_layout(file: Path, sets: list[str], gpu_gib: float) -> dict[str, Any]:
+    """How the trainers would hold a run's model on GPUs of so many GiB, eight a host: the trainer's own plan, made in a
+    process of its own, or the `problem` in words. Needs the trainer's package, and the model's configuration.
+
+    CommandError (exit code 2) for a file that is no run spec of a language model on fsdp.
+    """
+    from importlib.util import find_spec
+
+    from headrace_schema.openings import TrainerConfig
+    from headrace_schema.spec import RunSpec
+
+    document = _read(file, sets)
+    if "model" not in document:
+        raise user_error("--gpu-gib", "the file is no run spec and names no model", "leave it out")
+    run = RunSpec.model_validate(document)
+    if run.environment is not None or run.trainer.backend != "fsdp":
+        raise user_error(
+            "--gpu-gib", "only the backend fsdp chooses how a model lies on its ranks", "leave it out"
+        )
+    if find_spec("headrace_trainer") is None:
+        raise user_error("--gpu-gib", "headrace-trainer is not installed here", "install it, or leave it out")
+    warmup = run.trainer.warmup.model_copy(
+        update={"steps": 0}
+    )  # its examples are the data's, which is not read
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"warmup": warmup})})
+    asked = {
+        "config": json.loads(TrainerConfig.of(run).model_dump_json()),
+        "gpu_bytes": int(gpu_gib * 2**30),
+        "host_bytes": HOST_GIB * 2**30,
+        "ranks_per_host": GPUS_PER_HOST,
+    }
+    command = [sys.executable, "-m", "headrace_trainer.layouts"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=LAYOUT_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return {"problem": f"the trainer's plan failed: {error}"}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def kinds_of(profile: Any) -> set[str]:

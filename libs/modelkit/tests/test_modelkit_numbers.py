@@ -66,6 +66,58 @@ def test_the_head_rounds_no_logit_to_bf16(chunk_elements):
     assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting is put back"
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """bf16 factors are multiplied as they are; `wide_product` has the same numbers on a CPU."""
+    monkeypatch.setattr(
+        logprobs, "narrow_products", lambda *factors: all(each.dtype == torch.bfloat16 for each in factors)
+    )
+
+
+def _bf16_head(words: int = 512, width: int = 64, rows: int = 96) -> tuple[Head, torch.Tensor, torch.Tensor]:
+    """A head, hidden states and words as spread as a trained model's."""
+    generator = torch.Generator().manual_seed(3)
+    weight = (0.4 * torch.randn(words, width, generator=generator)).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, width, generator=generator).bfloat16().requires_grad_()
+    bias = torch.randn(words, generator=generator).bfloat16().requires_grad_()
+    return Head(weight, bias, 1.0, None), hidden, torch.arange(rows) * 5 % words
+
+
+def test_products_of_bf16_give_fp32_log_probs_and_a_gradient_off_by_rounding_alone(
+    as_on_a_gpu, chunk_elements, monkeypatch
+):
+    """The bounds of docs/algorithms.md: log-probs as in fp32, the head's gradient within 0.4%."""
+    head, hidden, tokens = _bf16_head()
+    upstream = torch.linspace(-1.0, 1.0, len(tokens))
+    wide = [each.detach().double().requires_grad_() for each in (hidden, head.weight_VD, head.bias_V)]
+    full = ((wide[0] @ wide[1].T + wide[2]) / 0.7).log_softmax(-1)
+    exact = full.gather(-1, tokens[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    expected = torch.autograd.grad((exact[0] * upstream + 0.1 * exact[1]).sum(), wide)
+    found = hidden_log_probs(head, hidden, tokens, 0.7, entropy=True)
+    for own, other in zip(found, exact, strict=True):
+        assert float((own.detach() - other).abs().mean()) < 1e-5
+    given = torch.autograd.grad(
+        (found[0] * upstream + 0.1 * found[1]).sum(), (hidden, head.weight_VD, head.bias_V)
+    )
+    assert given[1].dtype == torch.float32
+    for own, other, bound in zip(given, expected, (4e-3, 4e-3, 1e-5), strict=True):
+        assert float((own.double() - other).norm() / other.norm()) < bound
+    rounded = (hidden @ head.weight_VD.T + head.bias_V).float() / 0.7  # what a bf16 head would give
+    off = rounded.log_softmax(-1).gather(-1, tokens[:, None])[:, 0] - exact[0]
+    assert float(off.abs().mean()) > 1e-3
+
+
+def test_a_head_that_products_take_in_bf16_is_not_widened(as_on_a_gpu):
+    head, hidden, _ = _bf16_head()
+    assert head.widened() is head
+    assert head.logits(hidden).dtype == torch.float32
+
+
+def test_chunks_of_a_gpu_are_larger():
+    sizes = [logprobs.chunk_elements(torch.device(name)) for name in ("cpu", "cuda:0")]
+    assert sizes == [logprobs.CHUNK_ELEMENTS, logprobs.GPU_CHUNK_ELEMENTS] and sizes[1] == 8 * sizes[0]
+
+
 def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_elements):
     model = tiny_model()
     head, tokens = Head.of(model), torch.arange(7)

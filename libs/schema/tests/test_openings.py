@@ -15,7 +15,7 @@ SPEC: dict[str, Any] = {
     "seed": 7,
     "steps": 3,
     "deterministic": True,
-    "trainer": {"backend_options": {"reshard_micro_batches": True}, "warmup": {"steps": 2}},
+    "trainer": {"backend_options": {"shard": "weights"}, "warmup": {"steps": 2}},
     "rollout": {"max_concurrency": 5},
 }
 

@@ -187,3 +187,42 @@ def test_a_calm_run_trains_whole_steps_of_groups_that_differ(placement, determin
     size = world.specs[0].slots_per_step
     assert [step.view["trained"] for step in steps] == [size] * len(steps)
     assert all(step.view["filtered"] == step.view["dropped"] for step in steps)
+
+
+# --- several open steps
+
+
+def keep_opening(ledger, upto):
+    for step in range(len(ledger.steps), upto):
+        ledger.apply(ev.SlotsOpened(at=0, run="r", step=step))
+
+
+@settings(deadline=None)
+@given(
+    st.sets(st.integers(0, 20), max_size=14),
+    st.randoms(use_true_random=False),
+    st.integers(0, 6),
+)
+def test_the_members_of_steps_that_are_open_at_once_are_those_of_steps_one_after_the_other(
+    unkept, order, limit
+):
+    ledger = opened_ledger()
+    keep_opening(ledger, 4)
+    before = {}
+    while ledger.index.open:
+        prompt = order.choice(sorted(ledger.index.open))
+        (drop if prompt in unkept else settle)(ledger, prompt)
+        while events := plan_refill(ledger, "r", limit, 0.0, whole=False):
+            for event in events:
+                ledger.apply(event)
+        now = {prompt: ledger.step_of(prompt) for prompt in range(ledger.prompts_of(3).stop)}
+        assert all(now[prompt] <= step for prompt, step in before.items()), "a group moved to a later step"
+        before = now
+    first = 0
+    for step in range(4):
+        taken = 0
+        while taken < limit and taken < len(unkept & {*range(first, first + GROUPS + taken)}):
+            taken += 1
+        assert ledger.prompts_of(step) == range(first, first + GROUPS + taken)
+        first += GROUPS + taken
+    assert len(ledger.slots) == first * SIZE

@@ -36,6 +36,9 @@ class RecordedRounds:
             raise Quiesced("the lease lapsed")
 
     def micro(self, work):
+        return [self._micro(each) for each in work]
+
+    def _micro(self, work):
         self._see("micro", work)
         return not any(s.tokens in self._bad for rows in work for row in rows for s in row)
 

@@ -162,10 +162,12 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(
     def look(what):
         return lambda *_: seen.append((what, *current_gpus))
 
-    def join(generation, rank, world_size, rendezvous, timeout_s, device):
+    def join(generation, rank, world_size, rendezvous, timeout_s, device, **_):
         look("join")()
         joined.append(device)
-        return SimpleNamespace(device=device, leads=True, world_size=1, leave=lambda: None, rank=0)
+        return SimpleNamespace(
+            device=device, leads=True, world_size=1, leave=lambda **_: None, rank=0, lost=""
+        )
 
     monkeypatch.setattr(trainer, "join_trainer_group", join)
     subject = Trainer(lambda: None, lambda: True)

@@ -39,7 +39,7 @@ def test_log_probs_are_the_weights_after_any_order_of_actions(
     make_backend, sequences, plain_log_probs, reshard
 ):
     """Every order of `ACTIONS` actions before a commit; each order begins where the one before has ended."""
-    backend = make_backend(trainer={"backend_options": {"reshard_micro_batches": reshard}})
+    backend = make_backend(trainer={"backend_options": {"shard": "weights" if reshard else "state"}})
     group = sequences(1)
     done = actions(backend, group)
     done["learn"]()

@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_owners_alone(
     pair, make_session, make_group, relative_l2, taken, reshard, beside
 ):
     """`beside`: the owners learn while the helper does, on devices of their own, and add its gradient last."""
-    sections = {"trainer": {"backend_options": {"reshard_micro_batches": reshard}}}
+    sections = {"trainer": {"backend_options": {"shard": "weights" if reshard else "state"}}}
     owner, helper = pair(**sections)
     alone = make_session("alone", **sections)
     alone.restore("", 1, "store")

@@ -19,8 +19,11 @@ class FakeRounds:
     shares_prefixes = True
 
     def __init__(self, micro, replicas):
-        self.micro = micro
+        self._micro = micro
         self.replicas = replicas
+
+    def micro(self, work):
+        return [self._micro(each) for each in work]
 
     def holds(self):
         return True

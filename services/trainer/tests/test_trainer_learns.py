@@ -70,10 +70,11 @@ class Table:
         return [[{name: self.columns(s)[name] for name in names} for s in group] for group in groups]
 
     def micro(self, work):
-        sequences = [s for rows in work for row in rows for s in row]
-        if sequences:
-            self._algorithm.loss(self._batch(sequences)).loss.backward()
-        return True
+        for each in work:
+            sequences = [s for rows in each for row in rows for s in row]
+            if sequences:
+                self._algorithm.loss(self._batch(sequences)).loss.backward()
+        return [True] * len(work)
 
     def _batch(self, sequences):
         log_probs_K = torch.cat([self.log_probs(self.logits, s) for s in sequences])

@@ -269,10 +269,10 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     client, make_config, make_settled, settled_digest, monkeypatch
 ):
     """A part of a batch is in the accumulators: trying again under the same attempt would count it twice."""
-    micro = Rounds.micro
+    lead = Rounds._lead_each
 
-    def lapses(self, work):
-        finite = micro(self, work)
+    def lapses(self, rounds):
+        finite = lead(self, rounds)
         if self.attempt[1] == 1:
             client.instance.fence.grant(11, 0.0)
         return finite
@@ -280,7 +280,7 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     async def in_one_message():
         yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
 
-    monkeypatch.setattr(Rounds, "micro", lapses)
+    monkeypatch.setattr(Rounds, "_lead_each", lapses)
     version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
     groups = [make_settled(prompt, version=version) for prompt in range(3)]
     await client.begin(0, 1, 1, 2)

@@ -15,12 +15,15 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
-from headrace_trainer.backends.fsdp.planned import plan_memory
+from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.memory import Room, Rooms
 from torch.func import functional_call
 
 LORA = {"rank": 4, "alpha": 8}
 SCALE = 2.0
 KL = {"kl_loss_coef": 0.3}
+ROOMY = Rooms(Room("host memory", 2**50, 2**50), None)
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def merged(backend, adapters):
         (LORA, {}),
         ({**LORA, "targets": ["q_proj", "down_proj"]}, {}),
         (LORA, {"gradient_checkpointing": True}),
-        (LORA, {"backend_options": {"reshard_micro_batches": True}}),
+        (LORA, {"backend_options": {"shard": "weights"}}),
     ],
     ids=["all linear", "two kinds", "recomputed", "resharded"],
 )
@@ -195,7 +198,7 @@ def test_the_memory_plan_is_what_the_backend_has(make_backend, accumulate, seque
     passes = {"epochs": 2, "minibatches": 2, **KL}
     backend = make_backend(trainer={"lora": LORA}, algorithm={"options": passes}, model={"dtype": dtype})
     backend.load_reference()
-    plan = backend.memory_plan().host
+    plan = backend.memory_plan(ROOMY).host
     shards = backend._sharded.shards().values()
     assert plan["masters"] == sum(shard.nbytes for shard in shards)
     frozen = [t for name, t in state_tensors(backend._sharded.model) if not is_adapter(name)]
@@ -222,7 +225,8 @@ def test_ranks_share_the_frozen_weights_and_a_warm_up_keeps_its_adapters(make_co
     def planned(ranks=1, **sections):
         config = TrainerConfig.model_validate(make_config(**sections, algorithm={"options": KL}))
         algorithm = build_algorithm(config.algorithm)
-        return plan_memory(config, algorithm, ranks, reshard=False, on_gpu=False).host
+        found = choose_layout(config, algorithm, FsdpOptions(), ranks, ranks, ROOMY)[1].host
+        return {part: size for part, size in found.items() if part not in ("activations", "head")}
 
     sections = {"trainer": {"lora": LORA}}
     one, two, whole = planned(**sections), planned(2, **sections), planned()

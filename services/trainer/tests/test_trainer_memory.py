@@ -7,21 +7,26 @@ import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import HostMemory
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer import memory
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
-from headrace_trainer.backends.fsdp.planned import plan_memory
+from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group import rank
-from headrace_trainer.memory import GIB, Room, check_room, kept_bytes
+from headrace_trainer.memory import GIB, Room, Rooms, check_room, kept_bytes
 
 PASSES = {"epochs": 2, "minibatches": 2}
 KL = {"kl_loss_coef": 0.1}
 
 
-def planned(config, ranks=1, on_gpu=False, reshard=False):
+ROOMY = Rooms(Room("host memory", 2**50, 2**50), None)
+GPU = Rooms(ROOMY.host, Room("GPU memory", 2**50, 2**50))
+
+
+def planned(config, ranks=1, rooms=ROOMY, **options):
     parsed = TrainerConfig.model_validate(config)
     algorithm = build_algorithm(parsed.algorithm)
-    return plan_memory(parsed, algorithm, ranks, reshard=reshard, on_gpu=on_gpu)
+    return choose_layout(parsed, algorithm, FsdpOptions(**options), ranks, ranks, rooms)[1]
 
 
 def ppo(make_config, **options):
@@ -32,7 +37,7 @@ def test_the_plan_is_what_a_backend_has(make_backend, make_config, accumulate, s
     algorithm = {"name": "grpo", "options": {**PASSES, **KL}}
     backend = make_backend(algorithm=algorithm)
     backend.load_reference()
-    plan = backend.memory_plan()
+    plan = backend.memory_plan(ROOMY)
     assert plan.device == {}, "a CPU's memory is the host's"
     assert plan.host["masters"] == sum(shard.nbytes for shard in backend._sharded.shards().values())
     assert plan.host["reference"] == backend.reference_bytes > 100_000
@@ -68,9 +73,9 @@ def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
     for part in ("masters", "moments", "reference", "hold"):
         assert two.host[part] == pytest.approx(one.host[part] / 2, rel=0.01)
     assert two.host["gradients"] == one.host["gradients"], "whole until they are reduced"
-    assert planned(config, ranks=2, reshard=True).host["gradients"] < one.host["gradients"]
-    gpu = planned(config, on_gpu=True)
-    assert set(gpu.host) == {"hold", "kept groups", "reference"}
+    assert planned(config, ranks=2, shard="gradients").host["gradients"] < one.host["gradients"]
+    gpu = planned(config, rooms=GPU)
+    assert set(gpu.host) == {"hold", "kept groups", "reference", "published versions", "one weight"}
     assert gpu.device["reference"] == gpu.host["reference"] and "hold" not in gpu.device
 
 
@@ -110,13 +115,13 @@ async def test_a_run_is_refused_for_each_part_that_does_not_fit(client, make_con
     config = ppo(make_config)
     needs = planned(config).host
     without = sum(needs.values()) - needs[part]
-    monkeypatch.setattr(rank, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(rank, "host_memory", lambda: HostMemory(GIB, without))
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2 * GIB, without))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.open(config)
     assert reason_of(caught.value) == "MEMORY_SHORT"
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert part in caught.value.details()
-    monkeypatch.setattr(rank, "host_memory", lambda: HostMemory(GIB, without + needs[part]))
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2 * GIB, without + needs[part]))
     restored = await client.restore("", 1)
     assert restored.figures["planned_host_bytes"] == sum(needs.values())

@@ -84,7 +84,7 @@ def test_streaming_gives_the_gradient_of_the_batch(
 
 
 @pytest.mark.parametrize(
-    "option", [{"gradient_checkpointing": True}, {"backend_options": {"reshard_micro_batches": True}}]
+    "option", [{"gradient_checkpointing": True}, {"backend_options": {"shard": "weights"}}]
 )
 def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumulate, relative_l2, option):
     groups = [sequences(seed) for seed in range(3)]
@@ -163,7 +163,7 @@ def test_the_heads_gradient_is_the_same_in_many_chunks(
     """bf16 hidden states come in rows, so only the head's sum over chunks and micro-batches can differ."""
     groups = [sequences(seed, count=12) for seed in range(6)]
     backend = make_backend(
-        model={"dtype": "bfloat16"}, trainer={"backend_options": {"reshard_micro_batches": reshard}}
+        model={"dtype": "bfloat16"}, trainer={"backend_options": {"shard": "weights" if reshard else "state"}}
     )
     found = []
     for rows in (4096, 1):

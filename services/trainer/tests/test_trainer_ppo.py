@@ -143,8 +143,8 @@ class ValuedRounds:
         self.work, self.asked = [], []
 
     def micro(self, work):
-        self.work += [s for rows in work for row in rows for s in row]
-        return True
+        self.work += [s for each in work for rows in each for row in rows for s in row]
+        return [True] * len(work)
 
     def holds(self):
         return True

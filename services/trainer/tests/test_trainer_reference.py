@@ -262,7 +262,7 @@ class BackendRounds:
         self.backend = backend
 
     def micro(self, work):
-        return self.backend.micro(work[0]).finite
+        return [self.backend.micro(each[0]).finite for each in work]
 
     def infer(self, groups, columns):
         return [self.backend.infer([group], columns) for group in groups]

@@ -73,12 +73,32 @@ def test_output_and_gradients_are_those_under_the_dense_mask(kernel, seed):
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_queries_may_be_a_part_of_the_keys():
-    """As with context parallelism: an early and a late part of a row."""
-    segments = Segments.of([Segment(0, 6, 6, ((0, 6),)), Segment(6, 12, 18, ((0, 18),))])
-    heads = random_heads(12, 24)
-    mask = torch.cat([torch.ones(24, 24).tril().bool()[6:12], torch.ones(24, 24).tril().bool()[18:24]])
-    torch.testing.assert_close(attend_segments(*heads, segments), plain(heads, mask), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("places", [(0, 3), (1, 2)])
+def test_queries_may_be_a_part_of_the_keys(places):
+    """As with context parallelism: of two rows of 24 keys two of four parts each, and of (1, 2) none sees the last."""
+    parts = [
+        Segment(
+            6 * index,
+            6 * index + 6,
+            24 * row + 6 * place,
+            ((24 * row, 24 * row + 6 * place),) if place else (),
+        )
+        for index, (row, place) in enumerate((row, place) for row in range(2) for place in places)
+    ]
+    segments = Segments.of(parts, 48)
+    mask = torch.zeros(24, 48, dtype=torch.bool)
+    causal = torch.ones(24, 24).tril().bool().view(4, 6, 24)
+    for row in range(2):
+        mask[12 * row : 12 * row + 12, 24 * row : 24 * row + 24] = causal[list(places)].flatten(0, 1)
+    heads = random_heads(24, 48)
+    for kernel in (attention.on_cpu, by_mask):
+        torch.testing.assert_close(
+            kernel(*heads, segments, WIDTH**-0.5), plain(heads, mask), rtol=1e-5, atol=1e-5
+        )
+    apart = [each.detach() for each in heads]
+    torch.testing.assert_close(
+        by_flex(*apart, segments, WIDTH**-0.5), plain(apart, mask), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(segments.visible.dense(), mask)
 
 
@@ -89,7 +109,7 @@ def test_the_block_mask_of_flex_attention_is_the_tree_s(seed):
     torch.testing.assert_close(
         by_flex(*heads, segments, WIDTH**-0.5), plain(heads, ancestors(segments)), rtol=1e-4, atol=1e-5
     )
-    blocks = block_mask(segments, segments.queries)
+    blocks = block_mask(segments)
     counted = blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()
     side = -(-segments.queries // attention.BLOCK)
     assert side > 1 and counted < side * (side + 1) / 2, "blocks that nobody sees are skipped"

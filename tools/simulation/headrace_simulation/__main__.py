@@ -21,15 +21,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="without faults")
+    parser.add_argument("--stale", action="store_true", help="every run that may has max_staleness 0 to 4")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     started, faults, requests, recoveries = time.monotonic(), Counter[str](), Counter[str](), 0
-    refilled = helped = borrowed = 0
+    refilled = helped = borrowed = ahead = 0
     pairs, ends = Counter[Pair](), Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
-            outcome = run_world(seed, faults=not arguments.calm)
+            outcome = run_world(seed, faults=not arguments.calm, stale=arguments.stale)
         except BaseException:  # any end, Ctrl-C too, is told with the seed that repeats it
             print(f"seed {seed} failed", flush=True)
             raise
@@ -39,6 +40,7 @@ def main() -> None:
         refilled += outcome.refilled
         helped += outcome.helped
         borrowed += outcome.borrowed
+        ahead = max(ahead, outcome.ahead)
         pairs += outcome.pairs
         ends.update(outcome.states.values())
     missed = sorted("/".join(pair) for pair in REACHABLE - pairs.keys())
@@ -52,12 +54,17 @@ def main() -> None:
         "refilled": refilled,
         "helped": helped,
         "borrowed": borrowed,
+        "steps_ahead": ahead,
         "pairs": {"visited": len(pairs), "missed": missed, "impossible": impossible},
         "wall_s": round(time.monotonic() - started, 1),
     }
     print(json.dumps(report))
     if not refilled and arguments.seeds >= COVERED_FROM:
         raise SystemExit("no step took a group in place of a dropped one")
+    if not ahead and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no answer was made ahead of its step")
+    if arguments.stale:
+        return  # Helpers and turns on shared devices need answers of one version.
     if not helped and arguments.seeds >= COVERED_FROM:
         raise SystemExit("no helper contributed a gradient")
     if not borrowed and arguments.seeds >= COVERED_FROM:

@@ -20,6 +20,8 @@ KEPT = 7
 """Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
 REPLIED = 23
 """Seeds with this rest by 32 have instances that reply on devices of their own: none found a bug before."""
+AHEAD = (9, 11)
+"""Seeds with one of these rests by 16 have runs with answers of older versions: none found a bug before."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
@@ -181,6 +183,26 @@ def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
     if spec.rollout.instances <= 2 and spec.trainer.ranks == 1:
         found.append({"mode": "hybrid", "rollout": "0-1", "simulator": "2", "trainer": "3-5"})
     return random.Random(f"{seed}/leased").choice(found)
+
+
+def ahead(spec: RunSpec, seed: int, *, always: bool) -> RunSpec:
+    """The same run with answers of older versions, in some seeds; a run with repliers stays as it is."""
+    if not (always or seed % 16 in AHEAD) or spec.reply is not None:
+        return spec
+    own, fields = random.Random(f"{seed}/{spec.name}/ahead"), spec.model_dump(mode="json")
+    ways = ["in_flight", "in_flight", "drain", "abort_and_resume"]
+    placement = {key: fields["placement"][key] for key in ("flow", "simulator")}
+    if spec.placement.mode in ("disaggregated", "hybrid"):
+        placement = fields["placement"] | {"share": False}
+    elif spec.placement.rollout or spec.placement.trainer:
+        placement = {}
+    fields["algorithm"]["max_staleness"] = own.choice([0, 1, 1, 2, 3, 4])
+    if not fields["algorithm"]["max_staleness"]:
+        return spec
+    fields["rollout"] |= {"helpers": 0, "install": None if spec.environment else own.choice(ways)}
+    fields["trainer"] |= {"helpers": 0}
+    fields["data"] |= {"curriculum": None}
+    return RunSpec.model_validate(fields | {"deterministic": False, "placement": placement})
 
 
 def ranged(spec: RunSpec, seed: int) -> RunSpec:

@@ -26,7 +26,7 @@ from headrace_simulation.judging.replay import RecordingStore, Replay, nothing_h
 from headrace_simulation.judging.world import Outcome, WorldJudge
 from headrace_simulation.moves import moving
 from headrace_simulation.regroupers import regroups
-from headrace_simulation.specs import random_spec, ranged, robots
+from headrace_simulation.specs import ahead, random_spec, ranged, robots
 from headrace_simulation.users import Users
 from headrace_simulation.virtual_time import run_virtual
 
@@ -60,11 +60,17 @@ class Quiet(Projection):
 class World(Processes):
     """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete.
 
-    `evaluations` of suites beside the runs; None: as many as the seed says, without faults none.
+    `evaluations` of suites beside the runs; None: as many as the seed says, without faults none. `stale`: every run
+    that may has answers of older versions.
     """
 
     def __init__(
-        self, seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None
+        self,
+        seed: int,
+        faults: bool = True,
+        count: int = 0,
+        evaluations: int | None = None,
+        stale: bool = False,
     ) -> None:
         sizes = random.Random(f"{seed}/sizes")
         super().__init__(seed, faults, sizes.choice([1, 1, 2]) if faults else 1)
@@ -77,7 +83,7 @@ class World(Processes):
         count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         if faults:
-            self.specs = [ranged(robots(spec, seed), seed) for spec in self.specs]
+            self.specs = [ranged(ahead(robots(spec, seed), seed, always=stale), seed) for spec in self.specs]
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}
@@ -290,7 +296,13 @@ async def _at_once(work: Any, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def run_world(seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None) -> Outcome:
+def run_world(
+    seed: int,
+    faults: bool = True,
+    count: int = 0,
+    evaluations: int | None = None,
+    stale: bool = False,
+) -> Outcome:
     """Runs the world of one seed; raises `Violation`."""
     with moving(seed):
-        return run_virtual(World(seed, faults, count, evaluations).live())
+        return run_virtual(World(seed, faults, count, evaluations, stale).live())

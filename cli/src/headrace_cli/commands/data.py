@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import JsonFlag
-from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_error
+from headrace_cli.errors import refused, user_error
 from headrace_cli.output import console, print_json, table
+from headrace_cli.previewing import open_dataset, rendered, scored, tokenizer_of
 
 if TYPE_CHECKING:
-    from headrace_coordinator.data.dataset import Dataset
     from headrace_schema.spec import RunSpec
 
 Spec = Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")]
@@ -44,27 +44,27 @@ def data(
     spec = _spec(file, sets, "headrace data", "headrace_coordinator")
     from headrace_cli.show.data import Lengths, dataset_lines
 
-    opened = _open(spec)
-    codec = _codec(spec)
-    texts = list(_rendered(opened, codec))
+    opened = open_dataset(spec)
+    codec = tokenizer_of(spec)
+    texts = list(rendered(opened, codec))
     lengths = Lengths("tokens" if codec else "characters", sorted(length for length, _ in texts))
     shown = [text for _, text in texts[:prompts]]
+    heldout = len(opened.heldout_items())
+    document = {
+        "items": opened.train_size + heldout,
+        "train": opened.train_size,
+        "heldout": heldout,
+        "repeated": opened.repeated,
+        "contradicting": opened.contradicting,
+        "unanswered": opened.unanswered(),
+        "left_out": opened.left_out,
+        "lengths": {"unit": lengths.unit, **lengths.marks()},
+        "prompts": shown,
+    }
     if as_json:
-        print_json(
-            {
-                "items": opened.train_size + len(opened.heldout_items()),
-                "train": opened.train_size,
-                "heldout": len(opened.heldout_items()),
-                "repeated": opened.repeated,
-                "contradicting": opened.contradicting,
-                "unanswered": opened.unanswered(),
-                "left_out": opened.left_out,
-                "lengths": {"unit": lengths.unit, **lengths.marks()},
-                "prompts": shown,
-            }
-        )
+        print_json(document)
         return
-    for line in dataset_lines(opened, lengths, console().width):
+    for line in dataset_lines(document, lengths, console().width):
         console().print(line)
     for number, text in enumerate(shown, 1):
         console().print(f"\nprompt {number} of the training order", style="bold")
@@ -90,7 +90,7 @@ def reward(
     """Score answers of a file with the scorers of a run spec: the same children, limits and weights as in a run."""
     spec = _spec(file, sets, "headrace reward", "headrace_reward")
     answers = list(_answers(on))
-    verdicts = asyncio.run(_scored(spec, answers, evaluation))
+    verdicts = asyncio.run(scored(spec, answers, evaluation))
     rows = [
         {
             "completion": answer["completion"],
@@ -139,53 +139,6 @@ def _spec(file: Path, sets: list[str] | None, command: str, needed: str) -> RunS
     return RunSpec.model_validate(loaded)
 
 
-def _open(spec: RunSpec) -> Dataset:
-    from headrace.client.errors import Problem
-    from headrace_coordinator.data.dataset import Dataset
-    from headrace_schema.problems import Impossible
-
-    try:
-        return Dataset.open(spec.data, spec.seed)
-    except Impossible as error:
-        problems = [Problem(each.key, each.problem, each.fix) for each in error.problems]
-        raise CommandError(
-            str(error), reason="INVALID", exit_code=EXIT_USER_ERROR, problems=problems
-        ) from error
-
-
-def _codec(spec: RunSpec) -> Any:
-    """The model's tokenizer, where its directory and the packages are here."""
-    if find_spec("headrace_modelkit") is None or not Path(spec.model.path).expanduser().is_dir():
-        return None
-    from headrace_modelkit.errors import ModelNotReadable
-    from headrace_modelkit.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(spec.model)
-    except ModelNotReadable as error:
-        raise user_error("model.path", str(error), "mend the directory") from error
-
-
-def _rendered(opened: Dataset, codec: Any) -> Iterator[tuple[int, str]]:
-    """Length and text of each training prompt, in the training order; special tokens are visible."""
-    for ordinal in range(opened.train_size):
-        content = opened.prompt(opened.train_item(ordinal))
-        if codec is None:
-            turns = content.chat or [{"role": "", "content": content.text or ""}]
-            text = "\n".join(f"{turn['role']}: {turn['content']}".removeprefix(": ") for turn in turns)
-            yield len(text), text + content.prefill
-            continue
-        try:
-            ids = codec.encode_prompt(
-                content.chat, content.text, content.prefill if content.chat else "", content.arguments
-            )
-        except ValueError as error:
-            raise user_error(
-                "data.prompt", str(error), "change the prompt, or the model's template"
-            ) from error
-        yield len(ids), codec.decode(ids, skip_special_tokens=False)
-
-
 def _answers(file: Path) -> Iterator[dict[str, Any]]:
     """The answers of a file; raises CommandError naming the line that is wrong."""
     try:
@@ -214,21 +167,3 @@ def _answers(file: Path) -> Iterator[dict[str, Any]]:
         }
     if not found:
         raise user_error("--on", f"{file} holds no answer", "name a file of JSON lines")
-
-
-async def _scored(spec: RunSpec, answers: list[dict[str, Any]], evaluation: bool) -> list[Any]:
-    from headrace_reward.config import PoolSettings
-    from headrace_reward.pool import OpenFault
-    from headrace_reward.runs import Item, Run
-
-    run = Run(spec.reward, Path.cwd(), PoolSettings.model_validate({}))
-    try:
-        await run.open()
-    except OpenFault as fault:
-        key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
-        raise user_error(key, fault.message, "mend the scorer") from fault
-    try:
-        items = [Item(number, 0, 1, evaluation, False, answer) for number, answer in enumerate(answers)]
-        return list(await asyncio.gather(*(run.score(item) for item in items)))
-    finally:
-        await run.close()

@@ -39,6 +39,14 @@ def plan(
         Path | None,
         typer.Option(help="YAML file: what the stages cost; default: as measured.", show_default=False),
     ] = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Memory of a GPU: also say how the trainers would hold the spec's model on such ones, and why.",
+            show_default=False,
+        ),
+    ] = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Run the plan on a simulated cluster as well, with drawn lengths."),
@@ -53,13 +61,15 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the fastest use of devices, and say why it is. Needs no GPU, model or fleet."""
-    from headrace_cli.planning import explain_file, write_trace
+    from headrace_cli.planning import explain_file, trainer_layout, write_trace
     from headrace_cli.show.plan import plan_lines
 
     wanted = None
     if simulate or chrome_trace is not None:
         wanted = {"iterations": iterations, "seed": seed, "chrome_trace": chrome_trace is not None}
     found = explain_file(file, sets or [], devices, cluster, profile, wanted, DataDir.at(data_dir).profiles)
+    if gpu_gib is not None:
+        found["layout"] = trainer_layout(file, sets or [], gpu_gib)
     if chrome_trace is not None:
         write_trace(found["simulation"].pop("chrome_trace"), chrome_trace)
     if as_json:

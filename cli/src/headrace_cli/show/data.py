@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from headrace_cli.show.reporters import BLOCKS
-
-if TYPE_CHECKING:
-    from headrace_coordinator.data.dataset import Dataset
 
 BUCKETS = 40
 
@@ -42,18 +39,17 @@ class Lengths:
         return "".join(" " if not count else BLOCKS[(len(BLOCKS) - 1) * count // top] for count in counts)
 
 
-def dataset_lines(data: Dataset, lengths: Lengths, width: int) -> Iterator[str]:
+def dataset_lines(document: Mapping[str, Any], lengths: Lengths, width: int) -> Iterator[str]:
     """What is trained on, what is held out, what is left out and why, and how long prompts are."""
-    heldout = len(data.heldout_items())
-    yield f"{data.train_size + heldout} items: {data.train_size} to train on, {heldout} held out"
-    if data.repeated:
-        yield f"  {data.repeated} repeat an earlier one and are left out"
-    if data.contradicting:
-        yield f"  {data.contradicting} are answered in more than one way; the first answer counts"
-    for reason, count in data.left_out.items():
+    yield f"{document['items']} items: {document['train']} to train on, {document['heldout']} held out"
+    if document["repeated"]:
+        yield f"  {document['repeated']} repeat an earlier one and are left out"
+    if document["contradicting"]:
+        yield f"  {document['contradicting']} are answered in more than one way; the first answer counts"
+    for reason, count in document["left_out"].items():
         yield f"  {count} left out: {reason}"
-    if unanswered := data.unanswered():
-        yield f"  {unanswered} of those to train on have no answer"
+    if document["unanswered"]:
+        yield f"  {document['unanswered']} of those to train on have no answer"
     marks = lengths.marks()
     yield f"prompts, {lengths.unit}: " + ", ".join(f"{name} {value}" for name, value in marks.items())
     yield f"  {marks['shortest']} {lengths.picture(width - 20)} {marks['longest']}"

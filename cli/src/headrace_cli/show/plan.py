@@ -36,6 +36,9 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     )
     yield from wrapped(text, width)
     yield ""
+    if "layout" in plan:
+        yield from layout_lines(plan["layout"], width)
+        yield ""
     if "simulation" in plan:
         yield from simulation_lines(plan["simulation"], width)
         yield ""
@@ -57,6 +60,20 @@ def _idle(plan: dict[str, Any]) -> str:
     if len(shares) == 1:
         return f"devices idle {plan['idle_share']:.0%}"
     return ", ".join(f"{kind} idle {share:.0%}" for kind, share in shares.items())
+
+
+def layout_lines(layout: dict[str, Any], width: int) -> Iterator[str]:
+    """How the trainers would hold the model, and the bytes of a rank by what they are for; or what is in the way."""
+    if "problem" in layout:
+        first, *table = layout["problem"].splitlines()
+        yield from wrapped(f"trainers: {first}", width)
+        yield from table
+        return
+    yield from wrapped(f"trainers: {layout['reason']}", width)
+    parts = sorted(((size, name) for name, size in layout["device"].items() if size), reverse=True)
+    yield from wrapped(
+        "on a GPU: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for size, name in parts), width
+    )
 
 
 def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:

@@ -57,6 +57,7 @@ class PlainReporter:
         self._console = console
         self._state = ""
         self._waiting: list[str] = []
+        self._warned: list[str] = []
         self._shown = 0
         self._evaluated: set[tuple[str, int]] = set()
 
@@ -76,6 +77,10 @@ class PlainReporter:
         self._waiting = run.waiting_for
         self._steps(snapshot)
         self._evaluations(snapshot)
+        for text in run.warnings:
+            if text not in self._warned:
+                self._print(f"warning: {text}")
+        self._warned = run.warnings
 
     def close(self) -> None:
         """Nothing to put back."""
@@ -122,6 +127,8 @@ def _words(kind: str, data: dict[str, Any]) -> str:
             return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
         case "noted", {"text": text}:
             return str(text)
+        case "warned", {"warnings": dict() as warnings}:
+            return "; ".join(f"warning: {text}" for text in warnings.values()) or "no warning holds any more"
         case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
             dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
             return f"step {step}: reward {_score(reward)}, {view.get('trained', 0)} trained{dropped}"
@@ -173,6 +180,7 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         parts += figures(snapshot.steps, width)
     if snapshot.sample:
         parts.append(_sample_line(snapshot.sample, width))
+    parts += [Text(f"warning: {text}", style="yellow") for text in snapshot.run.warnings]
     parts += _devices(snapshot)
     parts += [
         Text(f"waits for {item}", style="yellow")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_modelkit import logprobs
-from headrace_modelkit.logprobs import Head, scale
+from headrace_modelkit.logprobs import Head, scale, wide_product
 from headrace_modelkit.products import product
 
 Gather = Callable[[Tensor], Tensor]
@@ -123,11 +123,16 @@ class _HiddenLogProbs(torch.autograd.Function):
                 share_N = upstream_N[rows].where(own.inside_N, 0.0)
                 found_NC.scatter_add_(-1, own.index_N[:, None], share_N[:, None])
                 part.through_shape(found_NC, shaped_NC, ctx.temperature)
+                if of_bias_V is not None:
+                    of_bias_V[columns] += found_NC.sum(0)
+                if logprobs.narrow_products(hidden_ND, weight_VD):
+                    _add_narrow(
+                        of_hidden_ND[rows], of_weight_VD, found_NC, hidden_ND[rows], weight_VD, columns
+                    )
+                    continue
                 of_hidden_ND[rows] += _through(found_NC, weight_VD[columns], hidden_ND.dtype)
                 if of_weight_VD is not None:
                     of_weight_VD[columns].addmm_(found_NC.T, hidden_ND[rows].float())
-                if of_bias_V is not None:
-                    of_bias_V[columns] += found_NC.sum(0)
         return of_hidden_ND.to(hidden_ND.dtype), of_weight_VD, of_bias_V, None, None, None, None, None
 
 
@@ -163,6 +168,21 @@ def _softmax_gradient(
     return probs_NC.mul_(factor_NC).nan_to_num_(nan=0.0)
 
 
+def _add_narrow(
+    of_hidden_ND: Tensor,
+    of_weight_VD: Tensor | None,
+    gradient_NC: Tensor,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    columns: slice,
+) -> None:
+    """Adds what goes through a product, whose factors are bf16: the gradient at it is rounded, sums are fp32."""
+    narrow_NC = gradient_NC.bfloat16()
+    wide_product(narrow_NC, weight_VD[columns], of_hidden_ND)
+    if of_weight_VD is not None:
+        wide_product(narrow_NC.T, hidden_ND, of_weight_VD[columns])
+
+
 def _through(gradient_NC: Tensor, weight_CD: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, D) gradient behind a product with these weights; of a bf16 model in bf16, like every other layer's."""
     if dtype == weight_CD.dtype == torch.bfloat16:
@@ -195,7 +215,7 @@ class _Tiling:
     @classmethod
     def of(cls, hidden_ND: Tensor, weight_VD: Tensor) -> _Tiling:
         rows, columns = len(hidden_ND), len(weight_VD)
-        elements = logprobs.CHUNK_ELEMENTS
+        elements = logprobs.chunk_elements(hidden_ND.device)
         if rows * columns <= elements:
             return cls(rows, columns, max(1, rows), columns)
         count = columns
@@ -211,7 +231,7 @@ class _Tiling:
         yield from _slices(self.rows_in_all, self.row_count)
 
     def parts(self, head: Head) -> Iterator[tuple[Head, slice]]:
-        """The head's columns of each tile in fp32, and which they are."""
+        """The head's columns of each tile, in fp32 unless products take bf16, and which they are."""
         for columns in _slices(self.columns_in_all, self.column_count):
             bias_C = None if head.bias_V is None else head.bias_V[columns]
             yield replace(head, weight_VD=head.weight_VD[columns], bias_V=bias_C).widened(), columns

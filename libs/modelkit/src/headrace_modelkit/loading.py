@@ -34,15 +34,23 @@ _DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdr
 
 
 def load_model(
-    config: ModelSection, *, weights: bool = True, dtype: torch.dtype | None = None, device: str = "cpu"
+    config: ModelSection,
+    *,
+    weights: bool = True,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    layers: int | None = None,
 ) -> PreTrainedModel:
     """The model in eval mode with dropout off, on `device`, in `dtype` (default: the config's).
 
     `weights=False` allocates the parameters and leaves their values undefined (buffers such as rotary
-    frequencies are right); it takes well under a second. Raises ModelNotReadable.
+    frequencies are right); it takes well under a second. `layers`: no more than so many, of a model without weights.
+    Raises ModelNotReadable.
     """
     wanted = dtype or DTYPES[config.dtype]
     architecture = load_architecture(config)
+    if layers is not None:
+        _shorten(architecture, layers)
     with reading(config):
         model: Any
         if weights:
@@ -53,6 +61,13 @@ def load_model(
             model.tie_weights()
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
+
+
+def _shorten(architecture: PreTrainedConfig, layers: int) -> None:
+    text = architecture.get_text_config()
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
 
 
 def load_architecture(config: ModelSection) -> PreTrainedConfig:

@@ -1,5 +1,8 @@
 """Log-probs and entropy of tokens, in fp32 whatever the model's type, bounded in memory over the vocabulary.
 
+Logits are fp32 always. On a GPU the products of a bf16 model take its values as they are and add up in fp32, which is
+the same numbers at the speed of bf16; on a CPU they are widened first.
+
 Shapes: B sequences, T tokens, N = rows, D hidden, V vocabulary. Knows no sampling.
 """
 
@@ -16,8 +19,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-# fp32 elements of one chunk of logits: 64 MiB.
 CHUNK_ELEMENTS = 16 * 1024 * 1024
+"""fp32 elements of one chunk of logits on a CPU: 64 MiB."""
+GPU_CHUNK_ELEMENTS = 128 * 1024 * 1024
+"""And on a GPU: 512 MiB, which are 880 rows of 152,000 words. Fewer rows would read the head's weights more often than
+its products take; two or three such chunks exist at a time."""
 
 
 def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
@@ -36,6 +42,26 @@ def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -
 def token_entropy(logits_BTV: Tensor, temperature: float) -> Tensor:
     """fp32 (B, T) entropy in nats of softmax(logits / temperature); temperature 0 counts as 1."""
     return _over_rows(lambda logits_NV, _: _entropy(scale(logits_NV, temperature)), logits_BTV, None)
+
+
+def chunk_elements(device: torch.device) -> int:
+    """fp32 elements of one chunk of logits."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
+
+
+def narrow_products(*factors: Tensor) -> bool:
+    """Whether a product of these takes bf16 values as they are: on every device but a CPU."""
+    return all(each.dtype == torch.bfloat16 and each.device.type != "cpu" for each in factors)
+
+
+def wide_product(one_NK: Tensor, other_KM: Tensor, into_NM: Tensor | None = None) -> Tensor:
+    """fp32 (N, M) product of bf16 matrices, added up in fp32; added to `into_NM` in place if that is given."""
+    if one_NK.device.type == "cpu":  # has no such product: the same numbers
+        found_NM = one_NK.float() @ other_KM.float()
+        return found_NM if into_NM is None else into_NM.add_(found_NM)
+    if into_NM is None:
+        return torch.mm(one_NK, other_KM, out_dtype=torch.float32)
+    return torch.addmm(into_NM, one_NK, other_KM, out_dtype=torch.float32, out=into_NM)
 
 
 def scale(logits: Tensor, temperature: float) -> Tensor:
@@ -72,10 +98,13 @@ class Head:
         )
 
     def widened(self, into: Head | None = None) -> Head:
-        """The same head with its weights copied to fp32 once; for callers that score many times.
+        """The same head with its weights copied to fp32 once, for callers that score many times; itself where products
+        take bf16.
 
         `into`, an earlier result for the same model, gives its memory away: fresh pages cost more than the copy.
         """
+        if narrow_products(self.weight_VD):
+            return self
         bias_V = None if self.bias_V is None else self.bias_V.detach().float()
         weight_VD = self.weight_VD.detach()
         if into is not None and into.weight_VD.shape == weight_VD.shape:
@@ -90,6 +119,9 @@ class Head:
 
     def products(self, hidden_ND: Tensor) -> Tensor:
         """fp32 (N, V): the matrix product alone."""
+        if narrow_products(hidden_ND, self.weight_VD):
+            found_NV = wide_product(hidden_ND, self.weight_VD.T)
+            return found_NV if self.bias_V is None else found_NV + self.bias_V.float()
         with _exact_products(hidden_ND):
             return F.linear(
                 hidden_ND.float(),
@@ -127,7 +159,7 @@ def _over_rows(
     tokens_N = (
         torch.zeros(logits_NV.shape[0], dtype=torch.long) if tokens_BT is None else tokens_BT.reshape(-1)
     )
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    size = max(1, chunk_elements(logits_BTV.device) // vocabulary)
     parts = [
         _chunk(rows, part, tokens, logits_NV.shape[0])
         for part, tokens in _pairs(logits_NV, tokens_N.to(logits_NV.device), size)

@@ -72,7 +72,7 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
 def _onto_meta(
     _: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None
 ) -> torch.nn.Parameter | None:
-    if parameter is None or parameter.is_meta:
+    if parameter is None or parameter.device.type == "meta":
         return parameter
     return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 

@@ -98,11 +98,11 @@ class CheckpointNames:
             if inside:
                 pieces[owner].append(Piece(name, first - start, own))
         chosen = {}
-        for name, found in pieces.items():
-            found.sort(key=lambda piece: piece.first)
-            whole = sum(math.prod(piece.shape) for piece in found) == math.prod(shapes[name])
-            if whole and [piece.name for piece in found] != [name]:
-                chosen[name] = found
+        for name, parts in pieces.items():
+            parts.sort(key=lambda piece: piece.first)
+            whole = sum(math.prod(piece.shape) for piece in parts) == math.prod(shapes[name])
+            if whole and [piece.name for piece in parts] != [name]:
+                chosen[name] = parts
         return cls(chosen)
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

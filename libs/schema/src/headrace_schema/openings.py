@@ -43,6 +43,8 @@ class RolloutConfig(Opening):
     reply: ReplySection | None = None
     replies_elsewhere: bool = False
     """Other instances reply: each Generate stream says which."""
+    routed_experts: bool = False
+    """Trajectories carry the experts that their tokens were sent to."""
     seed: Seed = 0
 
     @classmethod

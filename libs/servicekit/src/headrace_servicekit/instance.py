@@ -56,6 +56,8 @@ class Instance:
         self.on_drain: Callable[[float], Awaitable[None]] = _nothing
         self.address = ""
         self.drained = asyncio.Event()
+        self.lost_peers: set[str] = set()
+        """Incarnations of instances that this one works with and has lost; each heartbeat says so."""
         self.failure = ""
         self.token = config.read_token()
         self._weights: WeightStore | None = None
@@ -100,6 +102,11 @@ class Instance:
         self.fence.check(header, lease=False, opening=False)
         check_name("header.run", header.run, optional=True)
         await self.open_runs.close(header)
+
+    def lost_peers_found(self, incarnations: set[str]) -> None:
+        """Tells the coordinator at once of instances that were not heard: it decides whether they are dead."""
+        self.lost_peers |= incarnations
+        self._beat_now()
 
     def report(self, metrics: common_pb2.StageMetrics) -> None:
         """Sends figures with the next heartbeat; the oldest are dropped beyond 1,000 unsent ones."""
@@ -190,7 +197,12 @@ class Instance:
 
     def _open_session(self) -> None:
         hooks = SessionHooks(
-            self._registration, self._take_metrics, self._resident_bytes, self.drain, self.open_runs.reports
+            self._registration,
+            self._take_metrics,
+            self._resident_bytes,
+            self.drain,
+            self.open_runs.reports,
+            lambda: sorted(self.lost_peers),
         )
         self._session = Session(
             self.config.coordinator, self.token, self._holder, self.fence, hooks, boottime

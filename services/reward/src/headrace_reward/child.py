@@ -59,7 +59,7 @@ def catalogue() -> list[dict[str, Any]]:
 def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[str, Any]:
     """Loads `sets` {name: [{name, options, part}]} for paths below `directory`, announcing each step {at}.
 
-    Returns {digests: {set: [digest]}, together: [set]}, or {error: {scorer_set, index, field, message}}.
+    Returns {digests: {set: [digest]}, at_once: [set]}, or {error: {scorer_set, index, field, message}}.
     """
     directory = Path(message["directory"])
     for set_name, entries in message["sets"].items():
@@ -77,7 +77,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
     digests = {name: [each.digest for each in scorer_set] for name, scorer_set in loaded.items()}
     return {
         "digests": digests,
-        "together": [name for name, scorer_set in loaded.items() if together(scorer_set)],
+        "at_once": [name for name, scorer_set in loaded.items() if at_once(scorer_set)],
     }
 
 
@@ -87,7 +87,7 @@ def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None
         asked = [Answer(**fields) for fields in group]
         begin = time.perf_counter()
         scorers_of_set = loaded[name]
-        count = len(asked) if together(scorers_of_set) else 1
+        count = len(asked) if at_once(scorers_of_set) else 1
         for judgement in judge.judge(scorers_of_set, asked):
             reply = {
                 "parts": judgement.parts,
@@ -100,9 +100,9 @@ def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None
             begin = begin if count > 1 else time.perf_counter()
 
 
-def together(scorer_set: list[judge.LoadedScorer]) -> bool:
+def at_once(scorer_set: list[judge.LoadedScorer]) -> bool:
     """Whether a set judges its answers at once."""
-    return any(each.together for each in scorer_set)
+    return any(each.at_once for each in scorer_set)
 
 
 def _write(writer: BinaryIO, message: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class LoadedScorer:
         return own
 
     @property
-    def together(self) -> bool:
+    def at_once(self) -> bool:
         """Whether several answers take less than one after the other: in one call, or in coroutines."""
         if self.batched:
             return True
@@ -122,16 +122,16 @@ def probe(loaded: LoadedScorer) -> None:
 def judge(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> Iterator[Judgement]:
     """Asks every scorer of a set about each answer, until one fails; judgements come in the answers' order.
 
-    Where a scorer judges `together`, all come at once; else each as soon as it is there.
+    Where a scorer judges several `at_once`, all come at once; else each as soon as it is there.
     """
-    if any(each.together for each in loaded):
-        yield from _judge_together(loaded, answers)
+    if any(each.at_once for each in loaded):
+        yield from _judge_at_once(loaded, answers)
     else:
         for answer in answers:
-            yield from _judge_together(loaded, [answer])
+            yield from _judge_at_once(loaded, [answer])
 
 
-def _judge_together(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> list[Judgement]:
+def _judge_at_once(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> list[Judgement]:
     found = [Judgement({}, {}) for _ in answers]
     for each in loaded:
         asked = [place for place, judgement in enumerate(found) if not judgement.fault]

@@ -100,7 +100,7 @@ class ScorerPool(Pool):
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._digests: dict[str, list[str]] = {}
-        self._together: set[str] = set()
+        self._at_once: set[str] = set()
         """Sets whose answers are judged at once, and so have their time limits together."""
         self._deaths = 0
         self._closed = False
@@ -177,7 +177,7 @@ class ScorerPool(Pool):
         asked = deque([jobs[0]] if jobs[0].alone else jobs)
         child.send({"operation": "score", "answers": [job.answer for job in asked]})
         while asked:
-            at_once = sum(job.answer["set"] in self._together for job in asked)
+            at_once = sum(job.answer["set"] in self._at_once for job in asked)
             limit = self._timeout_s * max(1, at_once)
             begin = time.monotonic()
             try:
@@ -219,14 +219,14 @@ class ScorerPool(Pool):
             while not isinstance(step := await self._load(child, at), dict):
                 at = step
             self._compare(step["digests"])
-            self._together = set(step["together"])
+            self._at_once = set(step["at_once"])
         except BaseException:  # cancelled too: nobody else ends a child that did not load
             await child.kill()
             raise
         return child
 
     async def _load(self, child: Worker[Message], at: _At) -> _At | Message:
-        """The next step of loading, which the child announces, or {digests, together} at its end.
+        """The next step of loading, which the child announces, or {digests, at_once} at its end.
 
         So an error can name the scorer that hung or died.
         """

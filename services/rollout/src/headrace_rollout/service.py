@@ -21,7 +21,7 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
 
-from headrace_rollout.engines.base import Authority, Refused, Scope
+from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.opened import OpenedRun
@@ -340,6 +340,6 @@ async def _opening(requests: AsyncIterator[Any]) -> Any:
 
 
 def _check_ready(run: OpenedRun, number: int) -> None:
-    require_installed(run.engine.policy, number)
+    require_installed(run.engine.policy, number, oldest_of(run.engine))
     if run.engine.paused:
         raise Refused("PAUSED", "the engine is paused; call Resume first")

@@ -15,6 +15,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number, json_object
+from headrace_servicekit.rpc.routes import pack_routes, unpack_routes
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import Refused, WeightEntry, Weights
@@ -40,6 +41,10 @@ FINISH_REASONS = {
     Finish.PROMPT_TOO_LONG: common_pb2.FINISH_REASON_PROMPT_TOO_LONG,
     Finish.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
+
+
+MOST_ROUTES = 1 << 30
+"""Most bytes that the routes of one sample unpack to."""
 
 
 def invalid(message: str) -> ServiceError:
@@ -180,6 +185,7 @@ def fill_trajectory(
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
+    trajectory.routed_experts = pack_routes(output.whole.routes)
     # Before completion_text, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     trajectory.completion_text = text
@@ -200,6 +206,7 @@ def partial_of(
         version_spans=spans,
         rng_position=len(output.whole.token_ids),
         cache=cache,
+        routed_experts=pack_routes(output.whole.routes),
     )
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
 
@@ -285,7 +292,11 @@ def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
     # State that this engine cannot restore: the sample begins again at token 0.
     if state.rng_position != count or state.extra_json:
         return None
-    return Prefix(ids, list(state.log_probs), spans)
+    try:
+        routes = unpack_routes(state.routed_experts, MOST_ROUTES)
+    except ValueError as error:
+        raise invalid(f"resume.routed_experts: {error}") from error
+    return Prefix(ids, list(state.log_probs), spans, routes)
 
 
 def _ids(field: str, values: Sequence[int]) -> list[int]:

@@ -146,7 +146,16 @@ class AnswersRun(RunKind):
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        return read_group(message, self._config.sampling, self.vocabulary)
+        return read_group(message, self._config.sampling, self.vocabulary, self._route_width)
+
+    @cached_property
+    def _route_width(self) -> int:
+        """Bytes of a token's routes; 0 where they are not replayed."""
+        if not replays_routing(self.algorithm()):
+            return 0
+        shape = expert_shape(load_architecture(self._config.model))
+        assert shape is not None, "checked as the run opened"
+        return shape.layers * shape.chosen * (1 if shape.experts <= 256 else 2)
 
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
@@ -263,7 +272,7 @@ class EpisodesRun(RunKind):
             "trainer.backend_options": bool(trainer.backend_options),
             "trainer.reference": trainer.reference is not None,
             "trainer.lora": trainer.lora is not None,
-            "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
+            "trainer.gradient_checkpointing": bool(trainer.gradient_checkpointing),
         }
         for key in (key for key, given in idle.items() if given):
             raise invalid(f"{key}: is for language models; leave it out", key=key)

@@ -6,12 +6,16 @@ could not have gone through a step, and one that is taken may still run out of m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.process.capacity import host_memory
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier
+from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.errors import Refusal, invalid
 
 GIB = 2**30
@@ -22,11 +26,42 @@ VALUE_BYTES = 40
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A layout with its bytes of a rank, and whether they were found to fit."""
+
+    layout: str
+    device: int
+    host: int
+    fits: bool
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by what they are for. On a CPU `device` is empty: there everything is in host memory."""
+    """Bytes by what they are for. On a CPU `device` is empty: there everything is in host memory.
+
+    `tried` are the layouts that came before `layout` in the order of cost, and it: why it was chosen.
+    """
 
     host: Mapping[str, int]
     device: Mapping[str, int]
+    layout: str = ""
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The layout, what it needs, and what the cheaper ones would have; empty where there is but one."""
+        if not self.layout:
+            return ""
+        where = "GPU memory" if self.device else "host memory"
+        own = sum((self.device or self.host).values())
+        words = f"{self.layout}: a rank needs {_gib(own)} GiB of {where}"
+        if self.device and any(part in self.host for part in ("moments", "masters")):
+            words += f" and {_gib(sum(self.host.values()))} of the host's"
+        others = [each for each in self.tried if each.layout != self.layout]
+        if others:
+            words += "; what costs less does not fit: "
+            words += ", ".join(f"{each.layout} needs {_gib(each.device or each.host)}" for each in others)
+        return words
 
     def figures(self) -> dict[str, float]:
         """For people: what Restore answers."""
@@ -46,6 +81,24 @@ class Room:
     total: int
 
 
+@dataclass(frozen=True)
+class Rooms:
+    """What a rank can have of its host's memory and, unless it computes on the CPU, of its GPU's."""
+
+    host: Room
+    device: Room | None
+
+
+def rooms_on(device: torch.device) -> Rooms:
+    """As they are now; what is loaded already is dropped before anything is loaded anew."""
+    memory = host_memory()
+    host = Room("host memory", memory.available + resident_bytes(), memory.total)
+    if device.type == "cpu":
+        return Rooms(host, None)
+    free = free_bytes(device) + used_bytes(device)
+    return Rooms(host, Room("GPU memory", free, total_bytes(device)))
+
+
 def kept_bytes(config: TrainerConfig, algorithm: Algorithm) -> int:
     """Host memory of the groups that the leader keeps until the commit, with their columns; 0 where none are kept.
 
@@ -59,8 +112,15 @@ def kept_bytes(config: TrainerConfig, algorithm: Algorithm) -> int:
     return samples * config.sampling.max_new_tokens * each
 
 
-def check_room(needed: Mapping[str, int], room: Room) -> None:
-    """Raises Refusal INVALID where it can never fit, MEMORY_SHORT where it does not fit at the moment."""
+def check_rooms(plan: MemoryPlan, rooms: Rooms) -> None:
+    """Raises Refusal INVALID where a plan can never fit, MEMORY_SHORT where it does not fit at the moment."""
+    check_room(plan.host, rooms.host, plan.tried)
+    if rooms.device is not None:
+        check_room(plan.device, rooms.device, plan.tried)
+
+
+def check_room(needed: Mapping[str, int], room: Room, tried: Sequence[Tried] = ()) -> None:
+    """As `check_rooms`, of one memory; the message has the table of the layouts that were `tried`."""
     total = sum(needed.values())
     if total <= room.free:
         return
@@ -77,11 +137,24 @@ def check_room(needed: Mapping[str, int], room: Room) -> None:
         f"trainer.ranks: a rank needs at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
         f"{_fixes(needed)}"
     )
+    if len(tried) > 1:
+        message += f". Tried, the cheapest first:\n{_table(tried)}"
     raise invalid(message, key="trainer.ranks") if never else Refusal("MEMORY_SHORT", message, "exhausted")
+
+
+def _table(tried: Sequence[Tried]) -> str:
+    rows = [("layout", "GPU GiB", "host GiB")]
+    rows += [(each.layout, _gib(each.device) if each.device else "-", _gib(each.host)) for each in tried]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"  {name:<{widths[0]}}  {device:>{widths[1]}}  {host:>{widths[2]}}" for name, device, host in rows
+    )
 
 
 def _fixes(needed: Mapping[str, int]) -> str:
     fixes = ["give more ranks, which share the model's state"]
+    if needed.get("activations", 0) + needed.get("head", 0) > sum(needed.values()) // 4:
+        fixes.append("a smaller trainer.micro_batch_tokens")
     if needed.get("reference"):
         fixes.append("a smaller trainer.reference, or model.dtype: bfloat16 for it")
     if needed.get("hold"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -29,6 +31,7 @@ from headrace_servicekit.rpc.requests import (
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.errors import Refusal
+from headrace_trainer.group.meeting import Member
 from headrace_trainer.learning.samples import GroupRecord, LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
@@ -48,10 +51,18 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
     """The calls of trainer.proto; `instance` has the fence, the weight store and the lease."""
 
     def __init__(self, instance: Instance) -> None:
-        trainer = Trainer(lambda: instance.weights, instance.fence.holds_any, deadlines=deadlines_enabled())
+        trainer = Trainer(
+            lambda: instance.weights,
+            instance.fence.holds_any,
+            deadlines=deadlines_enabled(),
+            name=instance.config.name,
+            incarnation=instance.config.incarnation,
+            on_lost=self._on_lost,
+        )
         super().__init__(instance, trainer, ComputeThread())
         self._queue = self._new_queue(1)  # refuses everything until OpenRun makes the run's
         self._committing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._revoked = False
         self._learning: set[LearnStream] = set()
         instance.open_runs.limit = 1
@@ -97,17 +108,30 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         self, request: trainer_pb2.JoinTrainerGroupRequest, context: Context
     ) -> trainer_pb2.JoinTrainerGroupResponse:
         self._check(request.header, lease=False, run=False)
+        self._loop = asyncio.get_running_loop()
         check_number("generation", request.generation, 1)
         timeout = check_seconds("timeout", request.timeout) or JOIN_TIMEOUT_S
-        await self._compute(
-            self._trainer.join,
-            request.generation,
-            request.rank,
-            request.world_size,
-            request.rendezvous,
-            timeout,
-        )
+        self._instance.lost_peers.clear()
+        given_up = threading.Event()
+        try:
+            await self._compute(
+                self._trainer.join,
+                request.generation,
+                request.rank,
+                request.world_size,
+                request.rendezvous,
+                timeout,
+                given_up,
+            )
+        finally:
+            given_up.set()  # Also where the caller has gone: the compute thread must be free for its next call.
         return trainer_pb2.JoinTrainerGroupResponse(generation=request.generation)
+
+    def _on_lost(self, members: list[Member]) -> None:
+        """Other ranks of the trainer group are lost, heard on its liveness thread: the coordinator looks at them."""
+        if self._loop is not None and members:
+            lost = {member.incarnation for member in members}
+            self._loop.call_soon_threadsafe(self._instance.lost_peers_found, lost)
 
     async def LeaveTrainerGroup(
         self, request: trainer_pb2.LeaveTrainerGroupRequest, context: Context
@@ -139,6 +163,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             version=wire.version_message(found.version),
             warmup_steps=found.warmup_steps,
             figures=found.figures,
+            layout=found.layout,
         )
 
     # Steps

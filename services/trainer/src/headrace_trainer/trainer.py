@@ -6,6 +6,7 @@ A leader gets a `Session`; a follower a thread that does what the leader's round
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.device import LeasedDevice, current
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
+from headrace_trainer.group.group import OnLost, TrainerGroup, join_trainer_group
+from headrace_trainer.group.liveness import SILENT_S
+from headrace_trainer.group.meeting import Member, own_facts
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import RoundLost, Rounds
 from headrace_trainer.kinds import RunKind, run_kind
@@ -36,11 +39,19 @@ class Trainer:
     """Everything a process holds. All methods but the read-only ones run on the compute thread."""
 
     def __init__(
-        self, store: Callable[[], WeightStore], holds_lease: Callable[[], bool], *, deadlines: bool = True
+        self,
+        store: Callable[[], WeightStore],
+        holds_lease: Callable[[], bool],
+        *,
+        deadlines: bool = True,
+        name: str = "",
+        incarnation: str = "",
+        on_lost: OnLost = lambda _members: None,
     ) -> None:
         self._store = store
         self._holds_lease = holds_lease
         self._deadlines = deadlines
+        self._name, self._incarnation, self._on_lost = name, incarnation, on_lost
         self._run = ""
         self._config: TrainerConfig | None = None
         self._directory = Path()
@@ -74,7 +85,7 @@ class Trainer:
         """Generation of this rank's trainer group; 0 for none, also when the group has lost a rank."""
         lost = (
             self._session.rounds.lost if self._session else not (self._follower and self._follower.is_alive())
-        )
+        ) or bool(self._ranks and self._ranks.lost)
         return 0 if self._ranks is None or lost else self._last_generation
 
     @property
@@ -108,10 +119,19 @@ class Trainer:
         self.suspended = False  # A run that is opened next has released nothing.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
-    def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+    def join(
+        self,
+        generation: int,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """Joins a trainer group; what an older generation held and `leave` did not keep is lost.
 
-        Raises CONFLICT or RENDEZVOUS_TIMEOUT.
+        `given_up` ends the wait for the other ranks: its caller has gone. Raises Refusal CONFLICT, RENDEZVOUS_TIMEOUT,
+        or INVALID for ranks that do not fit together.
         """
         key = (generation, rank, world_size, rendezvous)
         if self._joined == key and self._ranks is not None:
@@ -124,8 +144,20 @@ class Trainer:
         self._disband()
         self._await_follower()
         device = self.device.device
+        dtype = self._config.model.dtype if self._config is not None else ""
         with current(device):
-            self._ranks = join_trainer_group(generation, rank, world_size, rendezvous, timeout_s, device)
+            self._ranks = join_trainer_group(
+                generation,
+                rank,
+                world_size,
+                rendezvous,
+                timeout_s,
+                device,
+                member=Member(self._name or f"rank {rank}", self._incarnation, own_facts(device, dtype)),
+                on_lost=self._on_lost,
+                given_up=given_up,
+                silent_s=SILENT_S if self._deadlines else math.inf,
+            )
         self._joined = key
         self._assemble()
 
@@ -283,20 +315,23 @@ class Trainer:
         self._follower = None
 
     def _dismiss(self, ranks: TrainerGroup) -> None:
+        in_order = True
         if self._rounds is not None and ranks.world_size > 1:
             try:
                 self._rounds.leave()
             except Refusal as lost:
+                in_order = False
                 _log.warning("followers are gone", extra={"reason": lost.message})
-        ranks.leave()
+        ranks.leave(in_order=in_order)
 
 
 def _follow(rounds: Rounds) -> None:
-    ranks = rounds.rank.ranks
+    ranks, in_order = rounds.rank.ranks, False
     try:
         rounds.follow()
+        in_order = True
     except RoundLost as error:
         _log.error("trainer group lost", extra={"generation": ranks.generation, "reason": str(error)})
     finally:
         # Also when a round failed here: a closed connection is what tells the others, who wait for us.
-        ranks.leave()
+        ranks.leave(in_order=in_order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,13 +18,18 @@ from headrace_simulation.fleet.instances import Instance
 from headrace_simulation.fleet.simulator import Simulator
 
 PREFILL_MS = 20
+BROKEN = 0.05
+"""Share of installs in flight that fail half way."""
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """States of the engine's memory: nothing taken yet, released, weights alone, all."""
 
 
 @dataclass
 class Rollout(Instance):
-    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps retention, obeys strict installs."""
+    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps retention, obeys installs.
+
+    An install in flight sometimes fails half way: answers then come back, and the next install repairs it.
+    """
 
     KIND: ClassVar[str] = "rollout"
     MAX_OPEN_RUNS: ClassVar[int] = 1
@@ -32,6 +37,8 @@ class Rollout(Instance):
     peers: dict[str, Instance] = field(default_factory=dict)
     """All instances by address: the simulators and the rollouts that reply are called there."""
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
+    oldest: int = 0
+    """The first of the versions whose streams are served: later ones were installed in flight."""
     retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
     running: int = 0
@@ -66,11 +73,17 @@ class Rollout(Instance):
 
     async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
         self.fence(request.header, lease=True)
-        if not self._installed(request.version):
+        if not self._installed(request.version, request.in_flight):
             await asyncio.sleep(0.05 * self.pace)
-            if not self._installed(request.version):
+            if not self._installed(request.version, request.in_flight):
                 if request.HasField("files"):
                     request.version.digest = self._read(request.files.checkpoint)
+                if request.in_flight and self.rng.random() < BROKEN:
+                    self.stop()
+                    self.version = common.PolicyVersion()
+                    raise CallRefused(self.incarnation, "BROKEN", "the install failed half way")
+                goes_on = request.in_flight and self.version.number
+                self.oldest = self.oldest if goes_on else request.version.number
                 self.version = request.version
                 self.memory = AWAKE if self.memory == COLD else self.memory
         return rollout.InstallPolicyResponse(version=self.version)
@@ -85,14 +98,14 @@ class Rollout(Instance):
             raise CallRefused(self.incarnation, "MODEL_NOT_READABLE", f"checkpoint: {name} cannot be read")
         return stored.version.digest
 
-    def _installed(self, version: common.PolicyVersion) -> bool:
+    def _installed(self, version: common.PolicyVersion, in_flight: bool) -> bool:
         if self.memory == SUSPENDED:
             raise CallRefused(self.incarnation, "SUSPENDED", "the weights have no room; Wake WEIGHTS first")
         if self.version.number == version.number:
             return True
         if version.number < self.version.number:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "a later version is installed")
-        if self.running:
+        if self.running and not in_flight:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
         return False
 
@@ -109,7 +122,7 @@ class Rollout(Instance):
     async def _produce(self, requests: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
         opening = (await anext(aiter(requests))).open
         self.fence(opening.header, lease=True)
-        if opening.policy_number != self.version.number:
+        if not self.version.number or not self.oldest <= opening.policy_number <= self.version.number:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
         if self.paused:
             raise CallRefused(self.incarnation, "PAUSED", "the engine is paused; call Resume first")
@@ -171,16 +184,22 @@ class Rollout(Instance):
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
         key = common.SlotKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
+        made = [(span.policy_number, span.token_count) for span in sample.resume.version_spans]
         self.running += 1
         try:
-            for position in range(len(sample.resume.token_ids), length):
+            for _ in range(len(sample.resume.token_ids), length):
                 if self.paused:
-                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
+                    done.put_nowait(_partial(key, sample.attempt, () if episode or mine else made))
                     return
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
                 if self.stops != stops or (mine and not self._stands(mine)):
-                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
+                    done.put_nowait(_partial(key, sample.attempt, () if episode or mine else made))
                     return
+                last, count = made[-1] if made else (0, 0)
+                if last == self.version.number:
+                    made[-1] = last, count + 1
+                else:
+                    made.append((self.version.number, 1))
         finally:
             self.running -= 1
         failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
@@ -194,15 +213,18 @@ class Rollout(Instance):
             else common.FINISH_REASON_EOS,
             producer=self.incarnation,
         )
-        segment = trajectory.segments.add(policy_number=self.version.number)
-        if episode:
-            segment.actions.valid_mask.data = b"\x01" * length
-        else:
-            segment.tokens.token_ids.extend(range(length))
-            segment.tokens.log_probs.extend([-1.0] * length)
-            segment.tokens.distribution.temperature = (
-                0.0 if sample.greedy else opening.distribution.temperature
-            )
+        first = 0
+        for number, count in made:
+            segment = trajectory.segments.add(policy_number=number)
+            if episode:
+                segment.actions.valid_mask.data = b"\x01" * count
+            else:
+                segment.tokens.token_ids.extend(range(first, first + count))
+                segment.tokens.log_probs.extend([-1.0] * count)
+                segment.tokens.distribution.temperature = (
+                    0.0 if sample.greedy else opening.distribution.temperature
+                )
+            first += count
         trajectory.body_digest = trajectory_digest(trajectory)
         if not opening.evaluation and not failed and self.live_leases():
             self.retention[prompt, sample.sample_index] = trajectory
@@ -315,8 +337,11 @@ def _prefill(response: Any) -> dict[str, Any]:
     return {"prefills": [span]}
 
 
-def _partial(key: common.SlotKey, attempt: int, length: int) -> rollout.PartialSample:
+def _partial(key: common.SlotKey, attempt: int, made: Sequence[tuple[int, int]]) -> rollout.PartialSample:
+    length = sum(count for _, count in made)
     state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
     if length:
         state.cache.MergeFrom(common.CachedContext(form="simulated", tokens=length - 1))
+    for number, count in made:
+        state.version_spans.add(policy_number=number, token_count=count)
     return rollout.PartialSample(sample=key, attempt=attempt, state=state)

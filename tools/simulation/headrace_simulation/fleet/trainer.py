@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -26,6 +27,10 @@ class Trainer(TrainerCheckpoints):
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_number: int = 0
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
+    max_staleness: int = 0
+    sampled: dict[int, Counter[int]] = field(default_factory=dict)
+    lags: dict[int, int] = field(default_factory=dict)
+    """Tokens by version, and staleness, of the groups that were learned."""
     offered: trainer.Contribution = field(default_factory=trainer.Contribution)
     helpers: dict[str, Trainer] = field(default_factory=dict)
     """Helpers that have offered a contribution, by name."""
@@ -35,6 +40,7 @@ class Trainer(TrainerCheckpoints):
         await self.open_run(request.header, config, lambda: self._build(request), self._end)
         options = json.loads(request.config_json)["algorithm"].get("options", {})
         self.greedy_first = bool(options.get("greedy_first"))
+        self.max_staleness = json.loads(request.config_json)["algorithm"].get("max_staleness", 0)
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP, **options)
 
     async def _build(self, request: trainer.OpenRunRequest) -> None:
@@ -169,7 +175,14 @@ class Trainer(TrainerCheckpoints):
             return trainer.GroupOutcome(
                 prompt_ordinal=group.prompt_ordinal, disposition=trainer.GROUP_DISPOSITION_NONFINITE
             )
+        lag = max(self.version.ordinal - m.oldest_version.ordinal for m in group.members)
+        if lag > self.max_staleness:
+            return trainer.GroupOutcome(
+                prompt_ordinal=group.prompt_ordinal, disposition=trainer.GROUP_DISPOSITION_STALE
+            )
         self.groups[group.prompt_ordinal] = members
+        self.lags[group.prompt_ordinal] = lag
+        self.sampled[group.prompt_ordinal] = _tokens_by_version(group)
         return trainer.GroupOutcome(
             prompt_ordinal=group.prompt_ordinal,
             disposition=trainer.GROUP_DISPOSITION_ACCUMULATED,
@@ -251,6 +264,8 @@ class Trainer(TrainerCheckpoints):
         if self.groups.keys() & added.keys():
             raise self._refuse("CONFLICT", "one of the groups is in already")
         self.groups |= added
+        self.sampled |= {prompt: source.sampled[prompt] for prompt in added}
+        self.lags |= {prompt: source.lags[prompt] for prompt in added}
         return trainer.AddContributionResponse()
 
     async def CommitStep(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
@@ -278,6 +293,7 @@ class Trainer(TrainerCheckpoints):
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_NONFINITE)
         base = self.version
+        by_version = sum((self.sampled[prompt] for prompt in self.groups), Counter[int]())
         slots = tuple((prompt, sample) for prompt, sample, _, _ in sorted(learned))
         self._hold(self.weights + slots, request.next_number, base.number, base.ordinal + 1)
         self.phase = trainer.STEP_PHASE_COMMITTED
@@ -286,8 +302,9 @@ class Trainer(TrainerCheckpoints):
             version=self.version,
             group_count=len(self.groups),
             sequence_count=len(learned),
-            token_count=len(learned),
-            tokens_by_version={base.number: len(learned)},
+            token_count=by_version.total(),
+            tokens_by_version=by_version,
+            max_staleness=max(self.lags[prompt] for prompt in self.groups),
             figures={"log_prob_compared_tokens": len(learned), "log_prob_mismatch_mean": 0.0},
         )
         return self.commit
@@ -331,6 +348,15 @@ class Trainer(TrainerCheckpoints):
         self.fence(request.header, lease=True)
         self.suspended = False
         return trainer.WakeResponse()
+
+
+def _tokens_by_version(group: trainer.SettledGroup) -> Counter[int]:
+    found = Counter[int]()
+    for segment in (segment for member in group.members for segment in member.trajectory.segments):
+        actions = segment.WhichOneof("body") == "actions"
+        count = len(segment.actions.valid_mask.data) if actions else len(segment.tokens.token_ids)
+        found[segment.policy_number] += count
+    return found
 
 
 async def _chain(

@@ -32,8 +32,7 @@ def judge(
     counts = audit(run, history)
     if counts.duplicates or counts.missing:
         raise Violation(f"G1: {counts.duplicates} slots terminal twice, {counts.missing} never")
-    if counts.max_staleness:
-        raise Violation("G3: a trained token is staler than max_staleness")
+    _check_staleness(run, history)
     if run.totals.tally != counts:
         raise Violation(f"G6: the run shows {run.totals.tally}, its history says {counts}")
     if run.lineage.head and not (weights is None and _ended_unsaved(run)):
@@ -92,6 +91,30 @@ def _check_refill(run: runs.RunState, step: Step) -> None:
             f"refill: step {step_index(step)} takes {step_refilled(step)} groups in place of {len(replaced)}, "
             f"at most {limit}"
         )
+
+
+def _check_staleness(run: runs.RunState, history: Sequence[Item]) -> None:
+    """Every token was sampled by its step's base, or by an ancestor that is at most max_staleness older."""
+    most = run.spec["algorithm"].get("max_staleness", 0)
+    made: dict[int, tuple[int, int]] = {}  # number -> (parent, ordinal)
+    for _, event in history:
+        if isinstance(event, ev.VersionRestored):
+            made[event.number] = (event.parent, event.ordinal)
+        if not isinstance(event, ev.StepCommitted):
+            continue
+        certificate = event.certificate
+        number, lags = certificate.parent, dict[int, int]()
+        while number in made and certificate.ordinal - 1 - made[number][1] <= most:
+            lags[number] = certificate.ordinal - 1 - made[number][1]
+            number = made[number][0]
+        made[certificate.number] = (certificate.parent, certificate.ordinal)
+        tokens = certificate.tokens_by_version
+        if strange := tokens.keys() - lags.keys():
+            raise Violation(f"G3: step {certificate.step} trains tokens of {strange}, its base allows {lags}")
+        worst = max(lags[number] for number in tokens)
+        mean = sum(lags[number] * count for number, count in tokens.items()) / sum(tokens.values())
+        if (worst, mean) != (certificate.max_staleness, certificate.mean_staleness):
+            raise Violation(f"G3: step {certificate.step} says other staleness than {worst}, {mean}")
 
 
 def _check_versions(run: runs.RunState, history: Sequence[Item]) -> None:

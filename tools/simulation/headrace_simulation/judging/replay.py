@@ -10,6 +10,7 @@ from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.demand import shares
 from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
 from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup
+from headrace_coordinator.domain.ledger.slot_index import SlotIndex
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.store.memory_store import MemoryStore
 from typing_extensions import override
@@ -50,6 +51,8 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.refilled = self.helped = 0
+        self.ahead = 0
+        """Most steps that were open ahead of the one that is learned."""
         self.borrowed = 0
         """Times that a trainer group's device decoded."""
         self.regrouped = 0
@@ -65,6 +68,7 @@ class Replay:
             self._before(event)
             self.state.apply(event)
             self._after(event)
+            self._open_steps(event)
 
     def _before(self, event: ev.Event) -> None:
         match event:
@@ -103,6 +107,31 @@ class Replay:
             raise Violation(f"regroup: the log has {event}, the rule gives {gift}")
         self.regrouped += 1
         self.given += bool(event.given_to)
+
+    def _open_steps(self, event: ev.Event) -> None:
+        """Checks the open steps of a run: so many as its staleness allows, one behind the other, with their slots."""
+        run = self.state.runs.get(event.run) if isinstance(event, ev.RunEvent) else None
+        if run is None or not isinstance(event, ev.SlotsOpened | ev.StepOpened | ev.StepRefilled):
+            return
+        ledger, most = run.ledger, run.spec["algorithm"].get("max_staleness", 0)
+        steps = list(ledger.steps)
+        if steps != list(range(ledger.step, ledger.step + len(steps))) or len(steps) > most + 1:
+            raise Violation(
+                f"credits: {run.id} has steps {steps} open at {ledger.step}, max_staleness {most}"
+            )
+        self.ahead = max(self.ahead, len(steps) - 1)
+        prompts = [prompt for step in steps for prompt in ledger.prompts_of(step)]
+        slots = [ledger.ordinal(prompt, sample) for prompt in prompts for sample in range(ledger.group_size)]
+        if sorted(ledger.slots) != slots:
+            raise Violation(f"credits: {run.id} has other slots than those of its open steps")
+        index, fresh = ledger.index, SlotIndex(ledger.slots.values())
+        if (index.waiting, index.assigned, index.open, index.settled) != (
+            fresh.waiting,
+            fresh.assigned,
+            fresh.open,
+            fresh.settled,
+        ):
+            raise Violation(f"credits: {run.id} counts slots that it does not have")
 
     def _true_reason(self, run: runs.RunState, event: ev.RunStateChanged) -> None:
         reason, head = event.reason, run.lineage.head

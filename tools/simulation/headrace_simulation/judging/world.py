@@ -44,6 +44,8 @@ class Outcome:
     """Times that a trainer group's device decoded."""
     passed: int = 0
     """Leases of a device that went from one run to another while both were granted it."""
+    ahead: int = 0
+    """Most steps that were open ahead of the one that was learned."""
 
 
 class WorldJudge:
@@ -77,6 +79,7 @@ class WorldJudge:
             replay.helped,
             replay.borrowed,
             replay.passed,
+            replay.ahead,
         )
 
     async def _judge_run(self, run: runs.RunState) -> Tally:

@@ -4,6 +4,7 @@ the other. Installs happen in flight: sequences live on. Knows no policy that mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -96,7 +97,7 @@ def simulate_async(
 
 @dataclass
 class _OpenStep:
-    """A step whose slots may start: what is not finished, which groups wait to be learned, and its work."""
+    """A step whose slots may start: outputs that each group misses, and the groups that wait to be learned."""
 
     draws: Draws
     missing: dict[int, int]
@@ -104,7 +105,6 @@ class _OpenStep:
     staleness: list[int] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     """Work of settled groups, in items of mean length."""
-    left: float = 0.0
 
 
 class _Run:
@@ -149,12 +149,12 @@ class _Run:
                 self._advance(until, installs)
                 now = until
             step = self._open[number]
-            while step.left > 1e-9:
+            while step.missing or step.waiting:
                 ready = step.waiting and not (self._found.batch and step.unfinished)
                 if ready:
                     weight, step.waiting = sum(step.waiting), []
                     until = now + weight * self._item_s + (0.0 if begun else self._fixed_s)
-                    begun, step.left = True, step.left - weight
+                    begun = True
                     self._advance(until, installs)
                     now = until
                     continue
@@ -180,15 +180,13 @@ class _Run:
         while self._events and self._events[0][2] != self._stamps[self._events[0][1]]:
             heappop(self._events)
         times = [when for when, *_ in self._events[:1]] + [when for when, _ in installs[:1]]
-        return min(times)
+        return min(times, default=math.inf)
 
     def _advance(self, until: float, installs: list[tuple[float, int]]) -> None:
         """Decodes and installs up to a time."""
         while True:
-            if not (self._events or installs):
-                return
             when = self._next(installs)
-            if when > until:
+            if when > until or math.isinf(when):
                 return
             if installs and installs[0][0] <= when:
                 _, self._installed = installs.pop(0)
@@ -217,7 +215,6 @@ class _Run:
             draws,
             missing,
             len(lengths),
-            left=draws.weight(range(len(lengths))),
             staleness=[self._installed] * len(lengths),
         )
         loads = sorted((replica.unfinished, index) for index, replica in enumerate(self._replicas))
@@ -245,6 +242,7 @@ class _Run:
         step.unfinished -= 1
         step.missing[group] -= 1
         if not step.missing[group]:
+            del step.missing[group]
             first = group * self._group
             members = range(first, min(first + self._group, len(step.draws.weights)))
             step.waiting.append(step.draws.weight(members))

@@ -134,8 +134,15 @@ class RunView(Resource):
     started_at: float | None
     finished_at: float | None
     waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    warnings: list[str] = Field(
+        default_factory=list,
+        description="what makes it learn nothing, and where to look; empty: nothing known",
+    )
     policy: PolicyView | None
     warmup_steps: int
+    layout: str = Field(
+        default="", description="how the trainers hold the model, what it needs of a rank, and why"
+    )
     baseline_prefill: EvaluationView | None
     evaluations: list[EvaluationView]
     last_step: StepView | None
@@ -195,6 +202,9 @@ class CertificateView(Resource):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
+    mean_staleness: float = Field(
+        default=0.0, description="steps that a token lags behind the base, in the mean"
+    )
     log_prob_mismatch_mean: float | None = Field(
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"
     )

@@ -77,6 +77,9 @@ def _placing(spec: RunSections) -> Iterator[KeyProblemView]:
             "and answers would only become older"
         )
         yield problem("placement.mode", reason, f"set placement.mode: disaggregated or hybrid{STRICT}")
+    if placement.reply:
+        reason = "instances that reply take a new version between two steps only"
+        yield problem("placement.reply", reason, f"remove it{STRICT}")
     for key, helpers in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
         if helpers:
             reason = "the last answers of a step decode beside those of the next ones, so no device is idle in a step"

@@ -120,8 +120,10 @@ class TrainerSection(Section):
         "whole groups",
     )
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
-    gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, more time"
+    gradient_checkpointing: bool | None = Field(
+        default=None,
+        description="recompute activations in the backward pass: less memory, more time; default: with fsdp where "
+        "the model fits in no other way, with megatron never",
     )
     shared_prefix: bool | None = Field(
         default=None,

@@ -38,6 +38,7 @@ class SessionHooks:
     resident_bytes: Callable[[], int]
     on_drain: Callable[[float], None]
     open_runs: Callable[[], list[common_pb2.OpenRunReport]]
+    lost_peers: Callable[[], list[str]] = list
 
 
 class SessionLost(Exception):
@@ -151,6 +152,7 @@ class Session:
             resident_memory_bytes=self._hooks.resident_bytes(),
             metrics=self._hooks.take_metrics(),
             open_runs=self._hooks.open_runs(),
+            lost_peers=self._hooks.lost_peers(),
         )
         return fleet_pb2.SessionRequest(incarnation=registration.incarnation, heartbeat=beat)
 

@@ -302,7 +302,7 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest")
+    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class Trajectory(_message.Message):
     COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
@@ -317,7 +318,8 @@ class Trajectory(_message.Message):
     completion_text: str
     producer: str
     body_digest: str
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ...) -> None: ...
+    routed_experts: bytes
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class TrajectoryChunk(_message.Message):
     __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")
@@ -338,7 +340,7 @@ class TrajectoryChunk(_message.Message):
     def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., policy_number: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., finished: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
 
 class ResumeState(_message.Message):
-    __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json", "cache")
+    __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json", "cache", "routed_experts")
     class ExtraJsonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -352,13 +354,15 @@ class ResumeState(_message.Message):
     RNG_POSITION_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     rng_position: int
     extra_json: _containers.ScalarMap[str, str]
     cache: CachedContext
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., rng_position: _Optional[int] = ..., extra_json: _Optional[_Mapping[str, str]] = ..., cache: _Optional[_Union[CachedContext, _Mapping]] = ...) -> None: ...
+    routed_experts: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., rng_position: _Optional[int] = ..., extra_json: _Optional[_Mapping[str, str]] = ..., cache: _Optional[_Union[CachedContext, _Mapping]] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class CachedContext(_message.Message):
     __slots__ = ("blob", "form", "tokens")

@@ -151,7 +151,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("version", "warmup_steps", "figures")
+    __slots__ = ("version", "warmup_steps", "figures", "layout")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,10 +162,12 @@ class RestoreResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.PolicyVersion
     warmup_steps: int
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., warmup_steps: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    layout: str
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., warmup_steps: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class BeginStepRequest(_message.Message):
     __slots__ = ("header", "step", "attempt", "base_number", "next_number")

@@ -100,6 +100,7 @@ class RunState(msgspec.Struct):
     finished_at: float = 0.0
     steps_total: int = 0
     warmup_steps: int = 0
+    layout: str = ""
     trainer_group_generation: int = 0
     trainer_group: list[str] = []
     recoveries: int = 0
@@ -129,6 +130,8 @@ class RunState(msgspec.Struct):
     """Ranks from the next step on; 0: no change."""
     ranks_reason: str = ""
     """Why they were changed last."""
+    warnings: dict[str, str] = {}
+    """What makes it learn nothing, by what that is about."""
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
@@ -214,6 +217,7 @@ class RunState(msgspec.Struct):
                 self.trainer_group_generation, self.trainer_group = event.generation, list(event.trainers)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
+                self.layout = event.layout
                 self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
                 self._prune()
@@ -235,6 +239,8 @@ class RunState(msgspec.Struct):
                 self.evaluation.result = event.result
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
+            case ev.Warned(warnings=warnings):
+                self.warnings = warnings
             case ev.ModelExported(path=path):
                 self.export_path = path
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from headrace_coordinator.domain import events as ev
@@ -31,6 +32,7 @@ DRAIN_S = 10.0
 """Grace of a process that is no longer wanted."""
 log = logging.getLogger(__name__)
 MISSED_BEATS = 2
+BEATS_OF_SUSPECTS = 1.5
 RESTART_S = 20.0
 """How long after an exit more instances are still expected: a supervisor restarts the process."""
 
@@ -52,6 +54,8 @@ class Fleet:
         self._connect = connect
         self._clients: dict[str, InstanceClient] = {}
         self._silent_since: dict[str, float] = {}
+        self._suspects: dict[str, set[str]] = {}
+        """Who says of whom that it is lost, by the incarnation that says so."""
         self._last_exit = float("-inf")
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
@@ -127,6 +131,25 @@ class Fleet:
             self.opened[incarnation] = {report.run: report for report in reports}
             self.on_report(incarnation)
 
+    def suspected(self, incarnation: str, peers: Iterable[str]) -> None:
+        """A process has lost others of its run. Those that are silent here, too, are stopped or cut off: killed."""
+        mine = self.run_of(incarnation)
+        found = {peer for peer in peers if mine and self.run_of(peer) == mine}
+        if found:
+            self._suspects[incarnation] = found
+            self._kill_suspects()
+        else:
+            self._suspects.pop(incarnation, None)
+
+    def _kill_suspects(self) -> None:
+        """A heartbeat that is missed is enough where two have not heard a process; one that sent it is let live."""
+        now, missed = self.event_log.monotonic(), BEATS_OF_SUSPECTS * self.settings.heartbeat
+        for who in sorted(set().union(*self._suspects.values())):
+            session = self.sessions.get(who)
+            since = session.heard_at if session else self._silent_since.get(who, now)
+            if now - since > missed:
+                self.kill(who, f"neither its peers nor the coordinator have heard it for {now - since:.0f} s")
+
     def draining(self, incarnation: str, grace_s: float) -> None:
         """A process was told to stop: it gets no new work, and is told to exit once no run needs its state any more.
 
@@ -188,9 +211,15 @@ class Fleet:
             self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
+        self._forget_suspect(incarnation)
         self._clients.pop(incarnation, None)
         self.opened.pop(incarnation, None)
         self.event_log.wake()
+
+    def _forget_suspect(self, incarnation: str) -> None:
+        self._suspects.pop(incarnation, None)
+        for found in self._suspects.values():
+            found.discard(incarnation)
 
     def supervised(self, supervisor: Supervisor) -> None:
         """A supervisor's list of processes: it runs all of its host, so a process that is not listed is proven gone.
@@ -260,6 +289,13 @@ class Fleet:
             return True
         return False
 
+    async def fate_of_any(self, incarnations: Sequence[str], patience: float = 3.0) -> None:
+        """After processes have lost one of them: waits a little until it is noticed which has ended."""
+        with suppress(WaitTimeout):
+            await self.event_log.wait_until(
+                lambda: not all(self.alive(who) for who in incarnations), patience, "the fate of a trainer"
+            )
+
     def client(self, incarnation: str) -> InstanceClient:
         """The client of an instance; raises `InstanceDown` when it is not registered."""
         state = self.event_log.state.instances.get(incarnation)
@@ -314,6 +350,7 @@ class Fleet:
         holders = self.lease_manager.expire()
         if not self.lease_manager.lenient:
             self._lose_silent(now)
+            self._kill_suspects()
         self._send_due_drains()
         for incarnation in sorted(holders):
             reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"

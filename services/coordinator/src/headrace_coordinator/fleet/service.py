@@ -123,6 +123,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
                 self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
+                self._fleet.suspected(message.incarnation, beat.lost_peers[:MAX_NAMES])
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":

@@ -32,6 +32,7 @@ from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.warnings import Warnings
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -93,6 +94,7 @@ class RunContext:
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
+        self.warnings = Warnings(self.spec)
         self._lengths: dict[str, tuple[int, int]] = {}
         section = self.spec.data.curriculum
         self.curriculum = Curriculum(section, dataset) if section else None

@@ -28,6 +28,8 @@ from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 
+MEETING_S = 60.0
+"""How long ranks may take to meet: all of them have answered a moment ago."""
 DAMAGED = "CHECKPOINT_DAMAGED"
 AWAY = {DAMAGED, "NOT_FOUND"}
 """Reasons why a trainer cannot read one checkpoint of another run, which may delete it at any time: try the next."""
@@ -43,7 +45,7 @@ class Misplaced(Exception):
 async def form_trainer_group(context: RunContext) -> None:
     """All trainers form a group under a new generation; a trainer group of the same processes stays as it is."""
     trainers, run = context.workers.trainers, context.state
-    states = [await each.step_state() for each in trainers]
+    states = await gather_all(*(each.step_state() for each in trainers))
     incarnations = [each.incarnation for each in trainers]
     same = run.trainer_group == incarnations and all(
         s.generation == run.trainer_group_generation for s in states
@@ -60,7 +62,7 @@ async def form_trainer_group(context: RunContext) -> None:
     # generation has its own, so that two groups on one host do not meet each other.
     port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(trainers) > 1 else 0
     rendezvous = f"{host}:{port}"
-    timeout = context.workers.fleet_timeout
+    timeout = min(context.workers.fleet_timeout, MEETING_S)
     await gather_all(*(each.join(generation, len(trainers), rendezvous, timeout) for each in trainers))
 
 
@@ -184,6 +186,7 @@ async def _restore(context: RunContext) -> None:
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
+            layout=response.layout,
             kept=await event_log.history.kept(run.id, source.frontier_step),
         )
     )

@@ -34,6 +34,8 @@ DECISION_S = 900.0
 """How long a run that stops waits for the reply to a CommitStep that it has sent."""
 
 FOREVER_S = 1e9
+GROUP_LOST = frozenset({"TRAINER_GROUP_LOST", "RENDEZVOUS_TIMEOUT"})
+"""Reasons of refusals by a trainer whose group has lost another rank, or could not be formed with it."""
 NOT_OPEN = frozenset({"NOT_OPEN", "OPENING_STALE"})
 """Reasons of refusals by an instance that does not have the run open, or has another opening of it."""
 
@@ -377,6 +379,10 @@ class RunLoop:
         await self._event_log.commit(ev.RunRecovering(at=self._event_log.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
+        elif isinstance(fault, CallRefused) and fault.reason in GROUP_LOST:
+            # Before the next call: one to a rank that is dead would be charged as a recovery of its own.
+            trainers = [trainer.incarnation for trainer in self.context.workers.trainers]
+            await self.context.fleet.fate_of_any(trainers)
         elif isinstance(fault, CallRefused) and fault.reason in NOT_OPEN:
             self.context.workers.reopen(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))

@@ -156,7 +156,9 @@ class Staffing:
 
     def _rollout_config(self) -> str:
         elsewhere = bool(self.workers.spec.placement.reply)
-        return RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere).model_dump_json()
+        replays = self.workers.spec.algorithm.options.get("routing_replay") is True
+        config = RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere, routed_experts=replays)
+        return config.model_dump_json()
 
     def _trainer_config(self) -> str:
         more: dict[str, Any] = {

@@ -32,6 +32,8 @@ class EngineConfig:
     codec: TextCodec
     max_concurrency: int
     devices: tuple[torch.device, ...] = ()
+    routed_experts: bool = False
+    """Prefixes of ended samples carry `routes`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Capabilities:
     """Suspend gives the memory of weights and cache back on the devices of this build."""
     tensor_parallel: bool = False
     """One model may span several devices."""
+    routed_experts: bool = False
+    """Tells the experts that tokens were sent to, where `EngineConfig.routed_experts` asks for them."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True
@@ -220,6 +224,14 @@ class Engine(PolicyHolder, Protocol):
         """
 
     @property
+    def oldest(self) -> int | None:
+        """Number of the first version whose streams are served: later ones were installed in flight.
+
+        An engine that installs between samples only may leave it out: read it with `oldest_of`.
+        """
+        return None
+
+    @property
     def waiting_samples(self) -> int: ...
 
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
@@ -235,6 +247,12 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+def oldest_of(holder: PolicyHolder) -> int | None:
+    """`holder.oldest`; None where it serves the streams of its installed version alone."""
+    found: int | None = getattr(holder, "oldest", None)
+    return found
 
 
 def prefills_of(engine: Engine) -> Sequence[Prefills]:

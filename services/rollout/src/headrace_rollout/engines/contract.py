@@ -7,8 +7,8 @@ from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine
 
-OPTIONAL = frozenset({"prefills"})
-"""What an engine may leave out: its prompts and its decoding are then one."""
+OPTIONAL = frozenset({"prefills", "oldest"})
+"""What an engine may leave out: its prompts and its decoding are then one, and it installs between samples only."""
 CHECK = "headrace_rollout.engines.contract.check_engine"
 
 

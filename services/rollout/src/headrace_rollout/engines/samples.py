@@ -49,12 +49,27 @@ class SlotKey:
 class Prefix:
     """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
 
-    Of a finished exchange, version 0 stands for tokens that were given, such as replies.
+    Of a finished exchange, version 0 stands for tokens that were given, such as replies. `routes` are the experts that
+    prompt and tokens but the last were sent to, as `Trajectory.routed_experts` has them before it is compressed; empty
+    where the run does not ask for them.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     spans: Sequence[tuple[int, int]]
+    routes: bytes = b""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Experts of a context's tokens from the first one on, `width` bytes each."""
+
+    data: bytes
+    width: int
+
+    def behind(self, before: bytes, tokens: int) -> bytes:
+        """Those of the first `tokens` tokens; `before` are those that came with the sample, maybe of other weights."""
+        return (before + self.data[len(before) :])[: tokens * self.width]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from headrace_rollout.engines.samples import (
     Finish,
     Group,
     Prefix,
+    Routes,
     Sample,
     SlotKey,
     Stream,
@@ -153,10 +154,12 @@ class RunningTrajectory:
         stopped: bool = False,
         made: Sequence[tuple[int, int]] | None = None,
         cache: CachedContext | None = None,
+        routes: Routes | None = None,
     ) -> TrajectoryUpdate:
         """The event that sends `tokens[sent:]`; an end or a stop carries the whole answer too.
 
-        `made` says which versions made the tokens behind the prefix; None: `policy` alone.
+        `made` says which versions made the tokens behind the prefix; None: `policy` alone. `routes` are those of the
+        whole context, where the engine tells them.
         """
         ended = finish is not None or stopped
         sent = min(sent, len(tokens))
@@ -170,7 +173,7 @@ class RunningTrajectory:
             prompt_ids=self.prompt_ids,
             finish=finish,
             stopped=stopped,
-            whole=Prefix(tokens, log_probs, self._spans(len(tokens), made or [(policy.number, len(tokens))]))
+            whole=self._whole(tokens, log_probs, made or [(policy.number, len(tokens))], routes)
             if ended
             else None,
             greedy=self.greedy,
@@ -191,11 +194,28 @@ class RunningTrajectory:
         )
 
     def so_far(
-        self, tokens: Sequence[int], log_probs: Sequence[float], sent: int, policy: Policy
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        sent: int,
+        policy: Policy,
+        routes: Routes | None = None,
     ) -> RunningTrajectory:
         """The sample with what it has as its prefix; `policy` made what is new."""
-        spans = self._spans(len(tokens), [(policy.number, len(tokens))])
-        return replace(self, prefix=Prefix(tokens, log_probs, spans), sent=sent, cache=None)
+        prefix = self._whole(tokens, log_probs, [(policy.number, len(tokens))], routes)
+        return replace(self, prefix=prefix, sent=sent, cache=None)
+
+    def _whole(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        made: Sequence[tuple[int, int]],
+        routes: Routes | None,
+    ) -> Prefix:
+        read = self.prefix.routes
+        if routes is not None:
+            read = routes.behind(read, len(self.prompt_ids) + len(tokens) - 1)
+        return Prefix(tokens, log_probs, self._spans(len(tokens), made), read)
 
     def _spans(self, count: int, made: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []

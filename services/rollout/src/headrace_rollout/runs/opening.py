@@ -21,6 +21,7 @@ from headrace_schema.sections.replying import ReplySection
 from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
@@ -76,16 +77,43 @@ def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRu
         )
     chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
     codec = load_tokenizer(config.model)
-    settings = EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+    settings = EngineConfig(
+        config.model,
+        codec,
+        config.rollout.max_concurrency,
+        devices_of(leased),
+        config.routed_experts,
+    )
 
     def build(wanted: EngineConfig) -> Engine:
         engine = chosen.build(wanted)
         require_engine(chosen.name, engine)
+        if config.routed_experts:
+            _require_routes(chosen.name, engine, config)
         return engine
 
     if config.reply is not None:
         return TextRun(name, config, _exchange_engine(config, config.reply, settings, build), codec)
     return TextRun(name, config, build(settings), codec)
+
+
+def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
+    """Raises PluginError where trajectories cannot carry the experts that the run replays."""
+    from headrace_modelkit.experts import FAMILIES, expert_shape
+    from headrace_modelkit.loading import load_architecture
+
+    key, reason, fix = "algorithm.options.routing_replay", "", "leave it out"
+    if expert_shape(load_architecture(config.model)) is None:
+        reason = (
+            f"{config.model.path!r} has no experts that tokens are routed to ({', '.join(FAMILIES)} have)"
+        )
+    elif not engine.capabilities.routed_experts:
+        reason = f"rollout.engine: {name} does not tell which experts it sent tokens to"
+        fix = "use the engine transformers or vllm, or leave it out"
+    elif config.reply is not None:
+        reason, fix = "an exchange with a reply is put together without routes", "leave it or reply out"
+    if reason:
+        raise PluginError([KeyProblem(key, reason, fix)])
 
 
 def _robot_run(

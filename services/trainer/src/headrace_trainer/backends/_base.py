@@ -12,7 +12,7 @@ from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
-from headrace_trainer.memory import MemoryPlan
+from headrace_trainer.memory import MemoryPlan, Rooms
 
 WeightSink = Callable[[str, Tensor], None]
 CRITIC_KIND = "critic"
@@ -144,8 +144,14 @@ class Backend(Protocol):
     def shares_prefixes(self) -> bool:
         """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
 
-    def memory_plan(self) -> MemoryPlan:
-        """What this rank will need at least, by the models' shapes; loads nothing. Raises ModelNotReadable."""
+    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
+        """What this rank will need, by the models' shapes, in the layout that is chosen for these rooms; loads nothing.
+
+        Raises ModelNotReadable.
+        """
+
+    layout_chosen = ""
+    """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
 
     def check_files(self, *, initial: bool) -> None:
         """Opens what a restore of the initial model, or of a checkpoint, reads of models; loads nothing.

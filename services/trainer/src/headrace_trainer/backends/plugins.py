@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from headrace_servicekit.registry import Options, Plugin
 from pydantic import Field, PositiveInt
 
 
 class FsdpOptions(Options):
-    """`trainer.backend_options` of fsdp."""
+    """`trainer.backend_options` of fsdp. What is left out is chosen: the cheapest layout that fits."""
 
-    reshard_micro_batches: bool = Field(
-        default=False,
-        description="reduce and reshard after every micro-batch: less memory, more communication",
+    shard: Literal["state", "gradients", "weights"] | None = Field(
+        default=None,
+        description="what is divided over the ranks: master weights and moments alone (state), also the sums of "
+        "gradients, reduced after each micro-batch (gradients), or also the weights, gathered layer by layer in each "
+        "forward and backward (weights); default: as little as fits",
+    )
+    shard_ranks: PositiveInt | None = Field(
+        default=None,
+        description="ranks that hold one copy of the model between them, a divisor of trainer.ranks: fewer than all "
+        "gather among themselves alone, and reduce gradients over the copies (HSDP); default: the ranks of a host "
+        "where that fits, else all",
+    )
+    offload: Literal["none", "optimizer", "parameters"] | None = Field(
+        default=None,
+        description="what lies in host memory: the optimizer's moments, moved to the GPU for the step (optimizer), or "
+        "also master weights and gradients, with the step on the CPU (parameters); default: none where that fits",
     )
     expert_parallel: PositiveInt = Field(
         default=1,
@@ -24,7 +39,7 @@ FSDP = Plugin(
     "headrace_trainer.backends.fsdp:build",
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
-    check="headrace_trainer.backends.fsdp.experts:check_experts",
+    check="headrace_trainer.backends.fsdp.layout:check_run",
 )
 
 

@@ -5,50 +5,151 @@ Knows no model and no step. Everything that travels is bytes or numbers, never a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.group import connections
+from headrace_trainer.group.liveness import SILENT_S, Liveness
+from headrace_trainer.group.meeting import Failure, GivenUp, Meeting, Member, late, meet, own_facts
+from headrace_trainer.memory import Room, Rooms, rooms_on
 
 # A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.
 IDLE_LIMIT = timedelta(days=1)
 COLLECTIVE_LIMIT = timedelta(minutes=10)
+LEAST_FORMING_S = 10.0
+"""For making process groups once all ranks have met, however late that was."""
+GUARD_S = 0.25
+ABORTED_S = 30.0
+"""A thread that is still in a collective so long after it was aborted cannot be woken: the process ends."""
+ABORTED_EXIT_CODE = 71
+BROADCAST_BYTES = 1 << 16
+"""What all ranks get alike is passed on from rank to rank from this size on; less goes to each of them at once."""
+OnLost = Callable[[list[Member]], None]
+"""Called on another thread with the ranks that are lost, as soon as it is noticed."""
 
 
 class TrainerGroup:
     """One generation of ranks; rank 0 leads. A process is in at most one."""
 
-    def __init__(self, generation: int, rank: int, world_size: int, device: torch.device) -> None:
+    lost = ""
+    """Why the group is over: another rank is lost. Whoever is in a collective then, or comes to one, is told."""
+    members: Many[Member] = ()
+    _liveness: Liveness | None = None
+    _entered = 0
+
+    def __init__(
+        self,
+        generation: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        forming: timedelta = COLLECTIVE_LIMIT,
+    ) -> None:
         self.generation = generation
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world_size,))
+        self._meshes: dict[int, DeviceMesh] = {world_size: self.mesh}
         # Headers wait for as long as the leader has nothing to do: a group of their own.
-        self._headers = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
-        self._figures = dist.new_group(backend="gloo", timeout=COLLECTIVE_LIMIT)
+        self._headers = dist.new_group(backend="gloo", timeout=forming)
+        self._figures = dist.new_group(backend="gloo", timeout=forming)
+        self._connections: frozenset[connections.Ends] = frozenset()
 
     @property
     def leads(self) -> bool:
         """Whether this rank is the leader."""
         return self.rank == 0
 
-    def announce(self, data: bytes | None) -> bytes:
-        """Broadcasts the leader's bytes; followers pass None. Raises RuntimeError when a rank is gone."""
+    def mesh_of(self, shard_ranks: int) -> DeviceMesh:
+        """Copies × the ranks that hold one copy, which follow each other; `mesh` for all ranks. All ranks call it."""
+        if shard_ranks not in self._meshes:
+            shape = (self.world_size // shard_ranks, shard_ranks)
+            self._meshes[shard_ranks] = init_device_mesh(
+                self.device.type, shape, mesh_dim_names=("copies", "shards")
+            )
+        return self._meshes[shard_ranks]
+
+    def least_rooms(self) -> tuple[Rooms, int]:
+        """The least room that a rank has, and how many ranks a host has (all, unless each has as many in a row).
+
+        All ranks call it.
+        """
+        own = rooms_on(self.device)
+        device = own.device or Room("", 0, 0)
+        bodies = self.gather(
+            msgspec.msgpack.encode(
+                (socket.gethostname(), own.host.free, own.host.total, device.free, device.total)
+            )
+        )
+        hosts, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
+        host_free, host_total, free, total = map(min, sizes)
+        least = Rooms(
+            Room(own.host.name, host_free, host_total),
+            None if own.device is None else Room(own.device.name, free, total),
+        )
+        runs = [len(list(same)) for _, same in groupby(hosts)]
+        alike = len(runs) == len(set(hosts)) and len(set(runs)) == 1
+        return least, runs[0] if alike else self.world_size
+
+    # Small exchanges
+
+    def announce(self, data: bytes | Many[bytes] | None) -> bytes:
+        """The leader's bytes for this rank: the same for all, or a list with an entry a rank. Followers pass None.
+
+        Raises RuntimeError when a rank is gone.
+        """
         if self.world_size == 1:
             assert data is not None
-            return data
-        size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-        dist.broadcast(size, 0, group=self._headers)
-        body = torch.empty(int(size), dtype=torch.uint8) if data is None else _tensor(data)
-        dist.broadcast(body, 0, group=self._headers)
+            return data if isinstance(data, bytes) else data[0]
+        with self.in_collective():
+            return self._receive() if data is None else self._send(data)
+
+    def _send(self, data: bytes | Many[bytes]) -> bytes:
+        alike = data if isinstance(data, bytes) else None
+        passed_on = alike is not None and len(alike) >= BROADCAST_BYTES
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        for rank in range(1, self.world_size):
+            own = data if isinstance(data, bytes) else data[rank]
+            sizes = torch.tensor([0, len(own)] if passed_on else [len(own), 0], dtype=torch.int64)
+            sent.append((dist.isend(sizes, rank, group=self._headers), sizes))
+            if not passed_on:
+                body = _tensor(own)
+                sent.append((dist.isend(body, rank, group=self._headers), body))
+        for work, _ in sent:
+            assert work is not None
+            work.wait()
+        if passed_on:
+            assert alike is not None
+            dist.broadcast(_tensor(alike), 0, group=self._headers)
+        return data if isinstance(data, bytes) else data[0]
+
+    def _receive(self) -> bytes:
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, 0, group=self._headers)
+        own, alike = map(int, sizes.tolist())
+        body = torch.empty(own or alike, dtype=torch.uint8)
+        if own:
+            dist.recv(body, 0, group=self._headers)
+        elif alike:
+            dist.broadcast(body, 0, group=self._headers)
         return body.numpy().tobytes()
 
     def all_true(self, flag: bool) -> bool:
@@ -95,6 +196,23 @@ class TrainerGroup:
         dist.all_gather(bodies, _tensor(data.ljust(longest, b"\0")), group=self._figures)
         return [body.numpy().tobytes()[: int(size)] for body, size in zip(bodies, sizes, strict=True)]
 
+    def gather_on_leader(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes by rank, on the leader; nothing on the others."""
+        if self.world_size == 1:
+            return [data]
+        if not self.leads:
+            for part in (torch.tensor([len(data)], dtype=torch.int64), _tensor(data)):
+                dist.send(part, 0, group=self._figures)
+            return []
+        found = [data]
+        for rank in range(1, self.world_size):
+            size = torch.empty(1, dtype=torch.int64)
+            dist.recv(size, rank, group=self._figures)
+            body = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(body, rank, group=self._figures)
+            found.append(body.numpy().tobytes())
+        return found
+
     def share(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with the leader's, on the trainer group's device."""
         if self.world_size > 1:
@@ -108,65 +226,215 @@ class TrainerGroup:
         """Overwrites a contiguous tensor on the CPU with what another rank sends."""
         dist.recv(_bytes(tensor), rank, group=self._figures)
 
-    def leave(self) -> None:
-        """Ends the process group; what was sharded over it can no longer communicate."""
-        dist.destroy_process_group()
-
     def _gather_values(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         if self.world_size == 1:
             return [dict(values)]
         bodies = self.gather(msgspec.msgpack.encode(dict(values)))
         return [msgspec.msgpack.decode(body, type=dict[str, float]) for body in bodies]
 
+    # Its end
+
+    def note_connections(self) -> None:
+        """All ranks: finds which connections `abort` cuts. Again after other process groups were made."""
+        if self.world_size == 1:
+            return
+        own = connections.own_connections()
+        bodies = self.gather(msgspec.msgpack.encode(own))
+        others = [
+            ends
+            for rank, body in enumerate(bodies)
+            if rank != self.rank
+            for ends in msgspec.msgpack.decode(body, type=list[connections.Ends])
+        ]
+        self._connections = connections.between(own, others)
+
+    @contextmanager
+    def in_collective(self) -> Iterator[None]:
+        """Within its body this thread may wait for the other ranks: it has to come out soon after `abort`."""
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._entered -= 1
+
+    def abort(self, reason: str) -> None:
+        """Wakes whoever waits for the other ranks, from another thread: what they were at fails, and so does the next.
+
+        NCCL's communicators are aborted by torch; Gloo has no abort, so its connections are cut.
+        """
+        if self.lost:
+            return
+        self.lost = reason
+        if self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+        connections.cut(self._connections)
+
+    def leave(self, *, in_order: bool = True) -> None:
+        """Ends the process group; what was sharded over it can no longer communicate.
+
+        Unless it is `in_order` the other ranks take this one for lost.
+        """
+        if self._liveness is not None:
+            self._liveness.close(in_order=in_order and not self.lost)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _lose(self, ranks: tuple[int, ...], reason: str, on_lost: OnLost, *, may_exit: bool) -> None:
+        """Aborts the group, says which ranks are lost, and sees that this process's thread wakes."""
+        self.abort(reason)
+        on_lost([self.members[rank] for rank in ranks])
+        end = time.monotonic() + ABORTED_S
+        while self._entered and time.monotonic() < end:
+            time.sleep(0.05)
+        if self._entered and may_exit:
+            sys.stderr.write(
+                f"headrace-trainer: rank {self.rank} of generation {self.generation} waits in a collective "
+                f"{ABORTED_S:g} s after it was aborted ({reason}); exiting\n"
+            )
+            sys.stderr.flush()
+            os._exit(ABORTED_EXIT_CODE)
+
 
 def join_trainer_group(
-    generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float, device: torch.device
+    generation: int,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    timeout_s: float,
+    device: torch.device,
+    *,
+    member: Member | None = None,
+    on_lost: OnLost = lambda _members: None,
+    given_up: threading.Event | None = None,
+    silent_s: float = SILENT_S,
 ) -> TrainerGroup:
     """Meets the other ranks; rank 0 serves the rendezvous store at host:port.
 
-    A single rank needs no rendezvous. Raises Refusal RENDEZVOUS_TIMEOUT when not all come in time.
+    A single rank needs no rendezvous. `member` is this rank; `on_lost` hears of ranks that end, or are not heard for
+    `silent_s` (infinite: only their end counts). Setting `given_up` ends the wait for the others.
+
+    Raises Refusal RENDEZVOUS_TIMEOUT when not all come in time, and INVALID for ranks that do not fit together.
     """
     if not 0 <= rank < world_size:
         raise invalid(
             f"rank {rank} is not in a trainer group of {world_size}; give a rank from 0 to {world_size - 1}"
         )
-    store: Store
-    timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
-        store = HashStore()
-    else:
-        host, _, port = rendezvous.rpartition(":")
-        if not host or not port.isdigit():
-            raise invalid(f"rendezvous {rendezvous!r} is no address; give host:port of rank 0")
-        store = _meet(host, int(port), rank, world_size, timeout)
-    # A late rank of an older generation must not meet this one's keys.
-    keys = PrefixStore(f"generation-{generation}", store)
+        return _only_rank(generation, device)
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise invalid(f"rendezvous {rendezvous!r} is no address; give host:port of rank 0")
+    deadline = time.monotonic() + timeout_s
+    liveness = Liveness(rank, world_size, silent_s=silent_s)
+    member = member or Member(f"rank {rank}", "", own_facts(device))
+    given_up = given_up or threading.Event()
+    forming = _Forming(int(port), deadline, given_up)
+    error: Exception | None
     try:
-        dist.init_process_group(
-            backend, store=keys, rank=rank, world_size=world_size, timeout=COLLECTIVE_LIMIT
-        )
-        return TrainerGroup(generation, rank, world_size, device)
-    except (RuntimeError, dist.DistNetworkError) as error:
-        raise _late(generation, world_size, rendezvous, timeout_s, error) from error
+        with forming.guarded():
+            heard_at = liveness.listen() if rank == 0 else (0, b"")
+            address = host, int(port)
+            met = meet(generation, rank, world_size, address, deadline, member, heard_at, given_up)
+            liveness.watch(
+                host,
+                met.liveness_port,
+                met.secret,
+                lambda ranks, why: forming.lose(ranks, why, on_lost, may_exit=silent_s < float("inf")),
+            )
+            return forming.form(generation, rank, world_size, device, met, liveness)
+    except GivenUp as gone:
+        error = gone
+    except Failure as failure:
+        error = RuntimeError(forming.lost) if forming.lost else failure
+    except Refusal:
+        liveness.close(in_order=False)
+        raise
+    liveness.close(in_order=False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if given_up.is_set():
+        error = RuntimeError("nobody waits for it any more")
+    raise late(generation, world_size, rendezvous, timeout_s, error) from error
 
 
-def _meet(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    try:
-        store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=True)
-    except (RuntimeError, dist.DistNetworkError) as error:
-        raise _late(-1, world_size, f"{host}:{port}", timeout.total_seconds(), error) from error
-    return store
+class _Forming:
+    """A group while its ranks make process groups: a rank that is lost meanwhile ends that, too."""
+
+    def __init__(self, port: int, deadline: float, given_up: threading.Event) -> None:
+        self.lost = ""
+        self._port, self._deadline, self._given_up = port, deadline, given_up
+        self._group: TrainerGroup | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Within its body no call to rank 0's store outlives the deadline: that of a stopped process never answers."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(GUARD_S):
+                if self._given_up.is_set() or time.monotonic() > self._deadline:
+                    connections.cut(frozenset(), self._port)
+
+        guard = threading.Thread(target=look, name="meeting", daemon=True)
+        guard.start()
+        try:
+            yield
+        finally:
+            over.set()
+            guard.join()
+
+    def form(
+        self,
+        generation: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        met: Meeting,
+        liveness: Liveness,
+    ) -> TrainerGroup:
+        """The group. Raises what torch raises where a rank is gone."""
+        self._deadline = max(self._deadline, time.monotonic() + LEAST_FORMING_S)
+        limit = timedelta(seconds=self._deadline - time.monotonic())
+        _init(met.store, rank, world_size, device, limit)
+        group = TrainerGroup(generation, rank, world_size, device, forming=limit)
+        group.members, group._liveness = met.members, liveness
+        group.note_connections()
+        # No deadline of the meeting holds for what comes now.
+        for each, usual in (
+            (None, COLLECTIVE_LIMIT),
+            (group._headers, IDLE_LIMIT),
+            (group._figures, COLLECTIVE_LIMIT),
+        ):
+            dist.distributed_c10d._set_pg_timeout(usual, each)
+        with self._lock:
+            if self.lost:
+                raise RuntimeError(self.lost)
+            self._group = group
+        return group
+
+    def lose(self, ranks: tuple[int, ...], reason: str, on_lost: OnLost, *, may_exit: bool) -> None:
+        """A rank is lost, on the liveness thread."""
+        with self._lock:
+            group = self._group
+            self.lost = reason
+        if group is not None:
+            group._lose(ranks, reason, on_lost, may_exit=may_exit)
+        else:
+            connections.cut(frozenset(), self._port)  # Whoever waits for a key of the store wakes.
 
 
-def _late(generation: int, world_size: int, rendezvous: str, timeout_s: float, error: Exception) -> Refusal:
-    reason = str(error).splitlines()[0]
-    return Refusal(
-        "RENDEZVOUS_TIMEOUT",
-        f"trainer group generation {generation} of {world_size} ranks did not meet at {rendezvous} in "
-        f"{timeout_s:g} s: {reason}",
-        "unavailable",
-    )
+def _only_rank(generation: int, device: torch.device) -> TrainerGroup:
+    _init(HashStore(), 0, 1, device, COLLECTIVE_LIMIT)
+    return TrainerGroup(generation, 0, 1, device)
+
+
+def _init(store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta) -> None:
+    if device.type == "cuda":
+        # Aborting is this group's own affair: torch's watchdog would end the process beside it.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ class HelpRound(Round, frozen=True):
 
 
 class MicroRound(Round, frozen=True):
-    """Accumulates the gradient of `work`, an entry for each replica: an empty one is a zero-weight dummy's.
+    """Accumulates the gradient of `work`, this rank's rows of each micro-batch: without rows, a zero-weight dummy's.
 
+    Several micro-batches are announced at once, each rank gets its own, and one vote on the leases holds for them all.
     `algorithm_state` is `Algorithm.state` on the leader.
     """
 
@@ -52,9 +53,9 @@ class MicroRound(Round, frozen=True):
 
 
 class CountRound(Round, frozen=True):
-    """Counts which experts the tokens of `work` go to, an entry for each replica."""
+    """Counts which experts the tokens of `work` go to, which are this rank's rows."""
 
-    work: list[Rows]
+    work: Rows
 
 
 class BalanceRound(Round, frozen=True):
@@ -68,9 +69,9 @@ class CheckRound(Round, frozen=True):
 
 
 class InferRound(Round, frozen=True):
-    """Computes `columns` of `work`, which has an entry for each replica."""
+    """Computes `columns` of `work`, which are this rank's rows."""
 
-    work: list[Rows]
+    work: Rows
     columns: list[str]
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
@@ -42,7 +40,7 @@ from headrace_trainer.group.messages import AnyRound
 from headrace_trainer.group.relaying import relay_part, send_part
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Columns, EpisodeData, EpisodeScores
-from headrace_trainer.memory import MemoryPlan, Room, check_room
+from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
 
 
 class Rank:
@@ -71,6 +69,8 @@ class Rank:
         self.contributed: PrivateGradient | None = None
         self.warmup = WarmUp(0)
         self.restored = 0
+        self.replica_of: list[int] = [0] * ranks.world_size
+        """Which replica each rank is part of, once weights are loaded."""
         self._backend: Backend | None = None
 
     @property
@@ -105,15 +105,11 @@ class Rank:
     def check_memory(self) -> MemoryPlan:
         """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
         try:
-            plan = self._new_backend().memory_plan()
+            rooms = rooms_on(self.ranks.device)
+            plan = self._new_backend().memory_plan(rooms)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
-        host = host_memory()
-        # What is loaded already is dropped before anything is loaded anew.
-        check_room(plan.host, Room("host memory", host.available + resident_bytes(), host.total))
-        if (device := self.ranks.device).type != "cpu":
-            free = free_bytes(device) + used_bytes(device)
-            check_room(plan.device, Room("GPU memory", free, total_bytes(device)))
+        check_rooms(plan, rooms)
         return plan
 
     def restore_figures(self) -> dict[str, float]:
@@ -134,9 +130,9 @@ class Rank:
                 case messages.MicroRound():
                     if not self.ranks.leads:
                         self.algorithm.load_state(round.algorithm_state)
-                    return self.backend.micro(round.work[self.backend.replica]).finite
+                    return [self.backend.micro(rows).finite for rows in round.work]
                 case messages.CountRound():
-                    self.balancing.count_experts(round.work[self.backend.replica])
+                    self.balancing.count_experts(round.work)
                 case messages.BalanceRound():
                     self.balancing.balance_experts(round.denominator)
                 case messages.CheckRound():
@@ -178,8 +174,8 @@ class Rank:
             return nullcontext()
         size = 0  # What a rank's seconds in a round rise with: tokens, or chunks of actions.
         if isinstance(round, messages.MicroRound | messages.InferRound | messages.CountRound):
-            rows = round.work[self.backend.replica]
-            size = sum(len(sequence.tokens) for row in rows for sequence in row)
+            batches = round.work if isinstance(round, messages.MicroRound) else [round.work]
+            size = sum(len(sequence.tokens) for rows in batches for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
             size = len(round.chunks[self.backend.replica])
         fixed = self.config.deterministic
@@ -209,8 +205,15 @@ class Rank:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:
             self.reader = None
-        self._backend = backend
+        self._loaded_with(backend)
         self.restored = round.number
+
+    def _loaded_with(self, backend: Backend) -> None:
+        """Weights are loaded, and the process groups that they need are made."""
+        found = self.ranks.gather(backend.replica.to_bytes(4, "big"))
+        self.replica_of = [int.from_bytes(each, "big") for each in found]
+        self.ranks.note_connections()
+        self._backend = backend
 
     @property
     def helping(self) -> HelpingBackend:
@@ -253,19 +256,18 @@ class Rank:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:
             self.reader = None
-        self._backend = backend
+        self._loaded_with(backend)
 
     def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
-        """The columns of each replica's rows, by replica."""
-        own = self.backend.replica
-        found = self.backend.infer(round.work[own], round.columns)
-        parts = self.ranks.gather(msgspec.msgpack.encode((own, found)))
+        """The columns of each replica's rows, by replica, on the leader."""
+        found = self.backend.infer(round.work, round.columns)
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((self.backend.replica, found)))
         by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
         found = self._episodes.read(episodes)
-        parts = self.ranks.gather(msgspec.msgpack.encode(found))
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode(found))
         return [own for part in parts for own in msgspec.msgpack.decode(part, type=list[EpisodeScores])]
 
     @property

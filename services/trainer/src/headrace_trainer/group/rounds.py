@@ -35,6 +35,8 @@ DEADLINE_S = 900.0
 RESTORE_DEADLINE_S = 3600.0
 """Restoring downloads or dequantises a model and may run a supervised warm-up."""
 LOOK_S = 5.0
+TOGETHER_S, MOST_TOGETHER = 1.0, 16
+"""Leases are asked, and devices released, between two announcements: so one is for no more than about a second."""
 IDLE_LOOKS = 12
 """After so many looks without a round the thread that looks ends; the next round starts another one."""
 
@@ -64,6 +66,8 @@ class Rounds(StepRounds):
         """How many have run."""
         self.infer_seconds = 0.0
         """How long infer rounds have run."""
+        self._together = 1
+        """How many micro-batches are announced at once: as many as take TOGETHER_S."""
         self.between = threading.Lock()
         """Held while a round runs: membership, suspend and wake act between rounds."""
         self._holds_lease = holds_lease
@@ -73,13 +77,33 @@ class Rounds(StepRounds):
 
     def lead(self, round: AnyRound) -> Any:
         """Announces a round and does this rank's part; what `Rank.execute` returns."""
-        self._number += 1
-        header = Header(self.rank.ranks.generation, self._number, *self.attempt, round)
+        header = self._next_header(round)
+        return self._lead(header, lambda: _ENCODER.encode(header))
+
+    def _lead_each(self, rounds: Many[AnyRound]) -> Any:
+        """As `lead`, with a round for each replica, of which its ranks get their own alone."""
+        number = self._number + 1
+        headers = [self._next_header(round, number) for round in rounds]
+        of_rank = self.rank.replica_of
+
+        def encoded() -> list[bytes]:
+            once = [_ENCODER.encode(header) for header in headers]
+            return [once[replica] for replica in of_rank]
+
+        return self._lead(headers[of_rank[0]], encoded)
+
+    def _next_header(self, round: AnyRound, number: int = 0) -> Header:
+        self._number = number or self._number + 1
+        return Header(self.rank.ranks.generation, self._number, *self.attempt, round)
+
+    def _lead(self, header: Header, encoded: Callable[[], bytes | list[bytes]]) -> Any:
+        ranks = self.rank.ranks
         try:
             with self._running(header):
-                self.rank.ranks.announce(_ENCODER.encode(header))
+                if ranks.world_size > 1:
+                    ranks.announce(encoded())
                 self._vote(header)
-                return self.rank.execute(round)
+                return self.rank.execute(header.round)
         except RoundLost as error:
             self.lost = True
             message = f"{error}; form the trainer group anew and restore a checkpoint"
@@ -91,8 +115,11 @@ class Rounds(StepRounds):
         while True:
             try:
                 data = ranks.announce(None)
-            except RuntimeError as error:
-                raise RoundLost(f"the leader of generation {ranks.generation} is gone: {error}") from error
+            except Exception as error:
+                if not isinstance(error, RuntimeError) and not ranks.lost:
+                    raise
+                why = ranks.lost or f"the leader is gone: {error}"
+                raise RoundLost(f"generation {ranks.generation} is over: {why}") from error
             header = _DECODER.decode(data)
             if isinstance(header.round, messages.LeaveRound):
                 return
@@ -121,17 +148,33 @@ class Rounds(StepRounds):
         with self.between:
             if self._deadlines:
                 self._watchdog.watch(limit, (header, self.rank.ranks.rank, limit))
+            what = f"round {header.number} ({header.round.kind}) lost a rank"
             try:
-                yield
-            except RuntimeError as error:
-                # What gloo and NCCL raise when a peer's connection breaks or a collective runs out of time.
-                text = str(error)
-                if not any(mark in text for mark in ("gloo", "Connection", "NCCL", "timed out", "Timed out")):
+                with self.rank.ranks.in_collective():
+                    if lost := self.rank.ranks.lost:
+                        raise RoundLost(f"{what}: {lost}")
+                    yield
+                if lost := self.rank.ranks.lost:  # What an aborted collective has left is not used.
+                    raise RoundLost(f"{what}: {lost}")
+            except Refusal:
+                raise
+            except Exception as error:
+                if isinstance(error, RoundLost) or (reason := self._why_lost(error)) is None:
                     raise
-                line = text.splitlines()[0]
-                raise RoundLost(f"round {header.number} ({header.round.kind}) lost a rank: {line}") from error
+                raise RoundLost(f"{what}: {reason}") from error
             finally:
                 self._watchdog.rest()
+
+    def _why_lost(self, error: Exception) -> str | None:
+        """Why an error in a round means that a rank is lost; None where it means something else."""
+        if lost := self.rank.ranks.lost:
+            return lost
+        # What gloo and NCCL raise when a peer's connection breaks or a collective runs out of time.
+        text = str(error)
+        marks = ("gloo", "Connection", "NCCL", "timed out", "Timed out")
+        if not isinstance(error, RuntimeError) or not any(mark in text for mark in marks):
+            return None
+        return text.splitlines()[0]
 
     # What the leader's session and learner ask for
 
@@ -166,16 +209,28 @@ class Rounds(StepRounds):
         self.lead(messages.HelpRound())
 
     @override
-    def micro(self, work: list[Rows]) -> bool:
-        failpoint_sync("trainer.micro")
-        finite: bool = self.lead(messages.MicroRound(work, dict(self.rank.algorithm.state())))
-        self.micro_rounds += 1
-        return finite
+    def micro(self, work: Many[list[Rows]]) -> list[bool]:
+        found: list[bool] = []
+        while len(found) < len(work):
+            some = work[len(found) : len(found) + self._together]
+            for _ in some:
+                failpoint_sync("trainer.micro")
+            started, state = time.monotonic(), dict(self.rank.algorithm.state())
+            found += self._lead_each(
+                [
+                    messages.MicroRound([micro[replica] for micro in some], state)
+                    for replica in range(self.replicas)
+                ]
+            )
+            self.micro_rounds += len(some)
+            each_s = (time.monotonic() - started) / len(some)
+            self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_S / max(each_s, 1e-6))))
+        return found
 
     @override
     def balance(self, works: Many[list[Rows]], denominator: float) -> None:
         for work in works:
-            self.lead(messages.CountRound(work))
+            self._lead_each([messages.CountRound(rows) for rows in work])
         self.lead(messages.BalanceRound(denominator))
 
     @override
@@ -211,7 +266,7 @@ class Rounds(StepRounds):
         found: dict[int, Columns] = {}
         budget, replicas = self.rank.config.trainer.micro_batch_tokens, self.replicas
         for work, _ in plan_rounds(groups, budget, replicas=replicas, shared=self.shares_prefixes):
-            results = self.lead(messages.InferRound(work, list(columns)))
+            results = self._lead_each([messages.InferRound(rows, list(columns)) for rows in work])
             for rows, values in zip(work, results, strict=True):
                 own = [id(sequence) for row in rows for sequence in row]
                 found.update(zip(own, values, strict=True))

@@ -71,8 +71,10 @@ class Learner:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
         inside: set[int] = set()  # which groups have rows inside the accumulators
         outside: set[int] = set()
-        for work, owners in planned([prepared.sequences for prepared in batch], self._config, self._rounds):
-            (inside if self._rounds.micro(work) else outside).update(owners)
+        plan = planned([prepared.sequences for prepared in batch], self._config, self._rounds)
+        found = self._rounds.micro([work for work, _ in plan])
+        for finite, (_, owners) in zip(found, plan, strict=True):
+            (inside if finite else outside).update(owners)
         for index, prepared in enumerate(batch):
             if index not in outside:
                 state = steps.learned(state, prepared.record)
@@ -134,7 +136,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
         works = [work for work, _ in planned(groups, self._config, self._rounds)]
         if balance_loss_of(self._algorithm):
             self._rounds.balance(works, self._divisor([], minibatch))
-        return all(self._rounds.micro(work) for work in works)
+        return all(self._rounds.micro(works))
 
     @override
     def _by_group(
@@ -149,10 +151,10 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
 
 def planned(
     groups: Many[list[Sequence]], config: TrainerConfig, rounds: StepRounds
-) -> Iterator[tuple[list[Rows], set[int]]]:
+) -> list[tuple[list[Rows], set[int]]]:
     """Work of the rounds that go through these groups, with the groups in each."""
     budget = config.trainer.micro_batch_tokens
-    return plan_rounds(groups, budget, replicas=rounds.replicas, shared=rounds.shares_prefixes)
+    return list(plan_rounds(groups, budget, replicas=rounds.replicas, shared=rounds.shares_prefixes))
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:

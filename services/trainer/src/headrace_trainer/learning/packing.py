@@ -170,7 +170,7 @@ class Nodes:
         visits_RL = F.pad(self.visits_RL, (0, more))
         if self.routes_MNK is None:
             return replace(self, visits_RL=visits_RL)
-        routes = self.routes_MNK.unflatten(1, self.visits_RL.shape)
+        routes = self.routes_MNK.view(len(self.routes_MNK), *self.visits_RL.shape, -1)
         return replace(
             self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
         )

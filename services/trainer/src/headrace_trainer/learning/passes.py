@@ -45,8 +45,11 @@ class StepRounds(Protocol):
     def shares_prefixes(self) -> bool:
         """Whether sequences of a row share what they have in common."""
 
-    def micro(self, work: list[Rows]) -> bool:
-        """Accumulates; whether it was finite everywhere. When not, nothing was accumulated."""
+    def micro(self, work: Many[list[Rows]]) -> list[bool]:
+        """Accumulates micro-batches, each with an entry for each replica; whether each was finite everywhere.
+
+        Of one that was not nothing was accumulated.
+        """
 
     def balance(self, works: Many[list[Rows]], denominator: float) -> None:
         """Counts which experts the tokens of all these works go to, and lets the micro-batches until the next optimizer
@@ -60,7 +63,7 @@ class StepRounds(Protocol):
         """Says what the chunks of the episodes that were read are worth."""
 
     def chunks(self, work: list[list[int]]) -> bool:
-        """As `micro`, of numbered chunks of `credit`'s episodes."""
+        """As `micro`, of one micro-batch of numbered chunks of `credit`'s episodes."""
 
     def end_episodes(self, *, learned: bool) -> None:
         """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""

@@ -8,7 +8,7 @@ Shapes: N queries, M keys, S segments, P pieces of the keys, T keys that the seg
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,10 +56,11 @@ class Segments:
     keys_T: Tensor | None
     longest_query: int
     longest_path: int
+    keys: int
 
     @classmethod
-    def of(cls, given: Iterable[Segment]) -> Segments:
-        """From segments that follow each other without a gap."""
+    def of(cls, given: Iterable[Segment], keys: int = 0) -> Segments:
+        """From segments that follow each other without a gap; `keys` is M where the last keys are seen by none."""
         parts = tuple(given)
         lengths = [part.stop - part.start for part in parts]
         paths = [
@@ -75,15 +76,17 @@ class Segments:
             None if keys_T is None else torch.from_numpy(keys_T),
             max(lengths),
             max(paths),
+            max([keys, *(part.runs[-1][1] for part in parts)]),
         )
 
     def to(self, device: torch.device) -> Segments:
         """The same on `device`."""
-        query_ends, key_ends = (
-            ends.to(device, non_blocking=True) for ends in (self.query_ends, self.key_ends)
-        )
-        keys_T = None if self.keys_T is None else self.keys_T.to(device, non_blocking=True)
-        return Segments(self.parts, query_ends, key_ends, keys_T, self.longest_query, self.longest_path)
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     @property
     def queries(self) -> int:
@@ -107,7 +110,7 @@ class Segments:
     @cached_property
     def visible(self) -> Visible:
         """The same as a rule about one query and one key, on the device of the others."""
-        return Visible.of(self.parts, self.query_ends.device)
+        return Visible.of(self.parts, self.keys, self.query_ends.device)
 
     @cached_property
     def made(self) -> dict[str, Any]:
@@ -130,9 +133,9 @@ class Visible:
     own_S: Tensor
 
     @classmethod
-    def of(cls, parts: tuple[Segment, ...], device: torch.device) -> Visible:
+    def of(cls, parts: tuple[Segment, ...], keys: int, device: torch.device) -> Visible:
         """On `device`."""
-        ends = np.unique([edge for part in parts for run in part.runs for edge in run] + [0])
+        ends = np.unique([0, keys, *(edge for part in parts for run in part.runs for edge in run)])
         before_SP = np.zeros((len(parts), len(ends) - 1), dtype=np.bool_)
         for index, part in enumerate(parts):
             for first, end in part.before:

@@ -29,6 +29,8 @@ class Restored:
     version: Version
     warmup_steps: int
     figures: dict[str, float]
+    layout: str = ""
+    """How the model lies on the ranks, and why."""
 
 
 class RunCheckpoints:

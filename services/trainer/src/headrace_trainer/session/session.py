@@ -110,7 +110,7 @@ class Session:
         self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
         seconds = {"restore_seconds": time.monotonic() - started}
         figures = seconds | planned.figures() | rank.restore_figures()
-        reply = Restored(version, rank.warmup.steps, figures)
+        reply = Restored(version, rank.warmup.steps, figures, rank.backend.layout_chosen)
         self.checkpoints.begin(origin, store_id, reply)
         return reply
 
@@ -175,7 +175,7 @@ class Session:
         self._state = carried.state
         self._drop_carried()
         figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
-        return Restored(carried.version, 0, figures)
+        return Restored(carried.version, 0, figures, self.rounds.rank.backend.layout_chosen)
 
     def _drop_carried(self) -> None:
         if self._carried is not None:

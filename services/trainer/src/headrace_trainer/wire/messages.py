@@ -11,6 +11,7 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
+from headrace_servicekit.rpc.routes import unpack_routes
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.checkpoints.asides import SetAside
@@ -47,12 +48,17 @@ COLUMNS = {
 """What Infer serves, by the column that is its answer."""
 
 
-def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int) -> Group:
-    """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
+def read_group(
+    message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int, route_width: int = 0
+) -> Group:
+    """A settled group. `route_width` are the bytes of a token's routes, 0 where they are not replayed.
+
+    Raises Refusal INVALID or DIGEST_MISMATCH.
+    """
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
     members = tuple(
-        _read_member(message.prompt_ordinal, member, sampling, vocabulary)
+        _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width)
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
     if len({member.sample_index for member in members}) != len(members):
@@ -82,7 +88,11 @@ def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: froze
 
 
 def _read_member(
-    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
+    prompt: int,
+    message: trainer_pb2.SettledTrajectory,
+    sampling: SamplingSection,
+    vocabulary: int,
+    route_width: int,
 ) -> Member:
     trajectory = message.trajectory
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
@@ -100,7 +110,16 @@ def _read_member(
         versions=versions,
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
+        routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
     )
+
+
+def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:
+    """Of as many tokens as the engine told, from the first one on."""
+    try:
+        return unpack_routes(trajectory.routed_experts, most)
+    except ValueError as error:
+        raise invalid(f"{where}: routed_experts: {error}") from error
 
 
 def _read_tokens(

@@ -54,10 +54,11 @@ function runHeader(element, path, signal) {
   const bar = h("div", { class: "wide" });
   const reason = h("p", { class: "reason" });
   const waits = h("ul", { class: "waits", "aria-label": "It waits for" });
+  const warnings = h("ul", { class: "bad", "aria-label": "Warnings" });
   const problem = h("p", { class: "bad", role: "alert" });
   const figures = h("div");
   const buttons = h("div", { class: "row" });
-  element.append(h("div", { class: "row head" }, title, state, buttons), bar, reason, waits, problem, figures);
+  element.append(h("div", { class: "row head" }, title, state, buttons), bar, reason, waits, warnings, problem, figures);
   let shown = "";
   let now;
 
@@ -92,6 +93,8 @@ function runHeader(element, path, signal) {
     reason.classList.toggle("bad", run.state === "FAILED");
     waits.replaceChildren(...run.waiting_for.map((what) => h("li", {}, "waits for ", what)));
     waits.hidden = !run.waiting_for.length;
+    warnings.replaceChildren(...run.warnings.map((text) => h("li", {}, text)));
+    warnings.hidden = !run.warnings.length;
     const key = run.state + run.intent;
     if (key !== shown) buttons.replaceChildren(...offers(run));
     shown = key;

@@ -116,6 +116,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
+    layout: str = ""
+    """How the trainers hold the model, and why; as the leader of the trainer group says it."""
     kept: Kept | None = None
 
 
@@ -214,3 +216,9 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     """A message for the run's user."""
 
     text: str
+
+
+class Warned(RunEvent, frozen=True, kw_only=True):
+    """What makes the run learn nothing has changed: all warnings that hold now, by what they are about."""
+
+    warnings: dict[str, str]

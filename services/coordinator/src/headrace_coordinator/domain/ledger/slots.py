@@ -129,8 +129,10 @@ class SlotLedger(msgspec.Struct, dict=True):
 
     def lacking(self, step: int) -> int:
         """Groups of a step that were dropped before they settled, and have no other in their place yet."""
-        prompts = self.prompts_of(step)
-        return sum(prompt in prompts for prompt in self.unsettled_drops) - self._taken(step)
+        return self._dropped_early(self.prompts_of(step)) - self._taken(step)
+
+    def _dropped_early(self, prompts: range) -> int:
+        return sum(prompt in prompts for prompt in self.unsettled_drops)
 
     @property
     def complete(self) -> bool:
@@ -230,9 +232,20 @@ class SlotLedger(msgspec.Struct, dict=True):
             self.last_drop = f"{event.reason}: {event.detail}"
 
     def _refill(self, step: int, groups: int) -> None:
-        end = self.prompts_of(max(self.steps)).stop
+        last = max(self.steps)
+        end = self.prompts_of(last).stop
         self.steps[step].refilled += groups
-        self._add(range(end, end + groups))
+        for behind in range(step + 1, last + 1):
+            self._trim(behind)
+        self._add(range(end, self.prompts_of(last).stop))
+
+    def _trim(self, step: int) -> None:
+        """Groups that a step took in place of dropped ones which the step before it has by now are not its own."""
+        first, size, opened = self.prompts_of(step).start, self.prompts_per_step, self.steps[step]
+        for fewer in range(opened.refilled):
+            if self._dropped_early(range(first, first + size + fewer)) <= fewer:
+                opened.refilled = fewer
+                return
 
     def _move(self, slot: Slot, state: str, attempt: int, holder: str) -> None:
         """The one place where a single slot changes its state."""

@@ -164,8 +164,17 @@ class Step:
         published: Published
         published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
         self._pipeline.step_ended(slots)
+        self._warn(view)
         self._check_drop_rate()
         return published
+
+    def _warn(self, view: StepView) -> None:
+        """Tells the run's user what makes the run learn nothing, where that has changed."""
+        found = self._context.warnings.of(view)
+        if found is not None and found.keys() != self._context.state.warnings.keys():
+            self._event_log.post(
+                ev.Warned(at=self._event_log.now(), run=self._context.run_id, warnings=found)
+            )
 
     def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
         ours = sum(slot.state == ACCUMULATED for slot in slots)

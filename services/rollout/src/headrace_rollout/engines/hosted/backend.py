@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, Routes
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,8 @@ class Tokens:
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     policy_number: int | None = None
+    routes: Routes | None = None
+    """Of the request's whole context, with the last tokens of one that ended, where they are asked for."""
 
 
 class Backend(Protocol):

@@ -90,6 +90,11 @@ class HostedEngine(Engine):
         return []
 
     @property
+    @override
+    def oldest(self) -> int:
+        return self._oldest
+
+    @property
     def waiting_samples(self) -> int:
         """Samples that have no request yet."""
         return self._requests.waiting

@@ -22,7 +22,7 @@ from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Tokens, within
 from headrace_rollout.engines.hosted.process import EngineProcess
-from headrace_rollout.engines.samples import Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 
 
@@ -38,6 +38,7 @@ class RequestedTrajectory:
     _log_probs: list[float] = field(default_factory=list)
     _spans: list[tuple[int, int]] = field(default_factory=list)
     _sent: int = 0
+    _routes: Routes | None = None
 
     def __post_init__(self) -> None:
         prefix = self.trajectory.prefix
@@ -48,6 +49,7 @@ class RequestedTrajectory:
         """What new tokens send: full chunks, and the end if they reach it; what lies behind the end is dropped."""
         number = policy.number if new.policy_number is None else new.policy_number
         made = Policy(number, policy.digest)
+        self._routes = new.routes
         outputs: list[TrajectoryUpdate] = []
         for token, log_prob in zip(new.token_ids, new.log_probs, strict=True):
             matcher = self.trajectory.matcher
@@ -104,7 +106,13 @@ class RequestedTrajectory:
 
     def _end(self, made: Policy, finish: Finish) -> TrajectoryUpdate:
         return self.trajectory.output(
-            self._tokens, self._log_probs, self._sent, made, finish=finish, made=self._spans
+            self._tokens,
+            self._log_probs,
+            self._sent,
+            made,
+            finish=finish,
+            made=self._spans,
+            routes=self._routes,
         )
 
 

@@ -23,6 +23,8 @@ class Batch:
 
     def __init__(self, rows: int) -> None:
         self.trajectories: list[RunningTrajectory] = []
+        self.routes: list[list[bytes]] = []
+        """Of each row's cached tokens, in pieces; empty lists where none are recorded."""
         self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
         self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
         self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back = (
@@ -38,10 +40,11 @@ class Batch:
         """Running rows."""
         return len(self.trajectories)
 
-    def join(self, trajectory: RunningTrajectory, length: int, vocabulary: int) -> None:
-        """Adds a row whose context of `length` tokens is cached."""
+    def join(self, trajectory: RunningTrajectory, length: int, vocabulary: int, routes: bytes = b"") -> None:
+        """Adds a row whose context of `length` tokens is cached, with these routes."""
         row, prefix = self.count, trajectory.prefix
         self.trajectories.append(trajectory)
+        self.routes.append([routes])
         given = len(prefix.token_ids)
         self._widen(max(given, 1))
         self.tokens[row, :given] = prefix.token_ids
@@ -132,7 +135,8 @@ class Batch:
             array[targets] = array[sources]
         for target, source in zip(targets, sources, strict=True):
             self.trajectories[target] = self.trajectories[source]
-        del self.trajectories[left:]
+            self.routes[target] = self.routes[source]
+        del self.trajectories[left:], self.routes[left:]
         return targets, sources
 
     def _arrays(self) -> list[NDArray[Any]]:

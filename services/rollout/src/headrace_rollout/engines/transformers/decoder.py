@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace_rollout.engines.base import Policy, Refused
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.policy_state import require_installed
-from headrace_rollout.engines.samples import Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
@@ -183,7 +183,9 @@ class Decoder:
                 self._batch.sent[row] = end
             assert policy is not None
             tokens, log_probs = self._batch.answer(row)
-            trajectory = trajectory.so_far(tokens, log_probs, int(self._batch.sent[row]), policy)
+            trajectory = trajectory.so_far(
+                tokens, log_probs, int(self._batch.sent[row]), policy, self._routes(row)
+            )
             running.append(Waiting(trajectory.context_ids(), [trajectory]))
         self._remove(range(self._batch.count))
         self._queue.begin_again(running)
@@ -229,8 +231,11 @@ class Decoder:
         hidden = self._place(kept, first)
         hidden += self._prefill(fresh, first + len(hidden))
         for admission in [*kept, *fresh]:
+            waiting = admission.waiting
             for trajectory in admission.members:
-                self._batch.join(trajectory, len(admission.waiting.context_ids), self.model.vocabulary_size)
+                self._batch.join(
+                    trajectory, len(waiting.context_ids), self.model.vocabulary_size, waiting.routes
+                )
         self._distributions = None
         self._advance(
             first, torch.stack(hidden)
@@ -244,7 +249,12 @@ class Decoder:
         self.model.cache.place(first, [each for each in keys if each is not None])
         for admission in moved:
             [trajectory] = admission.members
-            self._batch.join(trajectory, len(admission.waiting.context_ids) - 1, self.model.vocabulary_size)
+            self._batch.join(
+                trajectory,
+                len(admission.waiting.context_ids) - 1,
+                self.model.vocabulary_size,
+                trajectory.prefix.routes,
+            )
             trajectory.cache = None
             self.figures.moved_tokens += len(admission.waiting.context_ids)
         if moved:
@@ -275,6 +285,8 @@ class Decoder:
         computed = sum(map(len, contexts))
         with self._threads.work("prefill", computed):
             hidden_PD = self.model.prefill(contexts)
+        for admission, routes in zip(admissions, self.model.prefilled_routes(contexts), strict=False):
+            admission.waiting.routes = routes
         for prompt, _ in keep:
             admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()
         self.figures.prefill_tokens += computed
@@ -284,6 +296,8 @@ class Decoder:
     def _decode(self) -> None:
         batch = self._batch
         hidden_ND = self.model.decode(batch.last_tokens(), batch.length[: batch.count])
+        for row, routes in enumerate(self.model.decoded_routes()):
+            batch.routes[row].append(routes)
         batch.length[: batch.count] += 1
         self.figures.decode_steps += 1
         self.figures.decode_rows += batch.count
@@ -343,9 +357,14 @@ class Decoder:
             cache=self.model.cache.context_of(row, int(self._batch.length[row]), policy.digest)
             if moves
             else None,
+            routes=self._routes(row),
         )
         self.figures.samples += finish is not None
         self._outbox[trajectory.stream].append(output)
+
+    def _routes(self, row: int) -> Routes | None:
+        width = self.model.route_width
+        return Routes(b"".join(self._batch.routes[row]), width) if width else None
 
     def _remove(self, rows: Sequence[int]) -> None:
         if not rows:

@@ -35,6 +35,7 @@ CAPABILITIES = Capabilities(
     inflight_update=True,
     score_processed=True,
     suspend_frees_memory=True,
+    routed_experts=True,
 )
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class TransformersEngine(ThreadedHolder, Engine):
 
     def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
-        self._model = PolicyModel(config.model, config.devices[0] if config.devices else HOST)
+        device = config.devices[0] if config.devices else HOST
+        self._model = PolicyModel(config.model, device, routed_experts=config.routed_experts)
         super().__init__(self._model, "decode")
         self._decoder = Decoder(
             self._model, config.codec, config.max_concurrency, self.figures, self._threads, kv_cache_bytes
@@ -62,6 +64,11 @@ class TransformersEngine(ThreadedHolder, Engine):
     def prefills(self) -> Sequence[Prefills]:
         """Exact, as one thread does both."""
         return [self._decoder.prefills]
+
+    @property
+    @override
+    def oldest(self) -> int:
+        return self._decoder.oldest
 
     @property
     def waiting_samples(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_schema.sections.generating import ModelSection
@@ -34,13 +35,22 @@ PASS_TOKENS = 4096
 class PolicyModel(HeldModel):
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
-    def __init__(self, config: ModelSection, device: torch.device) -> None:
+    def __init__(self, config: ModelSection, device: torch.device, *, routed_experts: bool = False) -> None:
         architecture = load_architecture(config)
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
         self.device = HOST
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
+        # Experts are computed as the trainer computes them, whether their routes are wanted or not.
+        self._routing, shape = take_routers(self._model), expert_shape(architecture)
+        self._records = routed_experts and shape is not None
+        self._route_type = np.dtype(np.uint8 if shape is None or shape.experts <= 256 else "<u2")
+        self.route_width = (
+            shape.layers * shape.chosen * self._route_type.itemsize if self._records and shape else 0
+        )
+        """Bytes of a token's routes; 0 where none are recorded."""
+        self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
         self._memory = ParameterMemory(self._model)
         self._memory.free()
@@ -88,6 +98,7 @@ class PolicyModel(HeldModel):
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
+        self._order = plan.order
         if (np.diff(plan.order) == 1).all():
             return hidden_N1D[:, 0]
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
@@ -95,10 +106,37 @@ class PolicyModel(HeldModel):
 
     def hidden(self, tokens_NT: Tensor, **arguments: Tensor | SlotCache) -> Tensor:
         """(N, T, D) hidden states before the head."""
+        if self._routing is not None and self._records:
+            self._routing.recorded = []
         found: Tensor = self._model.base_model(
             input_ids=tokens_NT, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
         return found
+
+    def prefilled_routes(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
+        """Of each context's tokens in the last prefill; empty where none are recorded."""
+        if not (recorded := self._recorded()):
+            return []
+        longest = max(map(len, contexts))
+        by_prompt = np.stack(recorded, 1).reshape(len(contexts), longest, -1)
+        return [
+            by_prompt[index, : len(context)].astype(self._route_type).tobytes()
+            for index, context in enumerate(contexts)
+        ]
+
+    def decoded_routes(self) -> list[bytes]:
+        """Of each row's token in the last decode; empty where none are recorded."""
+        if not (recorded := self._recorded()):
+            return []
+        back = np.argsort(self._order)
+        rows = np.stack(recorded, 1)[back].reshape(len(back), -1).astype(self._route_type)
+        return [row.tobytes() for row in rows]
+
+    def _recorded(self) -> list[NDArray[np.int64]]:
+        """(tokens, chosen) of each layer in the last pass."""
+        if self._routing is None or not self._records:
+            return []
+        return [each.cpu().numpy() for each in self._routing.recorded or ()]
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Scored], distribution: Distribution) -> list[list[float]]:

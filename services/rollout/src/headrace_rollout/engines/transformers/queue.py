@@ -25,6 +25,8 @@ class Waiting:
     keys: PromptKeys | None = None
     hidden_D: Tensor | None = None
     wave: int = 0
+    routes: bytes = b""
+    """Of the context, once it was prefilled and where they are recorded."""
 
 
 @dataclass(eq=False)

@@ -61,6 +61,7 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": TRANSFER},
+        **({"enable_return_routed_experts": True} if config.routed_experts else {}),
         **{
             "disable_log_stats": True,
             **({} if on_gpu else whole_prefills(config, context)),

@@ -10,7 +10,10 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.loading import load_architecture
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
@@ -22,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import kill
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
 from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
@@ -38,6 +41,7 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
+        routed_experts=True,
     )
 
 
@@ -54,6 +58,8 @@ class VllmBackend(Backend):
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
         self._scores = 0
+        shape = expert_shape(load_architecture(config.model))
+        self._experts = shape.experts if shape is not None else 0
 
     @property
     @override
@@ -97,7 +103,8 @@ class VllmBackend(Backend):
                     (made,) = output.outputs
                     if made.token_ids:
                         ids = list(made.token_ids)
-                        yield Tokens(ids, _log_probs(ids, made.logprobs))
+                        routes = _routes(made.routed_experts, self._experts)
+                        yield Tokens(ids, _log_probs(ids, made.logprobs), routes=routes)
         except _REFUSALS as error:
             raise BackendFailed(one_line(error)) from error
 
@@ -190,7 +197,8 @@ class VllmBackend(Backend):
     def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
         arguments = engine_args(self._config, self._options, start)
         workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-        with _environment({**_variables(start, workers), **variables}):
+        own = _variables(start, workers, routed_experts=self._config.routed_experts)
+        with _environment({**own, **variables}):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
@@ -218,6 +226,14 @@ def _sampling(distribution: Distribution, count: int) -> SamplingParams:
     )
 
 
+def _routes(found: Any, experts: int) -> Routes | None:
+    """Of (tokens, layers, chosen) experts; vLLM tells them with a request's end."""
+    if found is None or not len(found):
+        return None
+    rows = np.ascontiguousarray(found, dtype=np.uint8 if experts <= 256 else "<u2")
+    return Routes(rows.tobytes(), rows[0].nbytes)
+
+
 def _log_probs(ids: Sequence[int], found: Any) -> list[float]:
     return [float(found[index][token].logprob) for index, token in enumerate(ids)]
 
@@ -230,9 +246,11 @@ def _engine_cores() -> set[int]:
     }
 
 
-def _variables(start: Start, workers: int) -> dict[str, str]:
+def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str, str]:
     # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
     variables = {
+        # Routes of tokens are told by this model runner alone.
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         OWNER: str(os.getpid()),

@@ -67,7 +67,9 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         trainer = self._config.trainer
         if trainer.lora is None or trainer.reference is not None:
             weights = self._sharded.weights() if warmed else None
-            self._reference = Reference(self._config, self._ranks, weights, self._expert_mesh())
+            self._reference = Reference(
+                self._config, self._ranks, weights, self.layout.shard_ranks, self._expert_mesh()
+            )
         else:
             adapters = self._sharded.adapters() if warmed else ()
             self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}
@@ -132,7 +134,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         """The reduced shards with what helpers have added, which is then part of them and of nothing else."""
         gradients = self._sharded.gradients()
         for name, shard in self._contributed.items():
-            gradients[name].add_(shard)
+            gradients[name].add_(shard.to(gradients[name].device))
         self._contributed = {}
         return gradients
 
@@ -162,6 +164,4 @@ class FsdpBackend(FsdpModels, HelpingBackend):
 
     @override
     def _global_norm(self, gradients: dict[str, Tensor]) -> float:
-        norms = torch._foreach_norm(list(gradients.values()))
-        own = torch.stack(norms).double().square().sum().item()
-        return math.sqrt(self._ranks.sum({"square": own})["square"])
+        return math.sqrt(self._sharded.norm_square(gradients.values()))

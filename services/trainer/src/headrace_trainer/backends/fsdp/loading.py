@@ -22,7 +22,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     """
     untyped: Any = module
     with torch.no_grad():
-        untyped._apply(lambda own: torch.empty_like(own, device=device) if own.is_meta else own)
+        untyped._apply(lambda own: torch.empty_like(own, device=device) if own.device.type == "meta" else own)
 
 
 def materialise_whole(
@@ -31,7 +31,8 @@ def materialise_whole(
     """As `materialise`, of parameters that are not sharded, which it replaces: those that stand in their places."""
     made = {
         id(own): nn.Parameter(
-            torch.empty_like(own, device=device) if own.is_meta else own.to(device), requires_grad=False
+            torch.empty_like(own, device=device) if own.device.type == "meta" else own.to(device),
+            requires_grad=False,
         )
         for own in parameters
     }

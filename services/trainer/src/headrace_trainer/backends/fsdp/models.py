@@ -39,8 +39,9 @@ from headrace_trainer.backends._base import (
     StateReader,
 )
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
 from headrace_trainer.backends.fsdp.loading import is_saved_here, local
-from headrace_trainer.backends.fsdp.planned import plan_memory
+from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
@@ -62,7 +63,7 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan
+from headrace_trainer.memory import MemoryPlan, Rooms
 
 
 class FsdpModels(LanguageModel, AdaptingBackend):
@@ -81,6 +82,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
         self._dtype = DTYPES[config.model.dtype]
+        self._layout: Layout | None = None
         self._dirty = False
         """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
@@ -110,14 +112,22 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
 
     @override
-    def memory_plan(self) -> MemoryPlan:
-        return plan_memory(
-            self._config,
-            self._algorithm,
-            self._ranks.world_size,
-            reshard=self._options.reshard_micro_batches,
-            on_gpu=self._ranks.device.type != "cpu",
-        )
+    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
+        ranks = self._ranks.world_size
+        check_ranks(self._options, ranks)
+        return choose_layout(self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms)[1]
+
+    @property
+    def layout(self) -> Layout:
+        """How the model lies on the ranks: the same on all of them, chosen once for the least room that one has."""
+        if self._layout is None:
+            ranks = self._ranks.world_size
+            rooms, ranks_per_host = self._ranks.least_rooms()
+            self._layout, plan = choose_layout(
+                self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
+            )
+            self.layout_chosen = plan.reason
+        return self._layout
 
     @override
     def check_files(self, *, initial: bool) -> None:
@@ -301,7 +311,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
             _float_what_learns(module)
-        if self._config.trainer.gradient_checkpointing:
+        if self.layout.checkpointing:
             for body in bodies:
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
@@ -316,7 +326,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             model,
             self._ranks,
             None if self._lora else self._dtype,
-            reshard=self._options.reshard_micro_batches,
+            layout=self.layout,
             critic=critic,
             routing=self._routing,
             experts=self._expert_mesh(),
@@ -333,7 +343,13 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         decays = {name for name, p in self._sharded.learned.items() if p.dim() > 1}
         config: OptimizerSection = self._config.optimizer
         critic = frozenset(self._sharded.critic_names)
-        return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
+        return ShardedAdamW(
+            config,
+            self._sharded.shards(),
+            decays=decays,
+            critic=critic,
+            moments_on_host=self.layout.offload != "none",
+        )
 
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
         anchor = torch.zeros((), device=self._ranks.device)

@@ -1,74 +1,319 @@
-"""Bytes of a rank's shards, copies and sums, from the models' shapes alone. Loads no weight."""
+"""Bytes of a rank in each layout, from the models' shapes alone, and the first layout that fits. Loads no weight.
+
+Activations are measured, not guessed: one layer and two of the model compute on torch's fake tensors, which have
+shapes and no elements, and what autograd keeps of them is counted.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
+from headrace_modelkit.experts import expert_blocks
 from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.logprobs import CHUNK_ELEMENTS
 from headrace_modelkit.lora import add_adapters
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.memory import MemoryPlan, kept_bytes
+from headrace_trainer.backends.fsdp.layout import Layout, candidates
+from headrace_trainer.backends.fsdp.sharding import layers_of
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.memory import MemoryPlan, Rooms, Tried, kept_bytes
 
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
+MARGIN = 1.1
+"""A layout is taken where so many times its bytes fit into a GPU: plans are true within a tenth, and a CUDA context,
+communicators and what the allocator cannot use come to it."""
+
+
+def choose_layout(
+    config: TrainerConfig,
+    algorithm: Algorithm,
+    options: FsdpOptions,
+    ranks: int,
+    ranks_per_host: int,
+    rooms: Rooms,
+) -> tuple[Layout, MemoryPlan]:
+    """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
+    sizes = _sizes(config, algorithm)
+    tried: list[Tried] = []
+    plans: list[tuple[int, Layout, MemoryPlan]] = []
+    for layout in candidates(config, options, ranks, ranks_per_host, on_gpu=rooms.device is not None):
+        plan = plan_memory(
+            config,
+            algorithm,
+            sizes,
+            layout,
+            ranks,
+            on_gpu=rooms.device is not None,
+            expert_parallel=options.expert_parallel,
+        )
+        fits = _fits(plan, rooms, min(ranks, ranks_per_host))
+        tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
+        plans.append((tried[-1].device or tried[-1].host, layout, plan))
+        if fits:
+            break
+    _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
+    return layout, MemoryPlan(plan.host, plan.device, str(layout), tuple(tried))
+
+
+def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
+    host = sum(plan.host.values())
+    if rooms.device is None:  # Of the whole memory, so that a run lies alike whatever else the host does.
+        return host <= rooms.host.total / ranks_here
+    return host <= rooms.host.free / ranks_here and MARGIN * sum(plan.device.values()) <= rooms.device.free
+
+
+def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
+    key = config.model_dump_json()
+    if key not in _known:
+        _known.clear()
+        _known[key] = Sizes.of(config, algorithm)
+    return _known[key]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered together: of a layer, or of all that is in no layer."""
+
+    learned: int
+    frozen: int
+    experts: int
+    """How many of either are of experts."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a plan needs to know of the models: weights by unit, and bytes of the activations of one micro-batch."""
+
+    units: tuple[Unit, ...]
+    """The last one is the root's."""
+    head: int
+    """Weights of the head, whether they learn or not."""
+    tile: int
+    """Logits that are there at once."""
+    kept: int
+    """Activations that autograd keeps, without recomputation."""
+    layer: int
+    """Of one layer."""
+    hidden: int
+    """Of a layer's input: what recomputation keeps of it."""
+    reference: int
+    """Weights of the reference model that the run has beside the policy."""
+    tensor: int
+    """Elements of the largest weight."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+        """Raises ModelNotReadable."""
+        with torch.device("meta"):
+            policy = load_model(config.model, weights=False)
+            if config.trainer.lora is not None:
+                add_adapters(policy, config.trainer.lora, config.seed)
+            bodies: list[nn.Module] = [policy]
+            plan = algorithm.critic
+            if plan is not None and plan.own_model:
+                bodies.append(load_critic(critic_section(config.model, plan.path), weights=False))
+            reference = _reference_weights(config, algorithm)
+        layers = [layer for body in bodies for layer in layers_of(body)]
+        units = [_unit(layer) for layer in layers]
+        whole = [_unit(body) for body in bodies]
+        root = Unit(
+            sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
+            sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
+            0,
+        )
+        base, layer = _activations(config)
+        tokens = config.trainer.micro_batch_tokens
+        text = policy.config.get_text_config()
+        width = DTYPES[config.model.dtype].itemsize
+        return cls(
+            (*units, root),
+            text.vocab_size * text.hidden_size,
+            min(CHUNK_ELEMENTS, tokens * text.vocab_size),
+            base + layer * len(layers),
+            layer,
+            tokens * text.hidden_size * width,
+            reference,
+            max(weight.numel() for weight in policy.parameters()),
+        )
+
+    @property
+    def learned(self) -> int:
+        """Weights that learn."""
+        return sum(unit.learned for unit in self.units)
+
+    @property
+    def frozen(self) -> int:
+        """Weights that do not."""
+        return sum(unit.frozen for unit in self.units)
 
 
 def plan_memory(
-    config: TrainerConfig, algorithm: Algorithm, ranks: int, *, reshard: bool, on_gpu: bool
+    config: TrainerConfig,
+    algorithm: Algorithm,
+    sizes: Sizes,
+    layout: Layout,
+    ranks: int,
+    *,
+    on_gpu: bool,
+    expert_parallel: int = 1,
 ) -> MemoryPlan:
-    """The leader's, which alone keeps groups; the others need what is left. Raises ModelNotReadable."""
-    learned, frozen = _weights(config, algorithm)
-    shard = -(-learned // ranks)
+    """The leader's, which alone keeps groups; the others need what is left."""
     width = DTYPES[config.model.dtype].itemsize
-    if frozen:  # Adapters are computed with in fp32; one rank computes with the frozen weights themselves.
-        gathered = learned * FP32 + (frozen * width if ranks > 1 else 0)
-    else:  # A single rank computes with its fp32 masters themselves.
-        gathered = 0 if ranks == 1 and width == FP32 else learned * width
+    adapters = config.trainer.lora is not None
+    frozen_whole = ranks == 1 and layout.offload != "parameters"
+    shard = -(-sizes.learned // layout.shard_ranks)
+
+    def gathered(unit: Unit) -> int:
+        """Bytes of a unit as it is computed with."""
+        whole = unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
+        # Of experts that are divided over ranks, each gathers its own.
+        return whole - unit.experts * width * (expert_parallel - 1) // expert_parallel
+
+    *layers, root = sizes.units
+    largest = max(layers, key=gathered, default=root)
+    # Of divided weights a layer while the next one comes, and the root's, which stay for the whole of a backward.
+    divided = layout.shard == "weights"
+    whole = gathered(root) + 2 * gathered(largest) if divided else sum(map(gathered, sizes.units))
     device = {
         "masters": shard * FP32,
         "moments": shard * MOMENTS_BYTES,
-        "gradients": (shard if reshard else learned) * FP32,
-        "frozen weights": -(-frozen // ranks) * width,
-        "gathered weights": 0 if reshard else gathered,
-        "reference": _reference_bytes(config, algorithm, ranks, learned if frozen else 0),
+        "gradients": (sizes.learned if layout.shard == "state" else shard) * FP32,
+        "frozen weights": sizes.frozen * width
+        if frozen_whole
+        else -(-sizes.frozen // layout.shard_ranks) * width,
+        "gathered weights": whole,
+        **_work(sizes, layout, largest, adapters=adapters),
+        "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
     host = {
+        # Of what rollouts install, the base and the current version: in shared memory of the leader's host.
+        "published versions": 2 * (sizes.learned + sizes.frozen) * width,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm),
     }
     if not on_gpu:
         return MemoryPlan(device | host, {})
     # Between the infer rounds that use it, a reference lies in host memory.
-    return MemoryPlan(host | {"reference": device["reference"]}, device)
+    host["reference"] = device["reference"]
+    # Weights come from files and go to rollouts one by one.
+    host["one weight"] = sizes.tensor * FP32
+    for part in _OFFLOADED[layout.offload]:
+        host[part] = device.pop(part)
+    return MemoryPlan(host, device)
 
 
-def _weights(config: TrainerConfig, algorithm: Algorithm) -> tuple[int, int]:
-    """How many weights learn, the policy's and its critic's, and how many are frozen."""
-    with torch.device("meta"):
-        modules: list[nn.Module] = [policy := load_model(config.model, weights=False)]
-        if config.trainer.lora is not None:
-            add_adapters(policy, config.trainer.lora, config.seed)
-        plan = algorithm.critic
-        if plan is not None and plan.own_model:
-            modules.append(load_critic(critic_section(config.model, plan.path), weights=False))
-    weights = [weight for module in modules for weight in module.parameters()]
-    learned = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return learned, sum(weight.numel() for weight in weights) - learned
+_known: dict[str, Sizes] = {}
+_OFFLOADED = {
+    "none": (),
+    "optimizer": ("moments",),
+    "parameters": ("moments", "masters", "gradients", "frozen weights"),
+}
 
 
-def _reference_bytes(config: TrainerConfig, algorithm: Algorithm, ranks: int, adapters: int) -> int:
-    """Of one rank's shards of the reference, in its own type; 0 without one. With `adapters`, so many, the policy is
-    its own reference: it takes the ones of the warm-up, if there was one.
+def _work(sizes: Sizes, layout: Layout, largest: Unit, *, adapters: bool) -> dict[str, int]:
+    """What a micro-batch needs beside all that stays, at the moment when it is most: as the loss's gradient reaches the
+    head, in the first layer that a backward recomputes, or as the root's gradients are reduced, last of all.
     """
-    if REFERENCE_LOG_PROBS not in algorithm.columns:
+    outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
+    inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
+    tiles = 5 * sizes.tile * FP32
+    # The head in fp32, and its gradient before it is added to others.
+    head = sizes.head * FP32 * (1 if adapters else 2) + tiles
+    *_, root = sizes.units
+    kept = outside + inputs if layout.checkpointing else sizes.kept
+    moments = [{"activations": kept, "head": head, "reductions": 0}]
+    waiting = root.learned * FP32 if layout.shard != "state" else 0
+    reduced = 2 * largest.learned * FP32 if layout.shard != "state" else 0
+    if layout.checkpointing:
+        # What the layer keeps, and gradients of about as much at a time.
+        layer = sizes.layer + sizes.layer // 2
+        moments.append(
+            {"activations": kept + layer, "head": min(waiting, sizes.head * FP32), "reductions": reduced}
+        )
+    moments.append({"activations": outside, "head": waiting, "reductions": waiting + reduced // 2})
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _unit(module: nn.Module) -> Unit:
+    weights = list(module.parameters())
+    learned = sum(weight.numel() for weight in weights if weight.requires_grad)
+    untyped: Any = module
+    experts = [block.experts for block in expert_blocks(untyped)]
+    own = sum(weight.numel() for block in experts for weight in block.parameters())
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
+
+
+def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
+    """Of a model beside the policy. With adapters the policy is its own reference."""
+    adapters = config.trainer.lora is not None and config.trainer.reference is None
+    if REFERENCE_LOG_PROBS not in algorithm.columns or adapters:
         return 0
-    if adapters and config.trainer.reference is None:
-        return adapters * FP32 if config.trainer.warmup.steps else 0
     section: ModelSection = config.trainer.reference or config.model
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in load_model(section, weights=False).parameters())
-    return -(-weights // ranks) * DTYPES[section.dtype].itemsize
+    return sum(parameter.numel() for parameter in load_model(section, weights=False).parameters())
+
+
+def _reference_bytes(config: TrainerConfig, algorithm: Algorithm, sizes: Sizes, layout: Layout) -> int:
+    """Of a rank's shards of the reference, in its own type; of adapters that stand in for it: those of the warm-up."""
+    if sizes.reference:
+        section: ModelSection = config.trainer.reference or config.model
+        return -(-sizes.reference // layout.shard_ranks) * DTYPES[section.dtype].itemsize
+    needed = config.trainer.lora is not None and REFERENCE_LOG_PROBS in algorithm.columns
+    return sizes.learned * FP32 if needed and config.trainer.warmup.steps else 0
+
+
+def _activations(config: TrainerConfig) -> tuple[int, int]:
+    """Bytes that autograd keeps of one micro-batch: outside of layers, and of each layer."""
+    with FakeTensorMode():
+        one, two = (_kept_bytes(config, layers) for layers in (1, 2))
+    return one - (two - one), two - one
+
+
+def _kept_bytes(config: TrainerConfig, layers: int) -> int:
+    model: Any = load_model(config.model, weights=False, layers=layers)
+    if config.trainer.lora is not None:
+        add_adapters(model, config.trainer.lora, config.seed)
+    _attend_as_on_a_gpu(model)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in own:
+            kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
+        return tensor
+
+    tokens = torch.zeros((1, config.trainer.micro_batch_tokens), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=tokens, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
+    """Its kernels keep queries, keys and values as they are, of as many heads as there are."""
+    if not model._supports_attention_backend:
+        return
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+    model.config._attn_implementation = _ATTENTION
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    operations: Any = torch.ops.aten
+    found = operations._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    return found.transpose(1, 2).contiguous(), None
+
+
+_ATTENTION = "headrace_planned"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
@@ -33,6 +34,7 @@ class Reference:
         config: TrainerConfig,
         ranks: TrainerGroup,
         warmed: Iterator[tuple[str, Tensor]] | None,
+        shard_ranks: int,
         experts: ExpertMesh | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
@@ -50,7 +52,8 @@ class Reference:
         # It chooses experts itself, whatever the engine did with the policy.
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], reshard=True, experts=divided)
+        layout = Layout("weights", shard_ranks)
+        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
         if warmed is None:
             places = self._model.places(self._model.tensors(), types)
             distribute(ranks, places, source.read if source else None)

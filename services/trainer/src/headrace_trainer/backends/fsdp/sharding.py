@@ -19,11 +19,18 @@ from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
 from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
@@ -36,8 +43,8 @@ class ShardedModel:
     `compute_dtype` (None: each weight in its own type), gradients in fp32. The critic's tensors are named "critic."
     and are no part of `weights`; nor are adapters, which `weights` has merged.
 
-    Between micro-batches nothing is reduced or resharded (unless `reshard` asks for it): each rank keeps the
-    whole parameters in `compute_dtype` and adds up whole gradients in fp32 until `reduce`.
+    What a rank keeps between micro-batches is the layout's: with `shard: state` whole parameters in `compute_dtype`
+    and whole sums of gradients in fp32, which are reduced in `finish_backward` alone.
     """
 
     def __init__(
@@ -46,14 +53,15 @@ class ShardedModel:
         ranks: TrainerGroup,
         compute_dtype: torch.dtype | None,
         *,
-        reshard: bool,
+        layout: Layout,
         critic: Critic | None = None,
         routing: Routing | None = None,
         experts: ExpertMesh | None = None,
     ) -> None:
         self._ranks = ranks
+        self.layout = layout
+        self._on_host = layout.offload == "parameters"
         self._experts = experts
-        self._reshard = reshard
         self.model = model
         self.body_prefix = f"{model.base_model_prefix}."
         self.policy = Policy(model, critic, routing)
@@ -61,25 +69,34 @@ class ShardedModel:
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
-        frozen = {p for p in self.policy.parameters() if not p.requires_grad and ranks.world_size == 1}
+        whole = ranks.world_size == 1 and not self._on_host
+        frozen = {p for p in self.policy.parameters() if not p.requires_grad and whole}
         frozen = materialise_whole(self.policy, frozen, ranks.device)
+        offload = (
+            CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if self._on_host else OffloadPolicy()
+        )
 
         def shard(module: nn.Module, mesh: DeviceMesh) -> None:
             sharded = fully_shard(
-                module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard, ignored_params=frozen
+                module,
+                mesh=mesh,
+                mp_policy=mixed,
+                reshard_after_forward=layout.shard == "weights",
+                offload_policy=offload,
+                ignored_params=frozen,
             )
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
 
         self._divided = experts.divide(model, shard) if experts is not None else set[str]()
         """Names of the experts' weights, of which this rank has a share only."""
-        for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
-            shard(module, ranks.mesh)
-        materialise(self.policy, ranks.device)
+        for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
+            shard(module, ranks.mesh_of(layout.shard_ranks))
+        materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=ranks.device)
-        self._accumulating(reshard)
+        self._accumulating()
         self.finish_backward()  # fixes the sharded parameters for good
         self._name_tensors()
 
@@ -146,10 +163,10 @@ class ShardedModel:
         fully_shard reduces at the end of a backward, for every module that holds an accumulated gradient,
         also for those which that backward did not touch: so one through the root alone suffices.
         """
-        self._accumulating(False, last=True)
+        self._accumulating(last=True)
         anchor = self._anchor.clone().requires_grad_()
         self.policy(None, 1.0, anchor)[0].sum().backward()
-        self._accumulating(self._reshard)
+        self._accumulating()
 
     def release(self) -> None:
         """Frees whole parameters; the next forward gathers them again. Accumulated gradients stay."""
@@ -165,14 +182,17 @@ class ShardedModel:
         whole = list(self._accumulated())
         untyped: Any = self.policy
         with torch.no_grad():
-            untyped._apply(move)  # fully_shard's own: it takes its shards anew
+            # fully_shard's own: it takes its shards anew. Those that are on the host stay there.
+            stays = self._on_host
+            untyped._apply(lambda tensor: tensor if stays and isinstance(tensor, DTensor) else move(tensor))
             for holder, attribute, gradient in whole:
                 setattr(holder, attribute, move(gradient))
         self._anchor = move(self._anchor)
         self._name_tensors()
         for name, shard in reduced.items():
             if isinstance(shard, DTensor):
-                self.parameters[name].grad = _with_local(shard, move(shard.to_local()))
+                local = shard.to_local()
+                self.parameters[name].grad = _with_local(shard, local if stays else move(local))
 
     def _accumulated(self) -> Iterator[tuple[Any, str, Tensor]]:
         """Whole gradients that wait for their reduction: (who keeps it, under which attribute, gradient)."""
@@ -235,6 +255,7 @@ class ShardedModel:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
+        local = local.to(self._ranks.device)  # what lies on the host travels over the device's network
         if self._ranks.world_size == 1:
             return local
         own: Tensor = _with_local(parameter, local).full_tensor()
@@ -263,14 +284,21 @@ class ShardedModel:
         sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().clone()
 
-    def _accumulating(self, reshard: bool, *, last: bool = False) -> None:
-        reduce = last or reshard
+    def norm_square(self, gradients: Iterable[Tensor]) -> float:
+        """The square of the norm of these shards over all ranks, each copy counted once."""
+        norms = torch._foreach_norm(list(gradients))
+        own = torch.stack(norms).double().square().sum().item()
+        copies = self._ranks.world_size // self.layout.shard_ranks
+        return self._ranks.sum({"square": own})["square"] / copies
+
+    def _accumulating(self, *, last: bool = False) -> None:
+        reduce = last or self.layout.shard != "state"
         self._root.set_requires_gradient_sync(reduce)
-        self._root.set_reshard_after_backward(reduce)
+        self._root.set_reshard_after_backward(last or self.layout.shard == "weights")
         self._root.set_is_last_backward(reduce)
 
 
-def _layers(model: PreTrainedModel | None) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return (
         [module for module in model.modules() if type(module).__name__ in kinds] if model is not None else []

@@ -49,15 +49,17 @@ class ExpertLayer(nn.Module):
         def weight(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=config.params_dtype))
 
-        self.router = nn.Module()
-        self.router.weight = weight(shape.experts, hidden)
-        self.experts: Any = nn.Module()
-        self.experts.gate_up_proj = weight(own, 2 * inner, hidden)
-        self.experts.down_proj = weight(own, hidden, inner)
-        self.experts.act_fn = F.silu
-        self.experts.num_experts, self.experts.total_experts = own, shape.experts
+        router: Any = nn.Module()
+        router.weight = weight(shape.experts, hidden)
+        self.router = router
+        experts: Any = nn.Module()
+        experts.gate_up_proj = weight(own, 2 * inner, hidden)
+        experts.down_proj = weight(own, hidden, inner)
+        experts.act_fn = F.silu
+        experts.num_experts, experts.total_experts = own, shape.experts
         if layout.experts > 1:
-            self.experts.exchange = AllToAll(groups.expert)
+            experts.exchange = AllToAll(groups.expert)
+        self.experts = experts
 
     def forward(self, hidden_SBD: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """(S, B, D), and no bias."""
@@ -79,7 +81,9 @@ class ExpertLayer(nn.Module):
         """On every tensor-parallel rank alike; each has the gradient of its part of the experts' matrices alone."""
         architecture = self._architecture
         assert architecture.experts is not None
-        logits_NE = F.linear(hidden_ND, self.router.weight)
+        router: Any = self.router
+        weight_ED: Tensor = router.weight
+        logits_NE = F.linear(hidden_ND, weight_ED)
         weights_NK, index_NK = route(
             logits_NE,
             architecture.experts.chosen,

@@ -8,6 +8,7 @@ Shapes: S tokens of a row on this rank, B rows, H heads, G groups, D head dimens
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from torch import Tensor, nn
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.experts import expert_layer
 from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.shared.attention import WIDENED_TOKENS
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
+from headrace_trainer.learning.segments import Segment, Segments
 
 
 class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
@@ -191,28 +193,44 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """(S, B, H * D) from (S, B, H, D) and (S, B, G, D)."""
-        mask = None
         if self._context.size() > 1:
-            places, key, value = self._whole(key, value)
-            own = places.chunk(self._context.size())[self._context.rank()]
-            mask = own[:, None] >= torch.arange(len(places), device=query.device)
+            return self._divided(query, key, value)
         short = query.device.type == "cpu" and len(key) <= WIDENED_TOKENS  # see the fsdp backend's attention
         dtype = torch.float32 if short else query.dtype
         q, k, v = (each.permute(1, 2, 0, 3).to(dtype) for each in (query, key, value))
-        found = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return found.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
-    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Places of the gathered tokens in their rows, and keys and values in the order of the rows."""
+    def _divided(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each of the rank's two parts of a row sees the row up to itself: no mask, which would keep flash away."""
+        dtype = torch.float32 if query.device.type == "cpu" else query.dtype
+        whole = self._whole(key, value)
+        flat = [each.transpose(0, 1).flatten(0, 1).to(dtype) for each in (query, *whole)]
+        segments = context_segments(len(whole[0]), query.shape[1], self._context.size(), self._context.rank())
+        found = attend_segments(flat[0], flat[1], flat[2], segments.to(query.device))
+        return found.unflatten(0, query.shape[1::-1]).transpose(0, 1).flatten(2).to(query.dtype)
+
+    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole rows, in their order."""
         both = [
             gather_from_sequence_parallel_region(each.contiguous(), group=self._context)
             for each in (key, value)
         ]
-        places = context_places(len(both[0]), self._context.size()).to(key.device)
-        order = places.argsort()
-        return places, both[0][order], both[1][order]
+        order = context_places(len(both[0]), self._context.size()).argsort().to(key.device)
+        return both[0][order], both[1][order]
+
+
+@lru_cache(maxsize=8)  # of all layers, and of their backward passes when they are recomputed
+def context_segments(length: int, rows: int, ranks: int, rank: int) -> Segments:
+    """What a rank's queries see of `rows` rows of `length` keys each: of each row it has an early and a late part."""
+    part = length // (2 * ranks)
+    found = [
+        Segment(first, first + part, own, ((row * length, own),) if own > row * length else ())
+        for row in range(rows)
+        for half, place in enumerate((rank, 2 * ranks - 1 - rank))
+        for first, own in [((2 * row + half) * part, row * length + place * part)]
+    ]
+    return Segments.of(found, rows * length)
 
 
 def context_places(length: int, ranks: int) -> Tensor:

@@ -231,8 +231,8 @@ class ParallelModel:
             self.routing.forced_MNK = None
             return
         rows, length = visits_RL.shape
-        by_place = routes.unflatten(1, (rows, length)).movedim(2, 0)  # (L, M, R, K)
-        own = self._own_tokens(by_place.flatten(1).T).T.unflatten(1, by_place.shape[1:])
+        by_place = routes.view(len(routes), rows, length, -1).movedim(2, 0)  # (L, M, R, K)
+        own = self._own_tokens(by_place.flatten(1).T).T.reshape(-1, *by_place.shape[1:])
         self.routing.forced_MNK = own.transpose(0, 1).flatten(1, 2)
 
     def forward(self, batch: MicroBatch, received: Tensor | None) -> Tensor:

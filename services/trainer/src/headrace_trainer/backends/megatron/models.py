@@ -32,7 +32,7 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, kept_bytes
+from headrace_trainer.memory import MemoryPlan, Rooms, kept_bytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class MegatronModels(LanguageModel):
         self._options = options
         self._layout = Layout.of(options, ranks.world_size)
         self._settings = Settings(
-            DTYPES[config.model.dtype], options.sequence_parallel, config.trainer.gradient_checkpointing
+            DTYPES[config.model.dtype], options.sequence_parallel, bool(config.trainer.gradient_checkpointing)
         )
         self._temperature = config.sampling.temperature
         self._reference: Reference | None = None
@@ -79,7 +79,7 @@ class MegatronModels(LanguageModel):
         return self._layout.replica(self._ranks.rank)
 
     @override
-    def memory_plan(self) -> MemoryPlan:
+    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
         return plan_memory(
             self._config, self._algorithm, self._layout, on_gpu=self._ranks.device.type != "cpu"
         )

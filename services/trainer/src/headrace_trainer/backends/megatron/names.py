@@ -139,11 +139,13 @@ class _Cut:
     def expert_rows(self, local: str, blocks: int) -> Part:
         """This rank's experts of (experts, rows, columns), each block of their rows divided."""
 
-        def of_whole(whole: Tensor) -> Tensor:
-            own = whole.chunk(self.expert_ranks)[self.expert_rank]
-            return own.unflatten(1, (blocks, -1)).chunk(self.ranks, 2)[self.rank]
+        def apart(own: Tensor) -> Tensor:
+            return own.view(len(own), blocks, -1, own.shape[-1])
 
-        return Part(local, lambda own: own.unflatten(1, (blocks, -1)), of_whole)
+        def of_whole(whole: Tensor) -> Tensor:
+            return apart(whole.chunk(self.expert_ranks)[self.expert_rank]).chunk(self.ranks, 2)[self.rank]
+
+        return Part(local, apart, of_whole)
 
     def expert_columns(self, local: str) -> Part:
         """This rank's experts of (experts, rows, columns), divided by columns."""

@@ -55,7 +55,7 @@ from headrace_trainer.learning.samples import (
     Packed,
     Rows,
 )
-from headrace_trainer.memory import MemoryPlan
+from headrace_trainer.memory import MemoryPlan, Rooms
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyPolicy
@@ -221,7 +221,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
     # State
 
     @override
-    def memory_plan(self) -> MemoryPlan:
+    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
         with torch.device("meta"):
             config = policy_of(self._config.model)
             assert config is not None

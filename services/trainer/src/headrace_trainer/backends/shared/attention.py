@@ -101,7 +101,7 @@ def by_flex(
     query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float
 ) -> Tensor:
     """flex_attention with a mask of blocks, compiled where there is a GPU. On a CPU it has no backward pass."""
-    mask = block_mask(segments, len(key_MGD))
+    mask = block_mask(segments)
     kernel: Any = _compiled_flex() if query_NHD.device.type == "cuda" else flex_attention
     query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query_NHD, key_MGD, value_MGD))
     found: Tensor = kernel(
@@ -115,17 +115,17 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def block_mask(segments: Segments, keys: int) -> BlockMask:
+def block_mask(segments: Segments) -> BlockMask:
     """The blocks of queries and keys that see each other, made from a row of blocks at a time; kept for all layers."""
     made = segments.made
     if "block_mask" not in made:
-        made["block_mask"] = _block_mask(segments, keys)
+        made["block_mask"] = _block_mask(segments)
     found: BlockMask = made["block_mask"]
     return found
 
 
-def _block_mask(segments: Segments, keys: int) -> BlockMask:
-    visible, device = segments.visible, segments.query_ends.device
+def _block_mask(segments: Segments) -> BlockMask:
+    keys, visible, device = segments.keys, segments.visible, segments.query_ends.device
     columns = -(-keys // BLOCK)
     key_C = torch.arange(keys, device=device)
     some, every = [], []

@@ -28,7 +28,6 @@ class AllToAll(Exchange):
     def __call__(
         self, rows_SD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """See `Exchange`."""
         sent_RX = counts_E.view(self._group.size(), -1)
         got_RX = torch.empty_like(sent_RX)
         dist.all_to_all_single(got_RX, sent_RX.contiguous(), group=self._group)

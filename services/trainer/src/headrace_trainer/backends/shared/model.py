@@ -26,7 +26,14 @@ from headrace_trainer.algorithms._base import (
     replays_routing,
 )
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import Backend, CommitReport, MicroReport, StateReader, WarmUp
+from headrace_trainer.backends._base import (
+    Backend,
+    BalancingBackend,
+    CommitReport,
+    MicroReport,
+    StateReader,
+    WarmUp,
+)
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW
@@ -178,7 +185,7 @@ class LearnedModel(Backend):
         """Nothing is gathered for a forward."""
 
 
-class LanguageModel(LearnedModel):
+class LanguageModel(LearnedModel, BalancingBackend):
     """A language model that learns from tokens, with its frozen reference where the algorithm needs one."""
 
     speaks = True
@@ -292,8 +299,8 @@ class LanguageModel(LearnedModel):
         if self.counts_tokens:
             self._figures.reroute(float(routing.changed), float(routing.forced))
 
+    @override
     def count_experts(self, rows: Rows) -> None:
-        """See `BalancingBackend`."""
         routing, shape = self._routing, self._expert_shape
         assert routing is not None and shape is not None
         self._counts = routing.counts = self._counts or Counts.of(shape)
@@ -302,8 +309,8 @@ class LanguageModel(LearnedModel):
         finally:
             routing.counts = None
 
+    @override
     def balance_experts(self, denominator: float) -> None:
-        """See `BalancingBackend`."""
         routing, shape = self._routing, self._expert_shape
         assert routing is not None and shape is not None
         counts, self._counts = self._counts or Counts.of(shape), None

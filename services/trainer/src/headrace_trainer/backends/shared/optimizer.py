@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PART_ELEMENTS = 1 << 27
+"""Elements whose moments come to the device at once: 1 GiB of them."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class ShardedAdamW:
 
     Dividing by the step's denominator and clipping happen inside the kernel, so the gradient is read once.
     Matrices decay, vectors (norms, biases) do not. The critic's weights have a rate of their own.
+
+    With `moments_on_host` moments come to the shards' device for a step, some weights' at a time: the same kernels as
+    without, and so the same bits.
     """
 
     def __init__(
@@ -35,7 +40,9 @@ class ShardedAdamW:
         *,
         decays: set[str],
         critic: frozenset[str] = frozenset(),
+        moments_on_host: bool = False,
     ) -> None:
+        self._moments_on_host = moments_on_host
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
         if not config.weight_decay:  # fewer groups are fewer kernels
             decays = set()
@@ -60,6 +67,7 @@ class ShardedAdamW:
             fused=True,
         )
         self.steps = 0
+        self._places: dict[tuple[str, str], Tensor] = {}
 
     def step(
         self, gradients: dict[str, Tensor], divisor: float, rate: float, critic_rate: float = 0.0
@@ -67,16 +75,59 @@ class ShardedAdamW:
         """One step with gradients / divisor, in place on the shards."""
         for group in self._adamw.param_groups:
             group["lr"] = critic_rate if group["critic"] else rate
-        for name, shard in self._shards.items():
-            shard.grad = gradients[name]
         device = next(iter(self._shards.values())).device
         # The fused kernel divides by this as it does for a gradient scaler.
-        self._adamw.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+        self._adamw.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)
         self._adamw.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self._adamw.step()
-        for shard in self._shards.values():
-            shard.grad = None
+        for names in self._parts():
+            for name in names:
+                self._shards[name].grad = gradients[name]
+            if self._moments_on_host:
+                self._bring(names, device)
+            self._adamw.step()  # of weights that have a gradient now
+            for name in names:
+                self._shards[name].grad = None
+            if self._moments_on_host:
+                self._take_back(names)
+        if device.type == "cuda" and self._moments_on_host:
+            torch.cuda.synchronize(device)  # what comes next may read them on the host
         self.steps += 1
+
+    def _parts(self) -> Iterator[list[str]]:
+        """Names of the weights that step together: all, or as many as move at once."""
+        if not self._moments_on_host:
+            yield list(self._shards)
+            return
+        part, size = list[str](), 0
+        for name, shard in self._shards.items():
+            if part and size + shard.numel() > PART_ELEMENTS:
+                yield part
+                part, size = [], 0
+            part.append(name)
+            size += shard.numel()
+        yield part
+
+    def _bring(self, names: list[str], device: torch.device) -> None:
+        for name in names:
+            state = self._adamw.state.get(self._shards[name], {})
+            for key, value in state.items():
+                state[key] = value.to(device, non_blocking=True)
+
+    def _take_back(self, names: list[str]) -> None:
+        for name in names:
+            for key, value in self._adamw.state[self._shards[name]].items():
+                self._adamw.state[self._shards[name]][key] = self._on_host(name, key, value)
+
+    def _on_host(self, name: str, key: str, value: Tensor) -> Tensor:
+        """Its copy on the host, in the same pinned memory each time."""
+        if value.device.type == "cpu":
+            return value
+        place = self._places.get((name, key))
+        if place is None:
+            pinned = value.device.type == "cuda"
+            place = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
+            self._places[name, key] = place
+        return place.copy_(value, non_blocking=True)
 
     def moment(self, kind: str, name: str) -> Tensor:
         """The shard of a moment; zeros before the first step."""
@@ -89,7 +140,9 @@ class ShardedAdamW:
         self.steps = steps
         for name, shard in self._shards.items():
             own = {kind: moments[kind][name].to(shard.device, torch.float32).clone() for kind in MOMENTS}
-            counter = torch.tensor(float(steps), dtype=torch.float32, device=shard.device)
+            if self._moments_on_host:
+                own = {kind: self._on_host(name, kind, value) for kind, value in own.items()}
+            counter = torch.full((), float(steps), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": counter, **own}
 
     def copy(self) -> AdamWState:
@@ -112,7 +165,7 @@ class ShardedAdamW:
         """Takes the moments elsewhere, and these shards for the parameters: the model has moved too."""
         for name, shard in self._shards.items():
             shard.data = shards[name]
-        for state in self._adamw.state.values():
+        for state in [] if self._moments_on_host else self._adamw.state.values():
             for key, value in state.items():
                 state[key] = move(value)
         self._adamw.grad_scale = self._adamw.found_inf = None

@@ -1,0 +1,122 @@
+"""What makes a run learn nothing, found in the figures of its last steps. Knows no events."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from headrace_schema.resources.views import StepView
+from headrace_schema.spec import RunSpec
+
+STEPS = 5
+"""A warning is about so many steps, one after the other; it ends with the first step of which it does not hold."""
+CUT_SHARE = 0.97
+"""Of the longest answer: where answers are as long as this on average, nearly all of them are cut."""
+COLLAPSED = 0.05
+"""Of the entropy that the run began with."""
+FAR = 5.0
+"""Nats a token from the reference: nothing of it is left."""
+
+
+class Warnings:
+    """The warnings of a run by what they are about; each says what holds, and what to look at."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._steps: deque[StepView] = deque(maxlen=STEPS)
+        self._entropy: float | None = None
+        self._reward = 0.0
+        """Of the first steps, to which later ones are compared."""
+
+    def of(self, step: StepView) -> dict[str, str] | None:
+        """All that hold after one more committed step; None where there are too few steps to say."""
+        self._steps.append(step)
+        steps = [*self._steps]
+        if len(steps) < STEPS:
+            return None
+        if self._entropy is None and (entropies := _all(steps, "entropy")):
+            self._entropy, self._reward = fmean(entropies), fmean(each.reward_mean for each in steps)
+        found = {name: check(self, steps) for name, check in _CHECKS.items()}
+        return {name: text for name, text in found.items() if text}
+
+    def _equal_rewards(self, steps: Sequence[StepView]) -> str:
+        size = self._spec.algorithm.group_size
+        equal = _all(steps, "groups_all_equal")
+        groups = [step.trained / size for step in steps]
+        if (
+            not equal
+            or size < 2
+            or any(not all_of or own < all_of for own, all_of in zip(equal, groups, strict=True))
+        ):
+            return ""
+        values = {step.reward_mean for step in steps}
+        what = (
+            f"every reward is {values.pop():g}" if len(values) == 1 else "no group has two different rewards"
+        )
+        return (
+            f"{what} in the last {STEPS} steps: nothing is learned by comparing answers of a group. "
+            "Look at answers and parts (headrace run trajectories RUN), and try the scorer on them "
+            "(headrace reward SPEC --on FILE)"
+        )
+
+    def _no_gradient(self, steps: Sequence[StepView]) -> str:
+        norms = _all(steps, "grad_norm")
+        if not norms or any(norms) or self._equal_rewards(steps):
+            return ""
+        return (
+            f"the gradient is 0 in the last {STEPS} steps although rewards differ: no token carries loss. Look at "
+            "algorithm.truncated, the algorithm's masks, and whether answers have tokens at all"
+        )
+
+    def _no_learning_rate(self, steps: Sequence[StepView]) -> str:
+        rates = _all(steps, "learning_rate")
+        if not rates or max(rates) > 0:
+            return ""
+        return f"the learning rate is 0 in the last {STEPS} steps: optimizer.schedule has ended, or warms up for longer"
+
+    def _all_cut(self, steps: Sequence[StepView]) -> str:
+        longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
+        short = longest < 16  # answers of a few tokens may well be all of one length
+        if short or self._spec.workflow == "embodied" or not lengths or min(lengths) < CUT_SHARE * longest:
+            return ""
+        return (
+            f"answers are {fmean(lengths):.0f} tokens long on average, of at most {longest}: nearly all are cut. Raise "
+            "sampling.max_new_tokens, or look at whether the model ever ends one (headrace run trajectories RUN)"
+        )
+
+    def _entropy_gone(self, steps: Sequence[StepView]) -> str:
+        entropies = _all(steps, "entropy")
+        if not entropies or not self._entropy or max(entropies) > COLLAPSED * self._entropy:
+            return ""
+        if fmean(step.reward_mean for step in steps) > self._reward:
+            return ""  # It is sure of itself because it is right.
+        return (
+            f"entropy has fallen from {self._entropy:.2g} to {fmean(entropies):.2g} nats and rewards did not rise: all "
+            "answers of a prompt are the same. Lower optimizer.lr, or set algorithm.options.entropy_coef or clip_high"
+        )
+
+    def _far_from_reference(self, steps: Sequence[StepView]) -> str:
+        distances = _all(steps, "reference_kl")
+        if not distances or min(distances) < FAR:
+            return ""
+        return (
+            f"the policy is {fmean(distances):.1f} nats a token away from its reference: it has forgotten it. Lower "
+            "optimizer.lr, or raise algorithm.options.kl_loss_coef"
+        )
+
+
+_CHECKS: dict[str, Callable[[Warnings, Sequence[StepView]], str]] = {
+    "rewards": Warnings._equal_rewards,
+    "gradient": Warnings._no_gradient,
+    "learning_rate": Warnings._no_learning_rate,
+    "length": Warnings._all_cut,
+    "entropy": Warnings._entropy_gone,
+    "reference": Warnings._far_from_reference,
+}
+
+
+def _all(steps: Sequence[StepView], name: str) -> list[float]:
+    """A figure of every step; empty where one has none."""
+    found = [step.figures[name] for step in steps if name in step.figures]
+    return found if len(found) == len(steps) else []

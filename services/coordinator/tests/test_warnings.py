@@ -1,0 +1,100 @@
+"""What is said of a run that learns nothing, from the figures of its steps alone."""
+
+from __future__ import annotations
+
+import pytest
+from headrace_coordinator.run.step.warnings import STEPS, Warnings
+from headrace_schema.resources.views import StepView
+from headrace_schema.spec import RunSpec
+
+HEALTHY = {
+    "groups_all_equal": 3.0,
+    "grad_norm": 0.4,
+    "learning_rate": 1e-5,
+    "answer_length_mean": 31.0,
+    "entropy": 0.8,
+    "reference_kl": 0.1,
+}
+
+
+def spec(**sections):
+    return RunSpec.model_validate(
+        {
+            "model": {"path": "/model"},
+            "data": {"source": "copy_digits"},
+            "reward": {"scorers": [{"name": "exact"}]},
+            "algorithm": {"group_size": 8, "prompts_per_step": 4},
+            "sampling": {"max_new_tokens": 64},
+            **sections,
+        }
+    )
+
+
+def step(number, reward=0.5, **figures):
+    return StepView(
+        step=number,
+        version=number,
+        wall_s=1.0,
+        reward_mean=reward,
+        tokens=1,
+        tokens_per_s=1.0,
+        stage_s={},
+        devices={},
+        trained=32,
+        dropped=0,
+        max_staleness=0,
+        figures={**HEALTHY, **figures},
+    )
+
+
+def last(warnings, *steps):
+    found = None
+    for number, each in enumerate(steps):
+        found = warnings.of(each)
+        assert (found is None) == (number + 1 < STEPS)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "words"),
+    [
+        ("rewards", {"groups_all_equal": 4.0}, "every reward is 0.5 in the last 5 steps"),
+        ("gradient", {"grad_norm": 0.0}, "no token carries loss"),
+        ("learning_rate", {"learning_rate": 0.0}, "optimizer.schedule has ended"),
+        ("length", {"answer_length_mean": 63.5}, "nearly all are cut"),
+        ("reference", {"reference_kl": 9.0}, "9.0 nats a token away"),
+    ],
+)
+def test_each_is_found_after_five_steps_and_over_with_the_next_good_one(name, figures, words):
+    warnings = Warnings(spec())
+    found = last(warnings, *(step(number, **figures) for number in range(STEPS)))
+    assert list(found) == [name] and words in found[name]
+    assert warnings.of(step(STEPS)) == {}
+
+
+def test_a_healthy_run_has_none():
+    warnings = Warnings(spec())
+    assert [warnings.of(step(number)) for number in range(9)][STEPS - 1 :] == [{}] * 5
+
+
+def test_entropy_that_falls_warns_unless_rewards_rise():
+    for reward, expected in ((0.5, ["entropy"]), (0.9, [])):
+        warnings = Warnings(spec())
+        last(warnings, *(step(number) for number in range(STEPS)))
+        for number in range(STEPS, 2 * STEPS):
+            found = warnings.of(step(number, reward, entropy=0.001))
+        assert list(found) == expected
+
+
+def test_short_answers_and_groups_of_one_say_nothing():
+    tiny = Warnings(spec(sampling={"max_new_tokens": 4}))
+    assert last(tiny, *(step(number, answer_length_mean=4.0) for number in range(STEPS))) == {}
+    alone = spec(algorithm={"name": "reinforce", "group_size": 1, "prompts_per_step": 32})
+    assert last(Warnings(alone), *(step(n, groups_all_equal=32.0) for n in range(STEPS))) == {}
+
+
+def test_a_group_that_differs_in_one_step_is_enough():
+    steps = [step(number, groups_all_equal=4.0 if number else 3.0) for number in range(STEPS)]
+    assert last(Warnings(spec()), *steps) == {}
+    different = [step(number, number / 10, groups_all_equal=4.0) for number in range(STEPS)]
+    assert "no group has two different rewards" in last(Warnings(spec()), *different)["rewards"]

@@ -1,0 +1,169 @@
+"""Whether the other ranks of a trainer group live, heard by a thread beside the compute. Knows no torch and no round.
+
+Rank 0 listens, every other rank keeps one connection to it, and each side sends a byte a second. A long forward pass
+or a debugger at a breakpoint does not silence this thread; SIGSTOP does, and SIGKILL closes the connection at once.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+BEAT_S = 1.0
+SILENT_S = 10.0
+"""A rank that is not heard for so long counts as lost: ten beats, so that a busy machine does not lose one."""
+_SECRET_BYTES = 16
+_HELLO_BYTES = _SECRET_BYTES + 4
+_ALIVE, _LEFT, _LOST = b".", b"q", b"x"
+"""What is sent: it lives; it leaves in order; it has given the group up, for whichever rank is lost."""
+Lost = Callable[[tuple[int, ...], str], None]
+"""Called once, on the liveness thread, with the ranks that are lost and a sentence."""
+
+
+@dataclass
+class _Peer:
+    rank: int
+    heard_at: float
+
+
+class Liveness:
+    """One rank's side. Rank 0 calls `listen`, tells the others the address and the secret, and all call `watch`."""
+
+    def __init__(self, rank: int, world_size: int, *, silent_s: float = SILENT_S) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._silent_s = silent_s
+        self._beat_s = min(BEAT_S, silent_s / 5) if math.isfinite(silent_s) else BEAT_S
+        self._listener: socket.socket | None = None
+        self._secret = b""
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._absent: set[int] = set()
+        self._closing: bytes = b""
+        self._thread: threading.Thread | None = None
+        self._on_lost: Lost = lambda _ranks, _reason: None
+
+    def listen(self) -> tuple[int, bytes]:
+        """Port and secret by which the other ranks find rank 0."""
+        self._listener = socket.create_server(("", 0), backlog=self._world_size)
+        self._listener.setblocking(False)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        port: int = self._listener.getsockname()[1]
+        return port, self._secret
+
+    def watch(self, host: str, port: int, secret: bytes, on_lost: Lost) -> None:
+        """Begins to listen to the others; `host`, `port` and `secret` are rank 0's. Raises OSError when it is gone."""
+        self._on_lost = on_lost
+        if self._rank:
+            connection = socket.create_connection((host, port), timeout=max(1.0, min(self._silent_s, 10.0)))
+            connection.sendall(secret + self._rank.to_bytes(4, "big"))
+            connection.setblocking(False)
+            self._peers[connection] = _Peer(0, time.monotonic())
+        else:
+            self._absent = set(range(1, self._world_size))
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread.start()
+
+    def close(self, *, in_order: bool = True) -> None:
+        """Ends the thread and the connections; the others take it for a loss unless it is `in_order`."""
+        self._closing = _LEFT if in_order else _LOST
+        if self._thread is None:
+            self._end()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        lost: tuple[tuple[int, ...], str] | None = None
+        with selectors.DefaultSelector() as selector:
+            for connection in (self._listener, *self._peers):
+                if connection is not None:
+                    selector.register(connection, selectors.EVENT_READ)
+            began = looked_at = beaten_at = time.monotonic()
+            while not self._closing and lost is None:
+                ready = {key.fileobj for key, _ in selector.select(self._beat_s / 4)}
+                now = time.monotonic()
+                if now - looked_at > self._silent_s / 2:  # This process stood still: no silence counts.
+                    began = now
+                    for peer in self._peers.values():
+                        peer.heard_at = now
+                looked_at = now
+                if self._listener in ready:
+                    self._admit(selector)
+                lost = self._hear(selector, ready, now) or self._silent(now, began)
+                if now - beaten_at >= self._beat_s:
+                    beaten_at = now
+                    self._send(_ALIVE)
+        if lost is not None and not self._closing:
+            self._closing = _LOST
+            self._end()
+            self._on_lost(*lost)
+        else:
+            self._end()
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
+        """A rank connects. One that does not know the secret is none."""
+        assert self._listener is not None
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.settimeout(self._beat_s)
+            hello = connection.recv(_HELLO_BYTES, socket.MSG_WAITALL)
+            rank = int.from_bytes(hello[_SECRET_BYTES:], "big")
+            if not secrets.compare_digest(hello[:_SECRET_BYTES], self._secret) or rank not in self._absent:
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._absent.discard(rank)
+            self._peers[connection] = _Peer(rank, time.monotonic())
+            selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(
+        self, selector: selectors.BaseSelector, ready: Collection[object], now: float
+    ) -> tuple[tuple[int, ...], str] | None:
+        """Reads what came; the ranks that are lost by it, with a sentence."""
+        for connection in [each for each in self._peers if each in ready]:
+            peer = self._peers[connection]
+            try:
+                said = connection.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:
+                said = b""
+            if _LEFT in said:
+                selector.unregister(connection)
+                connection.close()
+                del self._peers[connection]
+                continue
+            if _LOST in said:
+                return (), f"rank {peer.rank} has given the group up"
+            if not said:
+                return (peer.rank,), f"rank {peer.rank} has closed its connections"
+            peer.heard_at = now
+        return None
+
+    def _silent(self, now: float, began: float) -> tuple[tuple[int, ...], str] | None:
+        silent = {peer.rank for peer in self._peers.values() if now - peer.heard_at > self._silent_s}
+        if now - began > self._silent_s:
+            silent |= self._absent
+        if not silent:
+            return None
+        named = ", ".join(map(str, sorted(silent)))
+        return tuple(sorted(silent)), f"rank {named} has been silent for {self._silent_s:g} s"
+
+    def _send(self, what: bytes) -> None:
+        for connection in self._peers:
+            with suppress(
+                OSError
+            ):  # A broken one is found where it is read; a full one belongs to a silent rank.
+                connection.send(what)
+
+    def _end(self) -> None:
+        self._send(self._closing)
+        for connection in (self._listener, *self._peers):
+            if connection is not None:
+                connection.close()
+        self._listener, self._peers = None, {}

@@ -1,0 +1,251 @@
+"""What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend, wake), measured.
+
+A model of many alike layers is measured with four and with six of them, and the rest is multiplied out: bytes and
+collectives of each phase are linear in the layers (`whole=True` measures them all).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from headrace_modelkit import devices
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends import build_backend, choose_backend
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout
+from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.memory import MemoryPlan, check_rooms
+from torch.distributed.fsdp import FSDPModule
+
+from headrace_fake_world.device import NAME
+from headrace_fake_world.models import MODELS, write_model
+from headrace_fake_world.tracker import Phase, Tracker
+from headrace_fake_world.world import fake_world, outside, rooms_of
+
+FEW, MORE = 4, 6
+"""Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer
+computes is not all there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
+
+    `trainer`, `algorithm` and `more` go into the run's configuration as they would stand in a run spec.
+    """
+
+    model: str
+    ranks: int
+    tokens: int = 8192
+    row_tokens: int = 2048
+    dtype: str = "bfloat16"
+    layout: Layout | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, directory: Path) -> TrainerConfig:
+        """As OpenRun takes it, of the model in `directory`; with a layout, all its keys are fixed."""
+        trainer = {"ranks": self.ranks, "micro_batch_tokens": self.tokens, **self.trainer}
+        if (own := self.layout) is not None:
+            trainer["gradient_checkpointing"] = own.checkpointing
+            trainer["backend_options"] = {
+                "shard": own.shard,
+                "shard_ranks": own.shard_ranks,
+                "offload": own.offload,
+            }
+        return TrainerConfig.model_validate(
+            {
+                "model": {"path": str(directory), "dtype": self.dtype},
+                "algorithm": {"group_size": 4, "prompts_per_step": 8, **self.algorithm},
+                "optimizer": {"lr": 1e-6},
+                "trainer": trainer,
+                "checkpoint": {"keep": 2},
+                "seed": 1,
+                "steps": 2,
+            }
+        )
+
+    def rows(self) -> Rows:
+        """Answers as long as rows, the last 64 of each trained."""
+        length, trained = self.row_tokens, self.row_tokens // 32
+        columns = dict.fromkeys(
+            build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained
+        )
+        return [
+            [
+                Sequence(
+                    list(range(length)),
+                    list(range(length - trained, length)),
+                    [-1.0] * trained,
+                    advantages=[1.0] * trained,
+                    columns=dict(columns),
+                )
+            ]
+            for _ in range(max(1, self.tokens // length))
+        ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank had and moved, by phase; `kept` are the bytes by device and kind between two steps."""
+
+    phases: dict[str, Phase]
+    kept: dict[str, dict[str, int]]
+    layout: Layout
+    seconds: float
+
+    def peak(self, device: str = NAME) -> int:
+        """Most bytes on a device in any phase of a step."""
+        return max(phase.peak(device) for phase in self.phases.values())
+
+    def at_peak(self, device: str = NAME) -> tuple[str, dict[str, int]]:
+        """Where the peak is, and its bytes by kind."""
+        name = max(self.phases, key=lambda name: self.phases[name].peak(device))
+        return name, self.phases[name].peaks.get(device, {})
+
+
+def measure(case: Case, *, whole: bool = False, device: torch.device | None = None) -> Measured:
+    """Goes through a step on one rank of the case, in its layout or the one that is chosen for the whole model.
+
+    Raises what the trainer's own code raises, and Refusal where no layout fits.
+    """
+    started = time.monotonic()
+    if case.layout is None:
+        case = replace(case, layout=planned(case)[0])
+    layers = MODELS[case.model]["num_hidden_layers"]
+    with tempfile.TemporaryDirectory() as directory:
+        if whole or layers <= MORE:
+            return _go(case, write_model(Path(directory), case.model), device, started)
+        few = _go(case, write_model(Path(directory), case.model, layers=FEW), device, started)
+        more = _go(case, write_model(Path(directory), case.model, layers=MORE), device, started)
+    times = (layers - FEW) / (MORE - FEW)
+    phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
+    kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
+    return Measured(phases, kept, more.layout, time.monotonic() - started)
+
+
+def planned(case: Case) -> tuple[Layout, MemoryPlan]:
+    """What the trainer chooses and plans for a rank of the case, on hosts with eight GPUs of 80 GB.
+
+    Raises Refusal where no layout fits.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config = case.config(write_model(Path(directory), case.model))
+        chosen = choose_backend(config.trainer)
+        algorithm = build_algorithm(config.algorithm)
+        assert isinstance(chosen.options, FsdpOptions)
+        ranks_here = min(case.ranks, GPUS_PER_HOST)
+        layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
+    if case.layout is None:
+        check_rooms(plan, rooms_of())
+    return layout, plan
+
+
+def _stretched(few: Phase, more: Phase, times: float) -> Phase:
+    peaks = {name: _linear(few.peaks.get(name, {}), own, times) for name, own in more.peaks.items()}
+    calls = Counter(_linear(few.calls, more.calls, times))
+    return Phase(peaks, calls, Counter(_linear(few.moved, more.moved, times)))
+
+
+def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
+    names = [*more, *(name for name in few if name not in more)]
+    return {name: round(few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * times) for name in names}
+
+
+def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
+    with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
+        config = case.config(directory)
+        backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
+        with outside():  # the plan makes fake models of its own
+            _ = backend.layout
+        with tracker.phase("restore"):
+            backend.load_initial()
+            backend.load_reference()
+        _label(tracker, backend)
+        rows = case.rows()
+        columns = build_algorithm(config.algorithm).columns
+        for step in (
+            ("first step",),
+            ("first micro-batch", "micro-batch"),
+        ):  # moments come with a first commit
+            if columns:
+                with tracker.phase("infer"):
+                    backend.infer(rows, columns)
+                _label(tracker, backend)
+            for name in step:
+                with tracker.phase(name):
+                    backend.micro(rows)
+                _label(tracker, backend)
+            with tracker.phase("commit"):
+                backend.commit(10.0, 1e-6)
+            _label(tracker, backend)
+        kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
+        with tracker.phase("publish"):
+            _exhaust(backend.weights())
+        with tracker.phase("checkpoint"):
+            _exhaust(backend.weight_parts())
+            _exhaust(backend.moment_parts())
+        with tracker.phase("suspend"):
+            backend.suspend()
+        with tracker.phase("asleep"):
+            pass
+        with tracker.phase("wake"):
+            backend.wake()
+        _label(tracker, backend)
+        return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
+
+
+def _exhaust(tensors: Iterator[Any]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _label(tracker: Tracker, backend: Any) -> None:
+    """Names what the backend holds between its calls."""
+    model: ShardedModel = backend._model
+    tracker.label("masters", model.learned.values())
+    tracker.label("frozen weights", (p for p in model.parameters.values() if not p.requires_grad))
+    tracker.label("frozen weights", model.buffers.values())
+    for parameter in fsdp_parameters(model.policy):
+        tracker.label("gathered weights", parameter.all_gather_outputs)
+        whole = getattr(parameter, "_unsharded_param", None)
+        tracker.label(
+            "gradients", [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
+        )
+    tracker.label("gradients", (parameter.grad for parameter in model.parameters.values()))
+    for state in backend._adamw._adamw.state.values():
+        tracker.label("moments", state.values())
+    if backend._reference is not None:
+        reference: ShardedModel = backend._reference._model
+        tracker.label("reference", [*reference.parameters.values(), *reference.buffers.values()])
+
+
+def fsdp_parameters(root: torch.nn.Module) -> Iterator[Any]:
+    """What fully_shard keeps for each parameter."""
+    for module in root.modules():
+        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        yield from group.fsdp_params if group is not None else ()
+
+
+class _nothing_reserved:
+    """torch's CUDA allocator knows nothing of this device."""
+
+    def __enter__(self) -> None:
+        from headrace_trainer.backends.shared import model
+
+        self._module: Any = model
+        self._plain = devices.used_bytes
+        self._module.used_bytes = lambda device: 0
+
+    def __exit__(self, *reason: Any) -> None:
+        self._module.used_bytes = self._plain

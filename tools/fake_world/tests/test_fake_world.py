@@ -1,0 +1,85 @@
+"""A step on imaginary GPUs: what is alive where, what is moved, and whether the trainer's plan says so before."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headrace_fake_world.device import NAME
+from headrace_fake_world.models import MODELS
+from headrace_fake_world.step import Case, measure, planned
+from headrace_fake_world.world import fake_world
+from headrace_trainer.backends.fsdp.layout import Layout
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = Case("qwen2.5-0.5b", 8, tokens=2048, row_tokens=1024)
+LAYERS = MODELS["qwen2.5-0.5b"]["num_hidden_layers"]
+DIVIDED = Layout("weights", 8, checkpointing=True)
+GIB = 2**30
+
+
+def plan_error(case: Case) -> float:
+    """How far the plan is from what was measured, as a part of that."""
+    _, plan = planned(case)
+    return abs(sum(plan.device.values()) / measure(case).peak() - 1)
+
+
+def test_a_tensor_on_the_wrong_device_raises():
+    with fake_world(2) as (group, tracker):
+        on_gpu = torch.ones(1024, device=group.device)
+        assert tracker.alive(NAME) == {"work": 4096} and not tracker.alive("cpu")
+        with pytest.raises(FakeTensorDeviceMismatchError):
+            on_gpu + torch.ones(1024)
+        del on_gpu
+        assert not tracker.alive(NAME)
+    assert torch.ones(1).item() == 1.0, "tensors are real again"
+
+
+def test_a_divided_model_is_gathered_twice_and_reduced_once_in_a_micro_batch():
+    case = replace(SMALL, layout=DIVIDED)
+    found = measure(case)
+    units = LAYERS + 1
+    micro = found.phases["micro-batch"]
+    assert micro.calls == {"all_gather": 2 * units, "reduce_scatter": units}
+    assert micro.moved["reduce_scatter"] == pytest.approx(micro.moved["all_gather"], rel=0.01), "fp32, once"
+    weights = found.kept[NAME]["masters"] * 8
+    assert micro.moved["all_gather"] == pytest.approx(weights, rel=0.01), "bf16, twice"
+    assert found.kept[NAME]["moments"] == pytest.approx(2 * found.kept[NAME]["masters"], rel=0.01)
+    assert found.phases["asleep"].peak(NAME) == 0, "a suspended trainer leaves nothing on its GPU"
+    _, plan = planned(case)
+    assert abs(sum(plan.device.values()) / found.peak() - 1) < 0.1
+
+
+def test_parameters_that_are_away_lie_on_the_host():
+    found = measure(replace(SMALL, layout=replace(DIVIDED, offload="parameters")))
+    assert not {"masters", "moments", "gradients"} & found.kept[NAME].keys()
+    assert found.kept["cpu"]["moments"] == pytest.approx(2 * found.kept["cpu"]["masters"], rel=0.01)
+    assert found.phases["wake"].peak(NAME) < 2**20, "they stay there when the trainer wakes"
+
+
+@pytest.mark.nightly
+def test_a_few_layers_stand_for_all():
+    case = replace(SMALL, layout=DIVIDED)
+    few, whole = measure(case), measure(case, whole=True)
+    assert few.peak() == pytest.approx(whole.peak(), rel=0.01)
+    for name, phase in whole.phases.items():
+        assert few.phases[name].calls == phase.calls, name
+        for kind, moved in phase.moved.items():
+            assert few.phases[name].moved[kind] == pytest.approx(moved, rel=0.01), (name, kind)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 16}}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [("qwen2.5-7b", 1), ("qwen2.5-7b", 32), ("qwen2.5-32b", 8), ("llama-3-70b", 64), ("qwen3-30b-a3b", 8)],
+)
+def test_plans_at_size_are_true_within_a_tenth(model, ranks, trainer):
+    assert plan_error(Case(model, ranks, trainer=trainer)) < 0.1
