@@ -145,6 +145,7 @@ NIGHTLY = [
         timeout_s=14400,
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
+    _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
         "vllm-two-ranks",

@@ -60,9 +60,7 @@ def walk(tmp_path, make_config):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "trainer", [{}, pytest.param({"lora": {"rank": 4}}, marks=pytest.mark.nightly)], ids=["whole", "adapters"]
-)
+@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
 def test_one_rank_two_four_two_apart_and_one_hold_the_same_bits(walk, trainer):
     found = walk(trainer=trainer)
     assert found["moved"] and found["other"] == []

@@ -83,13 +83,21 @@ def open_model(config: ModelSection, model: PreTrainedModel, *, cached: bool = F
 
     Files of other kinds (GGUF, quantised weights, adapters) are loaded whole, in the model's types.
     """
-    if _only_whole(config, model):
-        return _whole_model(config)
+    found = None if _only_whole(config, model) else _opened(config, model, cached=cached)
+    # What the architecture lets a checkpoint leave out is drawn or computed by transformers.
+    return _whole_model(config) if found is None or found.drawn else found
+
+
+def check_model(config: ModelSection) -> None:
+    """Opens a model's files as `open_model` does, and loads nothing. Raises ModelNotReadable."""
+    model = empty_model(config)
+    if not _only_whole(config, model):
+        _opened(config, model, cached=False)
+
+
+def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> ModelFiles:
     with reading(config):
-        files = _files(config, cached=cached)
-        found = ModelFiles(files, model)
-    if found.drawn:  # What the architecture lets a checkpoint leave out is drawn or computed by transformers.
-        return _whole_model(config)
+        found = ModelFiles(_files(config, cached=cached), model)
     if found.missing:
         first, count = min(found.missing), len(found.missing)
         raise not_readable(config, f"{count} weights are missing, first {first}")

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import xxhash
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.model_files import ModelFiles, empty_model, fingerprint, open_model
+from headrace_modelkit.model_files import ModelFiles, check_model, fingerprint, open_model
 from headrace_modelkit.tensor_files import Box, Tensors, volume
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.generating import ModelSection
@@ -100,7 +100,7 @@ def open_source(ranks: TrainerGroup, section: ModelSection, model: PreTrainedMod
 def check_files(section: ModelSection, key: str = "model.path") -> None:
     """Opens a model's files, loads nothing. Raises ModelNotReadable, naming `key` and what is missing or damaged."""
     try:
-        open_model(section, empty_model(section))
+        check_model(section)
     except ModelNotReadable as error:
         raise ModelNotReadable(str(error).replace("model.path", key, 1)) from error
 
