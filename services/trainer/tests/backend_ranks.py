@@ -15,16 +15,17 @@ from typing import Any
 
 import msgspec
 import torch
+from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.learning.samples import Rows, Sequence
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from state_parts import whole_state
 from trainer_calls import random_sequences
 
 COLUMNS = ("old_log_probs", "reference_log_probs")
@@ -36,26 +37,24 @@ class SavedState:
     """A checkpoint in one file, as a StateReader."""
 
     def __init__(self, file: Path) -> None:
-        self._file = safe_open(file, "pt")
+        self._file = TensorFiles([file])
         self.optimizer_steps = 2
 
-    def weight(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(f"weights/{name}")
+    def weight(self, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._file.read(f"weights/{name}", box)
 
-    def moment(self, kind: str, name: str) -> torch.Tensor:
-        return self._file.get_tensor(f"moments/{kind}/{name}")
+    def moment(self, kind: str, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._file.read(f"moments/{kind}/{name}", box)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = [name for name in self._file.keys() if name.startswith("weights/")]  # noqa: SIM118
-        return {
-            name.removeprefix("weights/"): tuple(self._file.get_slice(name).get_shape()) for name in names
-        }
+        names = [name for name in self._file.names() if name.startswith("weights/")]
+        return {name.removeprefix("weights/"): self._file.shape(name) for name in names}
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def moment_kinds(self) -> set[str]:
-        return {name.split("/")[1] for name in self._file.keys() if name.startswith("moments/")}  # noqa: SIM118
+        return {name.split("/")[1] for name in self._file.names() if name.startswith("moments/")}
 
 
 class Walk:
@@ -95,7 +94,10 @@ class Walk:
 
     def state(self) -> dict[str, torch.Tensor]:
         weights = {f"weights/{name}": value.clone() for name, value in self.backend.weights()}
-        return weights | {f"moments/{name}": value.clone() for name, value in self.backend.moments()}
+        saved = whole_state(self.trainer_group, self.backend.weight_parts())
+        assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
+        moments = whole_state(self.trainer_group, self.backend.moment_parts())
+        return weights | {f"moments/{name}": value for name, value in moments.items()}
 
     def go(self, saved: str) -> None:
         backend = self.backend

@@ -6,7 +6,7 @@ Shapes as in `packing`; D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
+from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,8 @@ from transformers import PreTrainedModel
 from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
+from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -69,8 +72,7 @@ class ShardedModel:
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
         whole = ranks.world_size == 1 and not self._on_host
         frozen = {p for p in self.policy.parameters() if not p.requires_grad and whole}
-        for parameter in frozen:
-            parameter.data = parameter.data.to(ranks.device)
+        frozen = materialise_whole(self.policy, frozen, ranks.device)
         offload = (
             CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if self._on_host else OffloadPolicy()
         )
@@ -91,12 +93,46 @@ class ShardedModel:
         """Names of the experts' weights, of which this rank has a share only."""
         for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
             shard(module, ranks.mesh_of(layout.shard_ranks))
+        materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=ranks.device)
         self._accumulating()
         self.finish_backward()  # fixes the sharded parameters for good
         self._name_tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer by name, the critic's too: sharded ones as DTensors."""
+        return self.parameters | self.buffers
+
+    def box(self, name: str) -> Box:
+        """Which part of a whole parameter or buffer is here."""
+        found = box_of(self.buffers[name] if name in self.buffers else self.parameters[name])
+        if self._experts is None or name not in self._divided:
+            return found
+        (first, end), *others = found
+        before = self._experts.place * self.parameters[name].shape[0]
+        return (before + first, before + end), *others
+
+    def places(self, names: Iterable[str], types: Mapping[str, torch.dtype] | None = None) -> list[Place]:
+        """Where this rank's parts of these tensors go; they travel in `types`, by default in their own."""
+        tensors = self.tensors()
+        return [
+            Place(
+                name,
+                self.box(name),
+                types[name] if types else tensors[name].dtype,
+                local(tensors[name]).copy_,
+            )
+            for name in names
+        ]
+
+    def fill_from(self, found: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes this rank's parts of whole tensors, which every rank has one after another."""
+        tensors = self.tensors()
+        with torch.no_grad():
+            for name, value in found:
+                local(tensors[name]).copy_(value[slices(self.box(name))])
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own fp32 master shards of what learns; writing to them changes the model."""
@@ -194,21 +230,25 @@ class ShardedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the policy, whole, adapters merged; all ranks exhaust it."""
-        for name in self.weight_names:
-            layer, _, kind = name.rpartition(".")
-            tensor = self._whole(name)
-            if kind == "weight" and layer in self._scales:
-                adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
-                tensor = merged_weight(tensor, *adapter, self._scales[layer])
-            yield name, tensor.cpu()
+        return ((name, self.weight(name).cpu()) for name in self.weight_names)
+
+    def weight(self, name: str) -> Tensor:
+        """One of them, where it is computed with; all ranks call it."""
+        tensor = self._whole(name)
+        if self.is_adapted(name):
+            layer = name.rpartition(".")[0]
+            adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
+            tensor = merged_weight(tensor, *adapter, self._scales[layer])
+        return tensor
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether a weight has an adapter, which is merged into what is published and saved of it."""
+        layer, _, kind = name.rpartition(".")
+        return kind == "weight" and layer in self._scales
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""
         return ((name, self.gather(name)) for name in self.adapter_names)
-
-    def critic_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the critic, whole; all ranks exhaust it."""
-        return ((name, self.gather(name)) for name in self.critic_names)
 
     def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
         """As `gather`, where it is computed with."""
