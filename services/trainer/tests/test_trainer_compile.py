@@ -1,4 +1,4 @@
-"""`backend_options.compile` gives the step of an uncompiled backend. Inductor takes minutes here: see the nightly test."""
+"""`backend_options.compile` gives the step of an uncompiled backend. Inductor is for the nightly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_trainer.backends.fsdp import sharding
 
 
 def gradients(make_backend, groups, accumulate, monkeypatch, compiler: str):
-    """Of a compiled backend and a plain one, through micro-batches of two shapes; and how often a layer was compiled."""
+    """Of a compiled backend and a plain one, through micro-batches of two shapes; how often a layer was compiled."""
     compiled: list[int] = []
     plain = torch.compile
 
