@@ -123,8 +123,12 @@ class Pipeline:
         while True:
             await self._newer.wait()
             self._newer.clear()
-            with self.timer.stage("sync"):
-                await self._bring(self.published)
+            clock = self.context.event_log.monotonic
+            began = clock()
+            await self._bring(self.published)
+            self.timer.add(
+                "sync", (max(began, self.timer.started), clock())
+            )  # A step may have ended meanwhile.
             assert self._state is not None
             self._state.work.beat()  # Rollouts have credit for another step.
 

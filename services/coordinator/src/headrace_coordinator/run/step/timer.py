@@ -44,15 +44,13 @@ class StepTimer:
         self.add(WAIT_LEASE, interval, devices)
 
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
-        """Adds an interval that was measured elsewhere, from the start on."""
-        interval = max(interval[0], self._started), interval[1]
+        """Adds an interval that was measured elsewhere."""
         self._stages[name].append(interval)
         for device in tuple(devices) or (NO_DEVICE,):
             self._devices[device][name].append(interval)
 
     def rested(self, interval: Interval, devices: Iterable[str]) -> None:
         """Marks an interval of a stage in which the devices had nothing to do; it still counts as the stage's time."""
-        interval = max(interval[0], self._started), interval[1]
         for device in devices:
             self._rests[device].append(interval)
 

@@ -157,7 +157,8 @@ class Scoring:
             self._busy_since[stage] = clock()
         self._open[stage] += change
         if not self._open[stage]:
-            self._timer.add(stage or self._main_stage, (self._busy_since.pop(stage), clock()))
+            since = max(self._busy_since.pop(stage), self._timer.started)  # A step may have ended meanwhile.
+            self._timer.add(stage or self._main_stage, (since, clock()))
 
     def take(self, stream: ScoreStream, results: Iterable[reward.ScoreResult]) -> None:
         """Delivers final results; a broken scorer is asked again."""
