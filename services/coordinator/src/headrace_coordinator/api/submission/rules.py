@@ -18,6 +18,8 @@ from headrace_coordinator.api.submission.submission import Submission
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
+IN_FLIGHT = "inflight_update"
+"""Feature of an engine whose answers go on with another version."""
 OFF_POLICY = "off_policy"
 """Feature of algorithms that correct for samples of older versions."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
@@ -47,6 +49,12 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
             "deterministic",
             f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
             f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
+        )
+    elif spec.algorithm.max_staleness and spec.install == "in_flight" and not fleet.offers(name, IN_FLIGHT):
+        yield problem(
+            "rollout.install",
+            f"rollout.engine: {name} installs a version between answers only",
+            "set rollout.install: abort_and_resume or drain",
         )
 
 
