@@ -43,8 +43,8 @@ def figures_here(here: AsyncHere) -> dict[str, float]:
 
 def spec_of(here: AsyncHere, model: Path, prompts: Path, bound: int) -> dict[str, Any]:
     """A run whose slots start up to `bound` versions ahead, a core for each side."""
-    # Its open steps fill while it warms up, and the last ones have nothing to run ahead to.
-    steps = here.steps + STILL_STEPS + bound
+    # The first steps draw on what was decoded before they began, and the last ones have nothing to run ahead to.
+    steps = here.steps + STILL_STEPS + 3 * bound
     mode: dict[str, Any] = {"placement": {**APART, "flow": "pipelined"}, "rollout": ONE, "helpers": 0}
     spec = make_spec(here, model, prompts, steps, **mode)
     spec["algorithm"]["max_staleness"] = bound
@@ -67,7 +67,8 @@ def _measure(fleet: Fleet, here: AsyncHere, model: Path, prompts: Path) -> dict[
             break
         names = list(specs)
         for mode in names[turn % len(names) :] + names[: turn % len(names)]:
-            found = run_steps(fleet, specs[mode])[STILL_STEPS : STILL_STEPS + here.steps]
+            begin = STILL_STEPS + 2 * specs[mode]["algorithm"].get("max_staleness", 0)
+            found = run_steps(fleet, specs[mode])[begin : begin + here.steps]
             say(f"{machine()}; {mode}: {', '.join(f'{step.wall_s:.2f}' for step in found)} s")
             measured[mode] += found
     return measured
