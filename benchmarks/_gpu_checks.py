@@ -204,7 +204,8 @@ def weight_sync(bench: Bench) -> Finding:
 
 def serving(bench: Bench) -> Finding:
     """The engine by itself against the rollout service, by streams at once."""
-    figures, wrong = {}, []
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
     shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
     for streams in (4,) if bench.cpu else (64, 256, 512):
         options = ["--requests", str(streams), "--turns", "1" if bench.cpu else "2"]
@@ -221,7 +222,8 @@ def serving(bench: Bench) -> Finding:
 
 def prefixes(bench: Bench) -> Finding:
     """A group whose prompt is computed once against one row an answer, by length of the prompt."""
-    figures, wrong = {}, []
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
     shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
     for tokens in (128,) if bench.cpu else (2048, 8192, 16_384):
         options = ["--prompt", str(tokens), "--answer", str(tokens // 16), "--repetitions", "1"]
@@ -255,7 +257,8 @@ def killed_rank(bench: Bench) -> Finding:
 
 def megatron(bench: Bench) -> Finding:
     """Megatron with tensor 2 and pipeline 2, and with context 2; the engine's log-probs say that it is one model."""
-    figures, wrong = {}, []
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
     layouts = {
         "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
         "cp2": (2, {"context_parallel": 2}),
@@ -304,7 +307,8 @@ async def _engines(model: Path, bench: Bench) -> list[dict[str, float]]:
 
     section = ModelSection(path=str(model), dtype="bfloat16", max_context=128)
     weights = weights_of(*read_policy(RolloutConfig(model=section), "", ""))
-    codec, found = load_tokenizer(section), []
+    codec = load_tokenizer(section)
+    found: list[dict[str, float]] = []
     for name in bench.devices(2):
         device = torch.device(name)
         engine = TransformersEngine(EngineConfig(section, codec, 4, (device,)))

@@ -59,7 +59,8 @@ class Nvml:
 
     def used_by(self, pids: Iterable[int]) -> dict[str, int]:
         """Bytes by GPU's UUID that some processes use there, of all GPUs. Raises NvmlMissing."""
-        wanted, found, count = {*pids}, {}, ctypes.c_uint()
+        wanted, count = {*pids}, ctypes.c_uint()
+        found: dict[str, int] = {}
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         for index in range(count.value):
             device, name = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)

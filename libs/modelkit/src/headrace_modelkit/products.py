@@ -18,8 +18,9 @@ from typing_extensions import override
 @cache
 def has_bf16_products() -> bool:
     """Whether this CPU multiplies bf16 matrices itself (AVX-512 BF16, AMX, or AVX-512 by way of oneDNN)."""
+    backend: Any = torch.backends.mkldnn
     mkldnn: Any = torch.ops.mkldnn
-    return bool(torch.backends.mkldnn.is_available() and mkldnn._is_mkldnn_bf16_supported())
+    return bool(backend.is_available() and mkldnn._is_mkldnn_bf16_supported())
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def write_shape(
     codec: Any = smollm2_tokenizer() if tokenizer == "smollm2" else many_characters(shape["vocab_size"])
     wrapped = getattr(codec, "tokenizer", codec)
     ids = {"pad_token_id": wrapped.pad_token_id, "eos_token_id": wrapped.eos_token_id, "bos_token_id": None}
-    config = kind(**{**shape, **ids, **overrides})
+    config: Any = kind(**{**shape, **ids, **overrides})
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = _Models.from_config(config, dtype=dtype)

@@ -114,7 +114,8 @@ class Amd:
     def gpus(self) -> Sequence[Gpu]:
         """In the order of the topology's nodes, as ROCm numbers them."""
         nodes = self._root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
-        found, renders = [], {}
+        found: list[Gpu] = []
+        renders: dict[Gpu, str] = {}
         for file in sorted(nodes, key=lambda file: int(file.parent.name)):
             facts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines() if " " in line)
             if int(facts.get("simd_count", "0")):  # a node without is a CPU
@@ -141,7 +142,8 @@ def parse_gpus(text: str) -> list[Gpu]:
 
     GPUs whose UUID the driver does not know yet are left out.
     """
-    found, uuid = [], ""
+    found: list[Gpu] = []
+    uuid = ""
     for line in text.splitlines():
         key, _, value = (part.strip() for part in line.partition(":"))
         if key == "GPU UUID":

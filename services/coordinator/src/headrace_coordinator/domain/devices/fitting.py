@@ -126,7 +126,9 @@ class Fitting:
             and _has(i, facets)
         ]
         fitting.sort(key=lambda i: (places.get(i.incarnation, len(own)), i.instance, i.incarnation))
-        left, seated, others = {**(room or {})}, [], []
+        left = {**(room or {})}
+        seated: list[InstanceState] = []
+        others: list[InstanceState] = []
         for instance in fitting:
             machine = self._machines[instance.incarnation]
             fits = machine not in left or (left[machine] >= each and len(instance.devices) >= each)

@@ -90,10 +90,11 @@ def parallel_size(wanted: int | None, start: Start, stages: int = 1) -> int:
 
 def check_heads(size: int | None, model: ModelSection) -> None:
     """Raises PluginError where so many devices cannot divide the model's attention heads, and ModelNotReadable."""
-    config = load_architecture(model).get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    if size is None or not heads or size in (valid := dividing_sizes(heads, keys)):
+    config: Any = load_architecture(model).get_text_config()
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    keys: int = getattr(config, "num_key_value_heads", None) or heads
+    valid = dividing_sizes(heads, keys)
+    if size is None or not heads or size in valid:
         return
     reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
     fix = f"set one of {', '.join(map(str, valid))}"
