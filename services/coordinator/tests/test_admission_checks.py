@@ -1,7 +1,6 @@
 """What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -41,17 +40,6 @@ def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str,
     }
     found = problems_of(submission_of(RunSpec.model_validate(spec), fleet))
     return {item.key: sentence(item) for item in found}
-
-
-def test_a_reference_that_is_not_there_is_named(tmp_path):
-    found = problems(
-        {
-            "trainer": {"reference": {"path": str(tmp_path / "none")}},
-            "algorithm": {"options": {"cap": 1, "kl_loss_coef": 0.1}},
-        },
-        replace(FLEET, capabilities={**FLEET.capabilities, "trainer": {}}),
-    )
-    assert "does not exist" in found["trainer.reference.path"] and "model.path" not in found
 
 
 def test_a_spec_that_fits_has_no_problem():
@@ -147,49 +135,6 @@ def test_the_fleet_is_the_union_of_ready_instances():
     assert fleet.devices == ["h/cpu:0"]
 
 
-def model_problem(path, **values) -> dict[str, str]:
-    return problems({"model": {"path": str(path), **values}})
-
-
-def test_a_model_directory_must_hold_a_model(tmp_path):
-    model = tmp_path / "tiny-model"
-    assert "does not exist; did you mean" not in model_problem(model)["model.path"]
-    model.mkdir()
-    assert "it has no config.json" in model_problem(model)["model.path"]
-    (model / "config.json").write_text("{}")
-    assert "it has no safetensors weights" in model_problem(model)["model.path"]
-    (model / "model.safetensors").write_bytes(b"")
-    assert model_problem(model) == {}
-    assert f"did you mean {model}?" in model_problem(tmp_path / "tiny-modle")["model.path"]
-    assert f"did you mean {model}?" in model_problem(tmp_path)["model.path"]
-    assert "is a file" in model_problem(model / "config.json")["model.path"]
-    assert f"the nearest that exists is {tmp_path}" in model_problem(tmp_path / "x" / "y")["model.path"]
-
-
-def test_gguf_weights_are_named(tmp_path):
-    (tmp_path / "weights-q4.gguf").write_bytes(b"")
-    assert "set model.gguf_file: weights-q4.gguf" in model_problem(tmp_path)["model.gguf_file"]
-    assert model_problem(tmp_path, gguf_file="weights-q4.gguf") == {}
-    found = model_problem(tmp_path, gguf_file="weights-q8.gguf")["model.gguf_file"]
-    assert "did you mean weights-q4.gguf?" in found
-
-
-def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "does not exist" in model_problem("./models/x")["model.path"]
-    assert "does not exist" in model_problem("~/no-such-model-here")["model.path"]
-    (tmp_path / "plain").mkdir()
-    assert "it has no config.json" in model_problem("plain")["model.path"]
-    for wrong in ("a b", "a/b/c", "a\0b", "x" * 5000):
-        assert "model.path" in model_problem(wrong) or wrong == "x" * 5000, wrong
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_directory_is_named(tmp_path):
-    (tmp_path / "m").mkdir(mode=0)
-    assert "cannot be read" in model_problem(tmp_path / "m")["model.path"]
-
-
 def test_a_warm_up_needs_answers(tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text('{"question": "a", "answer": ""}\n{"question": "b", "answer": "c"}\n')
@@ -209,6 +154,23 @@ def test_options_must_suit_one_of_the_releases_that_run():
     assert problems({"rollout": {"engine_options": {"any": 1}}}) == {}
 
 
+def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_submission():
+    trainer = {
+        **FLEET.capabilities["trainer"],
+        "algorithms": frozenset({"grpo", "opo"}),
+        "algorithm_features": frozenset({"grpo:off_policy"}),
+    }
+    fleet = replace(FLEET, capabilities={**FLEET.capabilities, "trainer": trainer})
+    placement = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["h/cpu:1"]}
+    found = problems({"algorithm": {"name": "opo", "max_staleness": 1}, "placement": placement}, fleet)
+    assert list(found) == ["algorithm.max_staleness"]
+    assert "opo is right" in found["algorithm.max_staleness"] and "grpo" in found["algorithm.max_staleness"]
+    assert problems({"algorithm": {"name": "opo"}, "placement": placement}, fleet) == {}
+    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}, fleet) == {}
+    # Trainers that register no features say it when the run opens.
+    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}
+
+
 ENGINES = {
     "engines": frozenset({"transformers", "vllm"}),
     "engine_features": frozenset({"transformers:deterministic", "vllm:resume_from_prefix"}),
@@ -225,6 +187,14 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+
+
+def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_are_made_with_it():
+    stale = {"algorithm": {"max_staleness": 1}}
+    found = problems({**stale, "rollout": {"engine": "vllm"}}, BOTH)
+    assert "set rollout.install: abort_and_resume or drain" in found["rollout.install"]
+    between = {"engine": "vllm", "install": "drain"}
+    assert "rollout.install" not in problems({**stale, "rollout": between}, BOTH)
 
 
 def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
@@ -324,15 +294,18 @@ def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
         "rollout.engine: auto takes transformers: no rollout instance has vllm or sglang installed",
     )
     assert settled(BOTH)[0] == "transformers" and "no GPU" in settled(BOTH)[1]
-    assert settled(GPUS) == ("vllm", "rollout.engine: auto takes vllm: it is installed and the run has GPUs")
+    name, why = settled(GPUS)
+    assert name == "vllm" and why.startswith(
+        "rollout.engine: auto takes vllm: it is installed and the run has GPUs;"
+    )
     name, why = settled(GPUS, deterministic=True)
     assert name == "transformers" and "deterministic: true, which vllm cannot promise" in why
     (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention", "full_attention"]}')
     (tmp_path / "model.safetensors").touch()
     name, why = settled(BOTH, model={"path": str(tmp_path)})
     assert name == "vllm" and "linear_attention layers" in why
-    named = submission_of(spec_of(), GPUS)
-    assert (named.settled, named.note) == (spec_of(), "")
+    named = submission_of(spec_of(rollout={"engine": "transformers"}), BOTH)
+    assert (named.settled, named.note) == (named.spec, "")
 
 
 ROBOTS = replace(
@@ -441,3 +414,53 @@ def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks
     found = {name: text for name, text in problems(robots, fleet).items() if name.startswith("environment")}
     assert [*found] == ([key] if key else [])
     assert words in found.get(key, "")
+
+
+def decided(fleet, **sections):
+    submission = Submission(spec_of(**sections), fleet)
+    return submission.settled, submission.note
+
+
+def test_a_run_on_gpus_needs_no_option(tmp_path):
+    spec, note = decided(GPUS)
+    assert (spec.rollout.engine, spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens) == (
+        "vllm",
+        256,
+        2048,
+    )
+    assert "rollout.engine: auto takes vllm: it is installed and the run has GPUs" in note
+    assert "on GPUs the defaults are rollout.max_concurrency: 256, trainer.micro_batch_tokens: 2048" in note
+    again, _ = decided(GPUS, **{name: spec.model_dump()[name] for name in ("rollout", "trainer")})
+    assert again.rollout == spec.rollout, "a fork keeps what was decided"
+
+
+def test_what_a_spec_names_stays_and_cpus_keep_their_defaults():
+    named = {
+        "rollout": {"engine": "transformers", "max_concurrency": 8},
+        "trainer": {"micro_batch_tokens": 512},
+    }
+    spec, note = decided(GPUS, **named)
+    assert (spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens, note) == (8, 512, "")
+    assert spec.rollout.engine == "transformers"
+    cpus, note = decided(replace(BOTH, devices=["h/cpu:0", "h/cpu:1"]))
+    assert (cpus.rollout.engine, cpus.rollout.max_concurrency, note) == ("transformers", 64, "")
+    assert cpus.trainer.micro_batch_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "checkpointing", "tokens"),
+    [(896, 24, False, 16_384), (3584, 28, False, 4096), (3584, 28, True, 16_384), (8192, 80, False, 2048)],
+)
+def test_a_forward_on_a_gpu_is_as_large_as_its_activations_allow(
+    tmp_path, width, layers, checkpointing, tokens
+):
+    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, _ = decided(GPUS, model={"path": str(tmp_path)}, trainer={"gradient_checkpointing": checkpointing})
+    assert spec.trainer.micro_batch_tokens == tokens
+
+
+def test_heads_that_an_installed_engine_does_not_take_leave_the_built_in_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
+    spec, note = decided(GPUS, model={"path": str(tmp_path)})
+    assert spec.rollout.engine == "transformers" and "heads have 16 numbers" in note

@@ -147,6 +147,23 @@ def test_twenty_parallel_submissions_with_one_key_are_one_run():
     assert len(scene.log(ev.RunSubmitted)) == 2
 
 
+def test_a_submission_right_after_a_restart_waits_for_the_instances_to_register():
+    answers = []
+
+    async def play(scene):
+        await scene.first()
+        await scene.kill_coordinator(0.5)
+        coordinator, _ = await scene.serving()
+        ready = {kind: len(coordinator.fleet.ready(kind)) for kind in ("rollout", "trainer", "reward")}
+        assert 0 in ready.values(), f"nothing to wait for: {ready}"
+        answers.append(await coordinator.submissions.submit(scene.specs[0], "at once"))
+        scene.users.one_of("at once", set(answers))
+
+    scene = Scene(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert len(answers) == 1
+
+
 def test_a_trainer_that_is_stopped_in_order_takes_no_step_with_it():
     async def play(scene):
         a = await scene.first()

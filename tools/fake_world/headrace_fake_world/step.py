@@ -25,7 +25,6 @@ from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_rooms
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from headrace_fake_world.device import NAME
@@ -42,7 +41,8 @@ computes is not all there."""
 class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
-    `trainer`, `algorithm` and `more` go into the run's configuration as they would stand in a run spec.
+    `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model
+    that is cut to so many.
     """
 
     model: str
@@ -51,6 +51,7 @@ class Case:
     row_tokens: int = 2048
     dtype: str = "bfloat16"
     layout: Layout | None = None
+    layers: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
@@ -123,10 +124,10 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     started = time.monotonic()
     if case.layout is None:
         case = replace(case, layout=planned(case)[0])
-    layers = MODELS[case.model]["num_hidden_layers"]
+    layers = case.layers or MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
-            return _go(case, write_model(Path(directory), case.model), device, started)
+            return _go(case, write_model(Path(directory), case.model, layers=case.layers), device, started)
         few = _go(case, write_model(Path(directory), case.model, layers=FEW), device, started)
         more = _go(case, write_model(Path(directory), case.model, layers=MORE), device, started)
     times = (layers - FEW) / (MORE - FEW)
@@ -141,7 +142,7 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     Raises Refusal where no layout fits.
     """
     with tempfile.TemporaryDirectory() as directory:
-        config = case.config(write_model(Path(directory), case.model))
+        config = case.config(write_model(Path(directory), case.model, layers=case.layers))
         chosen = choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         assert isinstance(chosen.options, FsdpOptions)
@@ -194,7 +195,8 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         with tracker.phase("publish"):
             _exhaust(backend.weights())
         with tracker.phase("checkpoint"):
-            _exhaust(backend.moments())
+            _exhaust(backend.weight_parts())
+            _exhaust(backend.moment_parts())
         with tracker.phase("suspend"):
             backend.suspend()
         with tracker.phase("asleep"):
@@ -205,7 +207,7 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
 
 
-def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _exhaust(tensors: Iterator[Any]) -> None:
     for _ in tensors:
         pass
 

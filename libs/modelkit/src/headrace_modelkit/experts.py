@@ -254,7 +254,7 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     rows_SD = hidden_ND[order_S // count]
     exchange: Exchange | None = getattr(experts, "exchange", None)
     total = int(getattr(experts, "total_experts", 0) or experts.num_experts)
-    # Not bincount: the size of what it gives depends on what it counts, which fake tensors do not tell.
+
     counts_E = flat_S.new_zeros(total).scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
     def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:

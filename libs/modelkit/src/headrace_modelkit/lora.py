@@ -41,11 +41,18 @@ Adapter = tuple[Tensor, Tensor] | None
 class LoraLinear(nn.Linear):
     """A linear layer that shares the frozen weight and bias of another one, with an adapter in fp32."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        rank: int,
+        scale: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scale = scale
-        device = base.weight.device
+        device = device or base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         if device.type != "meta":
@@ -106,8 +113,12 @@ def merged_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -
     return found_OI
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
+def add_adapters(
+    model: PreTrainedModel, lora: LoraSection, seed: int, device: torch.device | None = None
+) -> None:
     """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0.
+
+    They are where their layers are, or on `device`: those of a model on meta have values elsewhere only.
 
     Raises ValueError for a target that the model has not.
     """
@@ -118,7 +129,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
     for name in _targeted(model, lora):
         owner, _, attribute = name.rpartition(".")
         holder = model.get_submodule(owner)
-        layer = LoraLinear(getattr(holder, attribute), lora.rank, lora.alpha / lora.rank, generator)
+        layer = LoraLinear(getattr(holder, attribute), lora.rank, lora.alpha / lora.rank, generator, device)
         setattr(holder, attribute, layer)
 
 

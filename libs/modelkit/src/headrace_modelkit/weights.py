@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from headrace_modelkit.tensor_files import Tensors
+
 ALIGNMENT_BYTES = 16
 """Of tensors that are used where they are: what vector instructions like to read."""
 
@@ -199,11 +201,21 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = _named(model)
     tensors = _joined(model, own, tensors)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def read_weights(model: nn.Module, tensors: Tensors) -> None:
+    """As `load_weights`, of tensors that are read one after another."""
+    own = _named(model)
+    if problem := _difference(_shapes(own), {name: tensors.shape(name) for name in tensors.names()}):
+        raise ValueError(f"the weights are not this model's: {problem}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors.read(name))
 
 
 def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -214,7 +226,7 @@ def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = _named(model)
     tensors = _joined(model, own, tensors)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     for name, tensor in own.items():
         given = tensors[name]
@@ -232,18 +244,21 @@ def _joined(
 ) -> Mapping[str, Tensor]:
     if own.keys() == tensors.keys():
         return tensors
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    return _names_of(model).join(tensors, shapes)
+    return _names_of(model).join(tensors, _shapes(own))
 
 
-def _difference(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _difference(own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str:
     if missing := own.keys() - given.keys():
         return f"{len(missing)} missing, first {min(missing)}"
     if extra := given.keys() - own.keys():
         return f"{len(extra)} unknown, first {min(extra)}"
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape:
-            return f"{name} has shape {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+    for name, shape in own.items():
+        if shape != given[name]:
+            return f"{name} has shape {given[name]}, not {shape}"
     return ""
 
 

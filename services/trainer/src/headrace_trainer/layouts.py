@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.planned import host_bytes as host_bytes_of
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import Room, Rooms, check_rooms
@@ -33,11 +34,13 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     algorithm = build_algorithm(config.algorithm)
     backend.check(config, algorithm)
     ranks = config.trainer.ranks
-    share = host_bytes // max(1, min(ranks, ranks_per_host))
+    ranks_here = max(1, min(ranks, ranks_per_host))
     device = Room("GPU memory", gpu_bytes, gpu_bytes) if gpu_bytes else None
     rooms = Rooms(Room("host memory", host_bytes, host_bytes), device)
     _, plan = choose_layout(config, algorithm, backend.options, ranks, ranks_per_host, rooms)
-    check_rooms(plan, Rooms(Room("host memory", share, share), device))
+    others = host_bytes_of(plan, ranks_here) - host_bytes_of(plan, 1)
+    left = max(0, host_bytes - others)
+    check_rooms(plan, Rooms(Room("host memory", left, left), device))
     return {
         "layout": plan.layout,
         "reason": plan.reason,

@@ -274,10 +274,11 @@ class Fleet:
         return text
 
     def restarting(self) -> bool:
-        """A process ended a moment ago, or runs and has not registered yet: more instances may come."""
+        """More instances may come: one ended a moment ago, has not registered yet, or not since our own restart."""
+        known = self.event_log.state.instances
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
         recent = self.event_log.monotonic() - self._last_exit < RESTART_S
-        return recent or not supervised <= self.event_log.state.instances.keys()
+        return recent or not supervised <= known.keys() or not known.keys() <= self.sessions.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""

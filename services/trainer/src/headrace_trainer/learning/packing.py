@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,6 +207,9 @@ class MicroBatch:
     columns_K: dict[str, Tensor]
     nodes: Nodes | None = None
     """What routers are told, for a model with experts."""
+    mine_U: Tensor | None = None
+    """Where ranks divide a row: numbers of the pairs that are here, of all `pairs` of the micro-batch."""
+    pairs: int = 0
 
     def tell(self, routing: Routing) -> None:
         """Sets what the routers of a forward over this micro-batch are told of its nodes."""
@@ -234,7 +238,7 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         columns_K = {name: value.to(device, non_blocking=True) for name, value in self.columns_K.items()}
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
@@ -242,9 +246,7 @@ class MicroBatch:
         paths = None if self.paths is None else self.paths.to(device)
         segments = None if self.segments is None else self.segments.to(device)
         nodes = None if self.nodes is None else self.nodes.to(device)
-        return replace(  # type: ignore[arg-type]
-            self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved
-        )
+        return replace(self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved)
 
 
 def pack(
