@@ -16,7 +16,7 @@ GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
 EXPERTS_2, EXPERTS_4 = {"expert_parallel": 2}, {"expert_parallel": 4}
 CASES = {
     "two": (2, "qwen3_moe", EXPERTS_2),
-    "two-resharded": (2, "mixtral", {**EXPERTS_2, "reshard_micro_batches": True}),
+    "two-resharded": (2, "mixtral", {**EXPERTS_2, "shard": "weights"}),
     "data": (2, "qwen3_moe", {}),
     "four-by-two": (4, "qwen3_moe", EXPERTS_2),
     "four": (4, "mixtral", EXPERTS_4),

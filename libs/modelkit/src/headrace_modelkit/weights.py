@@ -83,13 +83,15 @@ class CheckpointNames:
         for name, shape in shapes.items():  # numbered rows: where a number comes out, the row has gone
             rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
             numbers = torch.arange(count, count + rows, device="cpu")
-            probes[name] = numbers.view(*shape[:-1], 1) if len(shape) > 1 else numbers.view(shape)
+            # Two columns: transformers before 5.23 drops a dimension of one.
+            wide = numbers.view(*shape[:-1], 1).expand(*shape[:-1], 2) if len(shape) > 1 else numbers
+            probes[name] = wide.contiguous()
             starts[name] = count
             count += rows
         pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
         owners = list(starts.items())
         for name, found in _reverted(model, probes).items():
-            numbers = found.flatten()
+            numbers = found.flatten(0, -2)[:, 0] if found.dim() > 1 else found
             first = int(numbers[0])
             owner, start = max((each for each in owners if each[1] <= first), key=lambda each: each[1])
             shape = shapes[owner]
