@@ -200,6 +200,11 @@ def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
     return steps, _helped(certificates)
 
 
+def run_steps(fleet: Fleet, spec: dict[str, Any]) -> list[Measured]:
+    """The steps of a finished run."""
+    return _run(fleet, spec)[0]
+
+
 def answers(groups: Iterable[Sequence[Any]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """Tokens of a step's answers, group after group, and whether each is learned from."""
     flat = [(each.tokens, len({e.reward for e in group}) > 1) for group in groups for each in group]

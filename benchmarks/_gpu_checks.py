@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -260,8 +261,8 @@ def megatron(bench: Bench) -> Finding:
         "cp2": (2, {"context_parallel": 2}),
     }
     for name, (count, options) in layouts.items():
-        if not bench.cpu and bench.gpus < count:
-            figures[name] = f"skipped: it needs {count} GPUs"
+        if (bench.gpus or len(os.sched_getaffinity(0))) < count:
+            figures[name] = f"skipped: it needs {count} devices"
             continue
         shape = {"backend": "megatron", "backend_options": options, "ranks": count, "gpus": count}
         found = bench.run("qwen2.5-small", steps=2, groups=4, **shape)

@@ -145,6 +145,8 @@ NIGHTLY = [
         timeout_s=14400,
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
+    _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
+    _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
         "vllm-two-ranks",
@@ -153,6 +155,7 @@ NIGHTLY = [
     ),
     # In the environment that the part megatron of `test` makes; made here where it is not there.
     Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),
+    Part("megatron-experts", ("sh", "ci/test_megatron.sh", "-m", "nightly"), timeout_s=1800),
     Part(
         "megatron-run",
         (
@@ -162,8 +165,11 @@ NIGHTLY = [
             "-m",
             "pytest",
             "integration_tests/engines/test_megatron_run.py",
+            "integration_tests/engines/test_experts_run.py",
+            "-m",
+            "nightly or not nightly",
         ),
-        timeout_s=900,
+        timeout_s=2400,
         needs="integration_tests/engines",
     ),
     _simulator("maniskill", timeout_s=3600),

@@ -155,6 +155,23 @@ def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, ope
     assert plan.locator("tbody tr").count() == 4
 
 
+def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path):
+    """A page of 50 updates, at most two behind: by hand 50, 49 and 48 of them have tokens of each lag."""
+    with CrowdServer(Crowd([("ahead-1", "SUCCEEDED")]), tmp_path) as server:
+        page = open_page(f"{server.url}/#/runs/ahead-1/proof")
+        panel = page.locator("section.panel", has=page.get_by_role("heading", name="Staleness"))
+        panel.wait_for()
+        cells = [row.split("\t") for row in panel.locator("tbody tr").all_inner_texts()]
+        assert [[cell.strip() for cell in row[:3]] for row in cells] == [
+            ["0 steps", "300,000", "50.7 %"],
+            ["1 step", "196,000", "33.1 %"],
+            ["2 steps", "96,000", "16.2 %"],
+        ]
+        assert "0.66 in the mean" in panel.inner_text()
+    page = opened(open_page, crowd, "proof")
+    assert page.get_by_role("heading", name="Staleness").count() == 0
+
+
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):
     page = open_page(f"{guarded.url}/#token=s3cret")
     page.locator(".runs tbody tr").first.wait_for()

@@ -22,7 +22,6 @@ def stale(spec_of, gate):
             reward=gate.reward,
             algorithm__max_staleness=2,
             placement__mode="disaggregated",
-            limits__max_mismatch_kl=None,
             **more,
         )
 

@@ -130,7 +130,8 @@ class Crowd:
     async def certificates(
         self, run_id: str, size: int, after: int = -1
     ) -> tuple[list[CertificateView], None]:
-        return [certificate(step) for step in range(1, min(self.run(run_id).step, size) + 1)], None
+        made = ahead if run_id.startswith("ahead") else certificate
+        return [made(step) for step in range(1, min(self.run(run_id).step, size) + 1)], None
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         step = self.run(run_id).step
@@ -208,9 +209,22 @@ def certificate(step: int) -> CertificateView:
     version = PolicyView(number=step + 1, parent=parent, ordinal=step if step < 31 else step - 10, digest="d")
     return CertificateView(
         version=version, step=step, attempt=1, live=not 20 < step < 31, trained=[(step, n, 1) for n in range(64)],
-        dropped={}, set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
+        dropped=[], set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
         log_prob_mismatch_mean=1e-4, drop_rate_by_length={}, drop_rate_by_pass_rate={},
     )  # fmt: skip
+
+
+def ahead(step: int) -> CertificateView:
+    """Of a run with max_staleness 2: half of the tokens are of the base, and a third and a sixth of those before it."""
+    version = PolicyView(number=step + 1, parent=step, ordinal=step, digest="d")
+    counts = {step - lag: tokens for lag, tokens in enumerate((6000, 4000, 2000)) if lag < step}
+    changed = {
+        "version": version,
+        "live": True,
+        "tokens_by_version": counts,
+        "max_staleness": len(counts) - 1,
+    }
+    return certificate(step).model_copy(update=changed)
 
 
 def settled(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:

@@ -115,7 +115,7 @@ def test_a_head_that_products_take_in_bf16_is_not_widened(as_on_a_gpu):
 
 def test_chunks_of_a_gpu_are_larger():
     sizes = [logprobs.chunk_elements(torch.device(name)) for name in ("cpu", "cuda:0")]
-    assert sizes == [logprobs.CHUNK_ELEMENTS, logprobs.GPU_CHUNK_ELEMENTS] and sizes[1] == 8 * sizes[0]
+    assert sizes == [logprobs.CHUNK_ELEMENTS, logprobs.GPU_CHUNK_ELEMENTS] and sizes[1] == 4 * sizes[0]
 
 
 def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_elements):

@@ -13,11 +13,13 @@ from headrace_planner import (
     Lengths,
     Memory,
     PlanError,
+    Point,
     Profile,
     Sync,
     Workflow,
     Workload,
     embodied,
+    fit,
 )
 from headrace_planner.asynchronous import best_period, enough_staleness, period, sides
 from headrace_planner.cluster.asynchronous import simulate_async
@@ -74,7 +76,7 @@ def test_prediction_and_simulated_cluster_agree(bound, generating, learn_s):
 
 
 def test_a_long_tail_makes_the_trainer_wait_until_the_bound_is_large_enough():
-    tail = Lengths((1.0,) * 63 + (40.0,), group=GROUP)
+    tail = Lengths((1.0,) * 63 + (40.0,))
     work = workload(256, lengths=tail, learn_s=0.4, fixed_s=4.0, item_s=0.1)
     given = [Draws({"generate": [value / tail.mean for value in tail.values] * 4}, [1.0] * 256)]
     waited = {k: simulate_async(work, 4, 4, k, iterations=6, given=given) for k in (0, 1, 4)}
@@ -169,6 +171,28 @@ def test_a_plan_shows_asynchronous_steps_and_the_run_s_own_bound():
         plain["asynchronous"]["max_staleness"] == 1
         and "simulated_s" not in plain["asynchronous"]["by_staleness"][0]
     )
+
+
+@pytest.mark.parametrize("power", [0.6, 1.3])
+def test_a_pace_that_is_no_line_is_simulated_as_it_is_predicted(power):
+    """One length, 16 items on each of four replicas: 10 + 0.5 * 16 ** power seconds, by either."""
+    work = workload(lengths=Lengths((1.0,)), batch_power=power)
+    own = 10 + 0.5 * 16**power
+    assert work.profiles["generate"].seconds(64, 4) == pytest.approx(own)
+    given = [Draws({"generate": [1.0] * 64}, [1.0] * 64)]
+    assert simulate_async(work, 4, 4, 0, iterations=1, given=given).step_s == pytest.approx(own + 6.4)
+    drawn = workload(256, batch_power=power, sync_s=0.5)
+    made = period(drawn, 4, 4, 2)
+    assert simulate_async(drawn, 4, 4, 2, iterations=24, seed=3).step_s == pytest.approx(
+        made.seconds, rel=0.15
+    )
+
+
+def test_fits_keep_a_given_power():
+    law = Profile("generate", fixed_s=4.0, item_s=0.3, batch_power=0.7, lengths=TAIL)
+    points = [Point(items, 4, law.seconds(items, 4)) for items in (16, 64, 256)]
+    found = fit(Profile("generate", item_s=1.0, batch_power=0.7, lengths=TAIL), points)
+    assert found.fixed_s == pytest.approx(4.0) and found.item_s == pytest.approx(0.3) and found.error < 1e-9
 
 
 def test_the_simulated_cluster_repeats_itself():

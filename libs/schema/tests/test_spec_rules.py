@@ -26,6 +26,9 @@ MEGATRON: dict[str, Any] = {
 }
 
 
+DIVIDED: dict[str, Any] = {"trainer.ranks": 2, "trainer.backend_options.context_parallel": 2}
+
+
 def with_values(values: dict[str, Any]) -> dict[str, Any]:
     """The base spec with values at dotted paths."""
     spec = deepcopy(BASE)
@@ -142,6 +145,22 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             {"trainer.backend": "megatron", "trainer.backend_options.sequence_parallel": True},
             "trainer.backend_options.sequence_parallel",
             "set tensor_parallel to 2 or more",
+        ),
+        (
+            {**DIVIDED, "trainer.ranks": 3},
+            "trainer.ranks",
+            "3 ranks are no multiple of the 2 that divide a row",
+        ),
+        (
+            {**DIVIDED, "trainer.ranks": 4, "algorithm.prompts_per_step": 3},
+            "algorithm.prompts_per_step",
+            "trainer.ranks: 4, which are 2 replicas of the model; the nearest valid value is 4",
+        ),
+        ({**DIVIDED, "trainer.max_ranks": 4}, "trainer.max_ranks", "rows are divided over 2"),
+        (
+            {**DIVIDED, "trainer.helpers": 1, "rollout.instances": 2, "placement.mode": "collocated"},
+            "trainer.helpers",
+            "a helper has no other ranks",
         ),
         ({**MEGATRON, "trainer.max_ranks": 4}, "trainer.max_ranks", "megatron needs whole models"),
         ({**MEGATRON, "trainer.min_ranks": 1}, "trainer.min_ranks", "set trainer.backend: fsdp"),

@@ -55,6 +55,7 @@ def problems_of(values: dict[str, Any]) -> dict[str, str]:
         ({"deterministic": True}, "algorithm.max_staleness", "set deterministic: false"),
         ({"trainer.helpers": 1, "rollout.instances": 2}, "trainer.helpers", "no device is idle"),
         ({"rollout.helpers": 1}, "rollout.helpers", "no device is idle"),
+        ({"algorithm.name": "opo"}, "algorithm.name", "right only for answers of the version that learns"),
         ({"data.curriculum": {}}, "data.curriculum", "which has not ended when they start"),
         ({**ROBOT, "rollout.install": "in_flight"}, "rollout.install", "an episode is made with one version"),
     ],

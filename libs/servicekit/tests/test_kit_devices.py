@@ -13,8 +13,8 @@ from headrace_servicekit.lease.devices import (
     full_names,
     gpu_uuids,
     let_idle_threads_sleep,
-    parse_gpus,
 )
+from headrace_servicekit.lease.gpus import Gpu
 from headrace_servicekit.rpc.errors import ServiceError
 
 BIND = """
@@ -43,22 +43,6 @@ def test_a_core_that_is_not_there_is_refused():
         bind_cpu(["h/cpu:4095"])
 
 
-DRIVER_FILE = """Model: \t\t NVIDIA H100
-IRQ:   \t\t 35
-GPU UUID: \t GPU-8f2a
-Bus Location: \t 0000:05:00.0
-Device Minor: \t 3
-"""
-NVIDIA_SMI = """
-GPU 00000000:05:00.0
-    GPU UUID                              : GPU-8f2a
-    Minor Number                          : 3
-GPU 00000000:06:00.0
-    GPU UUID                              : GPU-????????-????
-    Minor Number                          : 4
-"""
-
-
 def test_a_core_is_named_by_the_boot_id_whatever_the_host_is_called(monkeypatch):
     core = min(os.sched_getaffinity(0))
     monkeypatch.setattr("socket.gethostname", lambda: "container-1")
@@ -75,15 +59,15 @@ def test_what_is_no_device_is_refused():
             full_names([name])
 
 
-def test_a_gpu_is_named_by_its_uuid_and_the_number_that_the_driver_gives_it():
-    assert parse_gpus(DRIVER_FILE) == parse_gpus(NVIDIA_SMI) == {3: "GPU-8f2a/gpu:3"}
-    assert gpu_uuids(["b/cpu:0", "GPU-8f2a/gpu:3"]) == ["GPU-8f2a"]
+def test_a_gpu_is_named_by_its_uuid():
+    assert gpu_uuids(["b/cpu:0", "GPU-8f2a/gpu:3", "MIG-c7/gpu:0.1"]) == ["GPU-8f2a", "MIG-c7"]
 
 
-def test_a_gpu_that_the_driver_does_not_show_is_refused(monkeypatch):
-    monkeypatch.setattr("headrace_servicekit.lease.devices._gpus", lambda: parse_gpus(DRIVER_FILE))
-    assert full_names(["gpu:3"]) == detect_devices() == ["GPU-8f2a/gpu:3"]
-    with pytest.raises(ServiceError, match="'gpu:0' is not on this machine, which shows gpu:3"):
+def test_a_gpu_that_this_process_cannot_use_is_refused(monkeypatch):
+    shown = [Gpu("GPU-8f2a", "3"), Gpu("MIG-c7", "0.1")]
+    monkeypatch.setattr("headrace_servicekit.lease.devices._gpus", lambda: shown)
+    assert full_names(["gpu:3", "gpu:0.1"]) == detect_devices() == ["GPU-8f2a/gpu:3", "MIG-c7/gpu:0.1"]
+    with pytest.raises(ServiceError, match=r"'gpu:0' is not among .* which are gpu:3, gpu:0\.1; see"):
         full_names(["gpu:0"])
 
 

@@ -154,6 +154,23 @@ def test_options_must_suit_one_of_the_releases_that_run():
     assert problems({"rollout": {"engine_options": {"any": 1}}}) == {}
 
 
+def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_submission():
+    trainer = {
+        **FLEET.capabilities["trainer"],
+        "algorithms": frozenset({"grpo", "opo"}),
+        "algorithm_features": frozenset({"grpo:off_policy"}),
+    }
+    fleet = replace(FLEET, capabilities={**FLEET.capabilities, "trainer": trainer})
+    placement = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["h/cpu:1"]}
+    found = problems({"algorithm": {"name": "opo", "max_staleness": 1}, "placement": placement}, fleet)
+    assert list(found) == ["algorithm.max_staleness"]
+    assert "opo is right" in found["algorithm.max_staleness"] and "grpo" in found["algorithm.max_staleness"]
+    assert problems({"algorithm": {"name": "opo"}, "placement": placement}, fleet) == {}
+    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}, fleet) == {}
+    # Trainers that register no features say it when the run opens.
+    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}
+
+
 ENGINES = {
     "engines": frozenset({"transformers", "vllm"}),
     "engine_features": frozenset({"transformers:deterministic", "vllm:resume_from_prefix"}),
@@ -170,6 +187,14 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+
+
+def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_are_made_with_it():
+    stale = {"algorithm": {"max_staleness": 1}}
+    found = problems({**stale, "rollout": {"engine": "vllm"}}, BOTH)
+    assert "set rollout.install: abort_and_resume or drain" in found["rollout.install"]
+    between = {"engine": "vllm", "install": "drain"}
+    assert "rollout.install" not in problems({**stale, "rollout": between}, BOTH)
 
 
 def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
@@ -269,15 +294,18 @@ def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
         "rollout.engine: auto takes transformers: no rollout instance has vllm or sglang installed",
     )
     assert settled(BOTH)[0] == "transformers" and "no GPU" in settled(BOTH)[1]
-    assert settled(GPUS) == ("vllm", "rollout.engine: auto takes vllm: it is installed and the run has GPUs")
+    name, why = settled(GPUS)
+    assert name == "vllm" and why.startswith(
+        "rollout.engine: auto takes vllm: it is installed and the run has GPUs;"
+    )
     name, why = settled(GPUS, deterministic=True)
     assert name == "transformers" and "deterministic: true, which vllm cannot promise" in why
     (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention", "full_attention"]}')
     (tmp_path / "model.safetensors").touch()
     name, why = settled(BOTH, model={"path": str(tmp_path)})
     assert name == "vllm" and "linear_attention layers" in why
-    named = submission_of(spec_of(), GPUS)
-    assert (named.settled, named.note) == (spec_of(), "")
+    named = submission_of(spec_of(rollout={"engine": "transformers"}), BOTH)
+    assert (named.settled, named.note) == (named.spec, "")
 
 
 ROBOTS = replace(
@@ -386,3 +414,53 @@ def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks
     found = {name: text for name, text in problems(robots, fleet).items() if name.startswith("environment")}
     assert [*found] == ([key] if key else [])
     assert words in found.get(key, "")
+
+
+def decided(fleet, **sections):
+    submission = Submission(spec_of(**sections), fleet)
+    return submission.settled, submission.note
+
+
+def test_a_run_on_gpus_needs_no_option(tmp_path):
+    spec, note = decided(GPUS)
+    assert (spec.rollout.engine, spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens) == (
+        "vllm",
+        256,
+        2048,
+    )
+    assert "rollout.engine: auto takes vllm: it is installed and the run has GPUs" in note
+    assert "on GPUs the defaults are rollout.max_concurrency: 256, trainer.micro_batch_tokens: 2048" in note
+    again, _ = decided(GPUS, **{name: spec.model_dump()[name] for name in ("rollout", "trainer")})
+    assert again.rollout == spec.rollout, "a fork keeps what was decided"
+
+
+def test_what_a_spec_names_stays_and_cpus_keep_their_defaults():
+    named = {
+        "rollout": {"engine": "transformers", "max_concurrency": 8},
+        "trainer": {"micro_batch_tokens": 512},
+    }
+    spec, note = decided(GPUS, **named)
+    assert (spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens, note) == (8, 512, "")
+    assert spec.rollout.engine == "transformers"
+    cpus, note = decided(replace(BOTH, devices=["h/cpu:0", "h/cpu:1"]))
+    assert (cpus.rollout.engine, cpus.rollout.max_concurrency, note) == ("transformers", 64, "")
+    assert cpus.trainer.micro_batch_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "checkpointing", "tokens"),
+    [(896, 24, False, 16_384), (3584, 28, False, 4096), (3584, 28, True, 16_384), (8192, 80, False, 2048)],
+)
+def test_a_forward_on_a_gpu_is_as_large_as_its_activations_allow(
+    tmp_path, width, layers, checkpointing, tokens
+):
+    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, _ = decided(GPUS, model={"path": str(tmp_path)}, trainer={"gradient_checkpointing": checkpointing})
+    assert spec.trainer.micro_batch_tokens == tokens
+
+
+def test_heads_that_an_installed_engine_does_not_take_leave_the_built_in_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
+    spec, note = decided(GPUS, model={"path": str(tmp_path)})
+    assert spec.rollout.engine == "transformers" and "heads have 16 numbers" in note

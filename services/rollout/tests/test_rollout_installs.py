@@ -95,6 +95,18 @@ async def test_an_install_in_flight_leaves_segments_of_both_versions(
             at += count
 
 
+async def test_a_stream_opens_for_a_version_that_was_overtaken_in_flight_until_a_strict_install(
+    rollout, assignments, publish
+):
+    """Its opening may have been on the way while the next version was installed."""
+    await rollout.install(publish(tiny_model(seed=3), 2), in_flight=True)
+    finished = await (await rollout.generate(assignments[:1], policy_number=1).start()).read_all()
+    assert {t.segments[1].policy_number for t in finished.values()} == {2}
+    await rollout.install(publish(tiny_model(seed=4), 3))
+    call = await rollout.generate(assignments[:1], policy_number=2).start()
+    await refused(call.read_all(), "POLICY_MISMATCH", "version 2 is wanted and 3 is installed")
+
+
 def _renumbered(group, ordinal):
     found = rollout_pb2.GroupAssignment()
     found.CopyFrom(group)

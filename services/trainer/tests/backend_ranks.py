@@ -15,16 +15,17 @@ from typing import Any
 
 import msgspec
 import torch
+from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.group.group import TrainerGroup, join_trainer_group
 from headrace_trainer.learning.samples import Rows, Sequence
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from state_parts import whole_state
 from trainer_calls import random_sequences
 
 COLUMNS = ("old_log_probs", "reference_log_probs")
@@ -36,26 +37,24 @@ class SavedState:
     """A checkpoint in one file, as a StateReader."""
 
     def __init__(self, file: Path) -> None:
-        self._file = safe_open(file, "pt")
+        self._file = TensorFiles([file])
         self.optimizer_steps = 2
 
-    def weight(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(f"weights/{name}")
+    def weight(self, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._file.read(f"weights/{name}", box)
 
-    def moment(self, kind: str, name: str) -> torch.Tensor:
-        return self._file.get_tensor(f"moments/{kind}/{name}")
+    def moment(self, kind: str, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._file.read(f"moments/{kind}/{name}", box)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = [name for name in self._file.keys() if name.startswith("weights/")]  # noqa: SIM118
-        return {
-            name.removeprefix("weights/"): tuple(self._file.get_slice(name).get_shape()) for name in names
-        }
+        names = [name for name in self._file.names() if name.startswith("weights/")]
+        return {name.removeprefix("weights/"): self._file.shape(name) for name in names}
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def moment_kinds(self) -> set[str]:
-        return {name.split("/")[1] for name in self._file.keys() if name.startswith("moments/")}  # noqa: SIM118
+        return {name.split("/")[1] for name in self._file.names() if name.startswith("moments/")}
 
 
 class Walk:
@@ -67,9 +66,12 @@ class Walk:
         self.backend: Any = build_backend(config, build_algorithm(config.algorithm), trainer_group)
         self.tensors: dict[str, torch.Tensor] = {}
         self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
+        self.grouped = case.get("grouped", False)
+        """Whether a row has a whole group, which may be a tree, in place of one sequence."""
 
     def all_rows(self) -> Rows:
-        return [[sequence] for seed in (2, 3) for sequence in random_sequences(seed)]
+        groups = [random_sequences(seed) for seed in (2, 3)]
+        return groups if self.grouped else [[sequence] for group in groups for sequence in group]
 
     def learn(self) -> None:
         """Accumulates this rank's share, whose reference is a little off the policy."""
@@ -79,10 +81,8 @@ class Walk:
         bodies = self.trainer_group.gather(json.dumps([self.backend.replica, found]).encode())
         by_replica = dict(json.loads(body) for body in bodies)
         self.figures["log_probs"].append([by_replica[replica] for replica in sorted(by_replica)])
-        moved = [
-            [with_column(row[0], [value - 0.1 for value in values["reference_log_probs"]])]
-            for row, values in zip(rows, own, strict=True)
-        ]
+        references = iter([value - 0.1 for value in values["reference_log_probs"]] for values in own)
+        moved = [[with_column(sequence, next(references)) for sequence in row] for row in rows]
         assert self.backend.micro(moved).finite
 
     def commit(self) -> None:
@@ -94,7 +94,10 @@ class Walk:
 
     def state(self) -> dict[str, torch.Tensor]:
         weights = {f"weights/{name}": value.clone() for name, value in self.backend.weights()}
-        return weights | {f"moments/{name}": value.clone() for name, value in self.backend.moments()}
+        saved = whole_state(self.trainer_group, self.backend.weight_parts())
+        assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
+        moments = whole_state(self.trainer_group, self.backend.moment_parts())
+        return weights | {f"moments/{name}": value for name, value in moments.items()}
 
     def go(self, saved: str) -> None:
         backend = self.backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from headrace_trainer.checkpoints.directory import Snapshot
+from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.learning.step import Version
 
 
@@ -12,4 +13,5 @@ def snapshot(step: int, *, number: int | None = None) -> Snapshot:
     optimizer = {"exp_avg/a": torch.ones(300, 7) * step, "random_state": torch.get_rng_state()}
     version = Version(number or step + 1, step, step, f"digest-{step}")
     lineage = {version.number: version.ordinal}
-    return Snapshot(version, weights, optimizer, step, lineage, "store", b"\x00ledger", b"manifest")
+    copy = StateCopy(weights, optimizer, step)
+    return Snapshot(version, copy, lineage, "store", b"\x00ledger", b"manifest")

@@ -16,8 +16,9 @@ import torch
 from checkpoint_parts import snapshot
 from headrace_servicekit import failpoints
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.parts import all_files
 from headrace_trainer.checkpoints.reader import TensorReader
-from headrace_trainer.checkpoints.state import FILES, STATE, Damaged, read_state
+from headrace_trainer.checkpoints.state import LEDGER, MANIFEST, STATE, Damaged, read_state
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
@@ -45,7 +46,7 @@ def test_a_checkpoint_holds_what_was_given(directory):
         3,
     )
     assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir())
-    reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps)
+    reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
     assert torch.equal(reader.weight("a"), torch.full((300, 7), 3.0))
     assert reader.weight("b").shape == (0, 4)
     assert torch.equal(reader.moment("exp_avg", "a"), torch.ones(300, 7) * 3)
@@ -80,7 +81,7 @@ def test_torn_checkpoints_are_set_aside_with_the_reason(directory):
     assert not directory.asides.take_reports()
 
 
-@pytest.mark.parametrize("file", [STATE, *FILES])
+@pytest.mark.parametrize("file", [STATE, *all_files(1), LEDGER, MANIFEST])
 def test_one_flipped_byte_anywhere_is_found_when_it_is_opened(directory, file):
     for step in (1, 2):
         directory.write(1, snapshot(step))

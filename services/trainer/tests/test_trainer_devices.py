@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from headrace_modelkit.tensor_files import slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
@@ -56,14 +57,14 @@ class Reader:
 
     def __init__(self, source) -> None:
         self._weights = {name: value.clone() for name, value in source.weights()}
-        self._moments = {name: value.clone() for name, value in source.moments()}
+        self._moments = {part.name: part.value.clone() for part in source.moment_parts()}
         self.optimizer_steps = source.optimizer_steps
 
-    def weight(self, name):
-        return self._weights[name]
+    def weight(self, name, box):
+        return self._weights[name][slices(box)]
 
-    def moment(self, kind, name):
-        return self._moments[f"{kind}/{name}"]
+    def moment(self, kind, name, box):
+        return self._moments[f"{kind}/{name}"][slices(box)]
 
 
 def test_every_tensor_of_a_backend_says_where_it_lies(make_backend, accumulate, sequences):

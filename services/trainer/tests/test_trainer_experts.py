@@ -22,6 +22,8 @@ CASES = {
     "four": (4, "mixtral", EXPERTS_4),
 }
 """Name → ranks, model, options."""
+NAMES = [pytest.param(name, marks=() if name == "two" else (pytest.mark.nightly,)) for name in CASES]
+"""One case for every change: each is a group of processes."""
 RECOMPUTED = "two-resharded"
 MODELS = ("qwen3_moe", "mixtral")
 
@@ -45,20 +47,28 @@ def models(folder) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder, models) -> dict[str, SimpleNamespace]:
+def chosen(request) -> set[str]:
+    """The cases that the chosen tests need."""
+    named = [item for item in request.session.items if item.path == request.path]
+    found = {item.callspec.params["name"] for item in named if hasattr(item, "callspec")}
+    return found | ({"two", "four"} if any("of_divided_experts" in item.name for item in named) else set())
+
+
+@pytest.fixture(scope="module")
+def expected(folder, models, chosen) -> dict[str, SimpleNamespace]:
     """One rank's, which has all experts."""
-    found = walk_cases(folder, 1, {name: {"config": config(models[name]), "saved": ""} for name in MODELS})
-    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in MODELS}
+    wanted = sorted({CASES[name][1] for name in chosen})
+    found = walk_cases(folder, 1, {name: {"config": config(models[name]), "saved": ""} for name in wanted})
+    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in wanted}
     for name, resumed in walk_cases(folder, 1, cases).items():
         found[name.removesuffix("-on")].third = part(resumed.tensors, "third")
     return found
 
 
 @pytest.fixture(scope="module")
-def walked(request, folder, models, expected) -> dict[str, SimpleNamespace]:
-    """The cases that the chosen tests name, in as few groups of processes as there are numbers of ranks."""
+def walked(folder, models, expected, chosen) -> dict[str, SimpleNamespace]:
+    """The chosen cases, in as few groups of processes as there are numbers of ranks."""
     found = {}
-    chosen = {item.callspec.params["name"] for item in request.session.items if "walked" in item.fixturenames}
     for ranks in sorted({CASES[name][0] for name in chosen}):
         cases = {
             name: {
@@ -74,7 +84,7 @@ def walked(request, folder, models, expected) -> dict[str, SimpleNamespace]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradient_log_probs_and_two_commits_are_one_ranks(name, walked, expected, relative_l2):
     found, alone = walked[name], expected[CASES[name][1]]
     gradient = part(alone.tensors, "gradient")
@@ -96,7 +106,7 @@ def test_gradient_log_probs_and_two_commits_are_one_ranks(name, walked, expected
     assert found.held and found.refused
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_another_expert_parallel_size_is_taken_up_to_the_last_bit(
     name, walked, expected, relative_l2
 ):
@@ -105,6 +115,7 @@ def test_a_checkpoint_of_another_expert_parallel_size_is_taken_up_to_the_last_bi
     assert relative_l2(third, expected[CASES[name][1]].third) < WEIGHTS_L2
 
 
+@pytest.mark.nightly
 def test_one_rank_takes_a_checkpoint_of_divided_experts(folder, walked, models, expected, relative_l2):
     cases = {
         f"back-{name}": {"config": config(models[CASES[name][1]]), "saved": walked[name].file}

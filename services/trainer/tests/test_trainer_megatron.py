@@ -49,6 +49,9 @@ CASES = {
     "experts-pipeline": (4, "qwen3_moe", {**EXPERTS, **PIPELINE}),
 }
 """Name → ranks, model, options."""
+NAMES = [
+    pytest.param(name, marks=(pytest.mark.nightly,) if name.startswith("experts-") else ()) for name in CASES
+]
 RECOMPUTED = ("sequence", "experts-pipeline")
 """The cases that recompute layers in the backward pass."""
 MODELS = ("qwen3", "llama", "qwen2", "qwen3_moe", "mixtral")
@@ -109,23 +112,26 @@ def expected(run_cases, models):
 
 
 @pytest.fixture(scope="module")
-def walked(run_cases, models, expected):
-    """Every case, in as few groups of processes as there are numbers of ranks."""
+def walked(request, run_cases, models, expected):
+    """The cases of the chosen tests, in as few groups of processes as there are numbers of ranks."""
     found = {}
-    for ranks in sorted({ranks for ranks, _, _ in CASES.values()}):
+    named = [item for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params.get("name") for item in named if hasattr(item, "callspec")}
+    chosen |= {"tensor", "tensor-pipeline"}
+    for ranks in sorted({CASES[name][0] for name in chosen & CASES.keys()}):
         cases = {
             name: {
                 "config": config(models[model], ranks, options, gradient_checkpointing=name in RECOMPUTED),
                 "saved": expected[model].file,
             }
             for name, (own, model, options) in CASES.items()
-            if own == ranks
+            if own == ranks and name in chosen
         }
         found |= run_cases(ranks, cases)
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expected, relative_l2):
     found, fsdp = walked[name], expected[CASES[name][1]]
     gradient = part(fsdp.tensors, "gradient")
@@ -138,7 +144,7 @@ def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expecte
     assert worst < 10 * GRADIENT_L2, "of each weight by itself"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expected):
     found, fsdp = walked[name], expected[CASES[name][1]]
     for shares, [whole] in zip(found.log_probs, fsdp.log_probs, strict=False):
@@ -154,7 +160,7 @@ def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expecte
             assert own[figure] == pytest.approx(value, rel=1e-3, abs=1e-4), figure
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walked, expected, relative_l2):
     found, fsdp = walked[name].tensors, expected[CASES[name][1]].tensors
     assert relative_l2(part(found, "weights"), part(fsdp, "weights")) < WEIGHTS_L2
@@ -162,7 +168,7 @@ def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walk
     assert all(value.isfinite().all() for value in part(found, "weights").values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_another_layout_is_taken_up_to_the_last_bit(name, walked, expected, relative_l2):
     found, fsdp = walked[name], expected[CASES[name][1]]
     assert found.resumed
@@ -181,7 +187,7 @@ def test_the_fsdp_backend_takes_a_checkpoint_of_megatron(run_cases, walked, mode
         assert relative_l2(part(back.tensors, "third"), expected[model].third) < WEIGHTS_L2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_hold_brings_weights_and_moments_back_and_what_is_not_finite_leaves_nothing(name, walked):
     assert walked[name].held
     assert walked[name].refused
@@ -208,7 +214,7 @@ def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, mo
         assert all(value.dtype is torch.float32 for value in part(found.tensors, "weights").values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_published_has_the_names_types_and_order_of_the_fsdp_backend(name, walked, expected):
     found, fsdp = walked[name], expected[CASES[name][1]]
     assert found.layout == fsdp.layout

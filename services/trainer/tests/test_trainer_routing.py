@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from headrace_modelkit.experts import OWN
+from headrace_modelkit.experts import OWN, ExpertShape
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny_moe
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.errors import Refusal
 from headrace_trainer.kinds import run_kind
+from headrace_trainer.learning.packing import Attends, pack, read_routes
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 DENOMINATOR, COEFFICIENT = 7.0, 0.3
@@ -104,7 +105,7 @@ def test_the_gradient_of_the_load_balance_loss_is_of_the_whole_minibatch(
         backend.count_experts(rows)
     backend.balance_experts(DENOMINATOR)
     sums = backend.commit(DENOMINATOR, 1e-3).token_sums
-    assert sums["balance_loss"] == pytest.approx(float(sum(losses)) / LAYERS, rel=1e-5)
+    assert sums["balance_loss"] == pytest.approx(float(sum(losses).detach()) / LAYERS, rel=1e-5)
     assert sums["balanced"] == 1.0 and 1.0 < sums["busiest_expert"] <= EXPERTS
     assert backend.micro(works[0]).finite
     assert not any(value.any() for value in backend.reduced_gradient(1.0).values()), (
@@ -201,3 +202,58 @@ def test_experts_or_ranks_that_do_not_divide_are_refused(make_config, moe, ranks
     with pytest.raises(Refusal, match=key.replace(".", r"\.")) as refusal:
         run_kind(TrainerConfig.model_validate(config)).check()
     assert fix in str(refusal.value)
+
+
+@pytest.mark.parametrize("attends", list(Attends))
+def test_every_layout_of_a_micro_batch_counts_and_routes_the_same_nodes(sequences, attends):
+    """Nodes are found again by token and position: a layout puts trees one below the other, or one behind the other."""
+    shape = ExpertShape(LAYERS, EXPERTS, CHOSEN)
+    rows = [
+        [
+            msgspec.structs.replace(s, routes=routes_of(s, seed).astype(np.uint8).tobytes())
+            for s in sequences(seed)
+        ]
+        for seed in (1, 2)
+    ]
+    batch = pack(rows, shared=True, attends=attends, multiple=8, experts=shape)
+    visits, routes = batch.nodes.visits_RL.flatten(), batch.nodes.routes_MNK
+    told = [sequence for row in rows for sequence in row]
+    assert int(visits.sum()) == sum(sequence.trained[-1] for sequence in told)
+    tokens, places = batch.tokens_RL.flatten(), batch.positions_RL.flatten()
+    for index in range(len(tokens)):
+        wanted = [
+            read_routes(sequence.routes, shape)[place].tolist()
+            for sequence in told
+            if (place := int(places[index])) < sequence.trained[-1]
+            and sequence.tokens[place] == tokens[index]
+        ]
+        found = routes[:, index].tolist()
+        assert found in wanted if visits[index] else found == [[OWN] * CHOSEN] * LAYERS
+
+
+def test_adapters_learn_beside_frozen_experts_and_routers(moe_backend, sequences):
+    lora = {"rank": 4, "alpha": 8}
+    backend = moe_backend(trainer={"lora": lora, "micro_batch_tokens": 512}, algorithm={"group_size": 4})
+    before = {name: value.clone() for name, value in backend.weights()}
+    rows = [[msgspec.structs.replace(s, weight=1.0)] for s in sequences(1)]
+    for _ in range(2):  # B is 0 at first, so that A learns from the second step on
+        assert backend.micro(rows).finite
+        backend.commit(DENOMINATOR, 1e-2)
+    moved = {name for name, value in backend.weights() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if "self_attn" in name and name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "gate"])
+def test_adapters_of_experts_are_refused_by_name(make_config, moe, target):
+    config = make_config(model={"path": str(moe)}, trainer={"lora": {"targets": [target]}})
+    with pytest.raises(Refusal, match=r"trainer\.lora\.targets.*they and their routers stay frozen"):
+        run_kind(TrainerConfig.model_validate(config)).check()
+
+
+def test_a_run_publishes_one_tensor_an_expert(make_config, moe, moe_backend):
+    kind = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(moe)})))
+    published = kind.checkpoint_names().layout(moe_backend().weight_layout())
+    shapes = {name: shape for name, _, shape in published}
+    assert shapes["model.layers.1.mlp.experts.7.up_proj.weight"] == (48, 64)
+    assert shapes["model.layers.1.mlp.experts.7.down_proj.weight"] == (64, 48)
+    assert not any(name.endswith("experts.gate_up_proj") for name in shapes)

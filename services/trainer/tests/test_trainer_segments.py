@@ -204,3 +204,12 @@ def test_a_tree_that_reads_its_keys_too_often_goes_to_flex_attention():
         segments = Segments.of(parts).to(torch.device("cuda:0"))
         heads = torch.empty(segments.queries, 4, 64, dtype=torch.bfloat16, device="cuda:0")
         assert attention.choose_kernel(heads, heads, heads, segments) is by_flex
+
+
+def test_a_padded_row_is_no_packed_one():
+    """A position that does not follow the one before it would begin another sequence, and cost a mask."""
+    rows = [[Sequence(list(range(3, 3 + size)), [size - 1], [0.0])] for size in (9, 4)]
+    for attends in (Attends.MASK, Attends.CHEAPEST):
+        batch = pack(rows, shared=True, attends=attends)
+        assert batch.positions_RL.tolist() == [list(range(8))] * 2
+        assert (batch.mask_R1LL, batch.paths, batch.segments) == (None, None, None)

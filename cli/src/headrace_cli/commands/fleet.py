@@ -118,7 +118,7 @@ def up(
 def _device_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if not re.fullmatch(r"(cpu|gpu):\d+", name):
+        if not re.fullmatch(r"cpu:\d+|gpu:\d+(\.\d+)?", name):
             raise user_error(
                 "--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas"
             )

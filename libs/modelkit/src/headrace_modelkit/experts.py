@@ -254,7 +254,7 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     rows_SD = hidden_ND[order_S // count]
     exchange: Exchange | None = getattr(experts, "exchange", None)
     total = int(getattr(experts, "total_experts", 0) or experts.num_experts)
-    # As bincount, whose size hangs on values, which tensors without elements (the memory plan's) have not.
+
     counts_E = flat_S.new_zeros(total).scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
     def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:
@@ -286,7 +286,13 @@ def expert_products(
 
 
 def _grouped(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    found_SO: Tensor = F.grouped_mm(rows_SI, weight_EOI.transpose(-2, -1), offs=ends_E)
+    weight_EIO = weight_EOI.transpose(-2, -1)
+    if rows_SI.dtype is torch.bfloat16:
+        found_SO: Tensor = F.grouped_mm(rows_SI, weight_EIO, offs=ends_E)
+        return found_SO
+    # torch's own takes other types on a CPU alone, and there not with fake tensors.
+    operators: Any = torch.ops
+    found_SO = operators.transformers.grouped_mm_fallback(rows_SI, weight_EIO, ends_E)
     return found_SO
 
 

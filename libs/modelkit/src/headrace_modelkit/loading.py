@@ -141,7 +141,7 @@ def reading(config: ModelSection) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotReadable(_sentence(config, reason)) from error
+        raise not_readable(config, reason) from error
 
 
 def _with_weights(
@@ -157,7 +157,7 @@ def _with_weights(
         config.path, config=architecture, dtype=dtype, output_loading_info=True, **options
     )
     if missing := sorted(report["missing_keys"]):
-        raise ModelNotReadable(_sentence(config, f"{len(missing)} weights are missing, first {missing[0]}"))
+        raise not_readable(config, f"{len(missing)} weights are missing, first {missing[0]}")
     loaded: PreTrainedModel = model
     return loaded
 
@@ -168,10 +168,10 @@ def _check_directory(config: ModelSection) -> None:
     if not local:
         return
     if not path.is_dir():
-        raise ModelNotReadable(_sentence(config, "there is no such directory"))
+        raise not_readable(config, "there is no such directory")
     wanted = config.gguf_file or "config.json"
     if not (path / wanted).is_file():
-        raise ModelNotReadable(_sentence(config, f"it holds no {wanted}"))
+        raise not_readable(config, f"it holds no {wanted}")
     if config.gguf_file is None:
         _check_json(config, path / wanted)
 
@@ -180,11 +180,12 @@ def _check_json(config: ModelSection, file: Path) -> None:
     try:
         json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ModelNotReadable(_sentence(config, f"{file.name} cannot be read ({error})")) from error
+        raise not_readable(config, f"{file.name} cannot be read ({error})") from error
 
 
-def _sentence(config: ModelSection, reason: str) -> str:
-    return (
+def not_readable(config: ModelSection, reason: str) -> ModelNotReadable:
+    """The error whose sentence names the key, the reason and the fix."""
+    return ModelNotReadable(
         f"model.path: cannot read a model from {config.path!r}: {reason}; give a Hugging Face id or a "
         "directory with config.json, *.safetensors and a tokenizer (or set model.gguf_file)"
     )

@@ -24,8 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headrace_modelkit.experts import expert_blocks
 from headrace_modelkit.loading import sync_directory
 
+EXPERT_NAMES = frozenset({"experts", "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj"})
+"""What layers of experts and their routers are called."""
 A, B = "lora_A", "lora_B"
 """Names of a layer's adapter, beside its `weight`."""
 BLOCK_ELEMENTS = 1 << 20
@@ -38,11 +41,18 @@ Adapter = tuple[Tensor, Tensor] | None
 class LoraLinear(nn.Linear):
     """A linear layer that shares the frozen weight and bias of another one, with an adapter in fp32."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        rank: int,
+        scale: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scale = scale
-        device = base.weight.device
+        device = device or base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         if device.type != "meta":
@@ -103,8 +113,12 @@ def merged_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -
     return found_OI
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
+def add_adapters(
+    model: PreTrainedModel, lora: LoraSection, seed: int, device: torch.device | None = None
+) -> None:
     """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0.
+
+    They are where their layers are, or on `device`: those of a model on meta have values elsewhere only.
 
     Raises ValueError for a target that the model has not.
     """
@@ -115,7 +129,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
     for name in _targeted(model, lora):
         owner, _, attribute = name.rpartition(".")
         holder = model.get_submodule(owner)
-        layer = LoraLinear(getattr(holder, attribute), lora.rank, lora.alpha / lora.rank, generator)
+        layer = LoraLinear(getattr(holder, attribute), lora.rank, lora.alpha / lora.rank, generator, device)
         setattr(holder, attribute, layer)
 
 
@@ -128,6 +142,11 @@ def targets_problem(model: PreTrainedModel, lora: LoraSection) -> str:
         return ""
     for target in lora.targets:
         if not any(_is(name, target) for name in names):
+            if target.rpartition(".")[2] in EXPERT_NAMES and any(True for _ in expert_blocks(model)):
+                return (
+                    f"{target!r} is of experts, which get no adapter: they and their routers stay frozen; name layers "
+                    f"of the attention, such as q_proj, or write all-linear"
+                )
             fix = choose(target, {name.rpartition(".")[2] for name in names})
             return f"no linear layer of the model is called {target!r} (the head gets no adapter); {fix}"
     return ""

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from headrace_modelkit.tensor_files import Tensors
+
 ALIGNMENT_BYTES = 16
 """Of tensors that are used where they are: what vector instructions like to read."""
 
@@ -80,7 +82,7 @@ class CheckpointNames:
         count = 0
         for name, shape in shapes.items():  # numbered rows: where a number comes out, the row has gone
             rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
-            numbers = torch.arange(count, count + rows)
+            numbers = torch.arange(count, count + rows, device="cpu")
             probes[name] = numbers.view(*shape[:-1], 1) if len(shape) > 1 else numbers.view(shape)
             starts[name] = count
             count += rows
@@ -91,7 +93,7 @@ class CheckpointNames:
             first = int(numbers[0])
             owner, start = max((each for each in owners if each[1] <= first), key=lambda each: each[1])
             shape = shapes[owner]
-            inside = torch.equal(numbers, torch.arange(first, first + len(numbers)))
+            inside = torch.equal(numbers, torch.arange(first, first + len(numbers), device="cpu"))
             own = (*found.shape[:-1], shape[-1]) if len(shape) > 1 else tuple(found.shape)
             if inside:
                 pieces[owner].append(Piece(name, first - start, own))
@@ -197,11 +199,21 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = _named(model)
     tensors = _joined(model, own, tensors)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def read_weights(model: nn.Module, tensors: Tensors) -> None:
+    """As `load_weights`, of tensors that are read one after another."""
+    own = _named(model)
+    if problem := _difference(_shapes(own), {name: tensors.shape(name) for name in tensors.names()}):
+        raise ValueError(f"the weights are not this model's: {problem}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors.read(name))
 
 
 def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -212,7 +224,7 @@ def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = _named(model)
     tensors = _joined(model, own, tensors)
-    if problem := _difference(own, tensors):
+    if problem := _difference(_shapes(own), _shapes(tensors)):
         raise ValueError(f"the weights are not this model's: {problem}")
     for name, tensor in own.items():
         given = tensors[name]
@@ -230,18 +242,21 @@ def _joined(
 ) -> Mapping[str, Tensor]:
     if own.keys() == tensors.keys():
         return tensors
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    return _names_of(model).join(tensors, shapes)
+    return _names_of(model).join(tensors, _shapes(own))
 
 
-def _difference(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _difference(own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str:
     if missing := own.keys() - given.keys():
         return f"{len(missing)} missing, first {min(missing)}"
     if extra := given.keys() - own.keys():
         return f"{len(extra)} unknown, first {min(extra)}"
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape:
-            return f"{name} has shape {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+    for name, shape in own.items():
+        if shape != given[name]:
+            return f"{name} has shape {given[name]}, not {shape}"
     return ""
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from headrace_planner.errors import refuse
 from headrace_planner.graph import Granularity
-from headrace_planner.profiling.profiles import Profile
+from headrace_planner.profiling.profiles import Pace, Profile
 from headrace_planner.trees.costs import Workload, pipelined
 from headrace_planner.trees.search import MAX_CHUNKS
 
 MAX_STALENESS = 16
 """The largest bound that a run may have."""
 _BISECTIONS = 60
+_ITERATIONS = 200
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def period(work: Workload, generating: int, learning: int, max_staleness: int) -
     """A step of `generating` and `learning` devices side by side; its seconds are infinite where either does not fit.
 
     With T seconds a step, a replica that gets q items a step has n = q r / T of them in flight, by Little's law, where
-    r = fixed + each n are the seconds of one mean length. So r = fixed / (1 - each q / T). The step's longest output
-    must be made, and its last group learned, within the k + 1 steps in which its step is open:
-    (k + 1) T >= longest r + last group + sync. With k = 0 the step is that of a synchronous pipeline.
+    r = fixed + each n are the seconds of one mean length. So r = fixed / (1 - each q / T); other paces are iterated.
+    The step's longest output must be made, and its last group learned, within the k + 1 steps in which its step is
+    open: (k + 1) T >= longest r + last group + sync. With k = 0 the step is that of a synchronous pipeline.
 
     >>> from headrace_planner import DeviceKind, Lengths, Profile, reasoning
     >>> profiles = {"generate": Profile("generate", fixed_s=10, item_s=1, lengths=Lengths((1.0, 1.0, 1.0, 5.0))),
@@ -110,10 +111,13 @@ def period(work: Workload, generating: int, learning: int, max_staleness: int) -
         made = _in_one_step(work, found, generating, alone, learn_s) + sync
         return AsyncPlan(made, generating, learning, 0, alone, learn_s, max(0.0, made - max(alone, learn_s)))
     piece = learn_s if found.batch else learn_s * min(1.0, work.workflow.group_size / work.items)
-    least = max(learn_s, _saturated(found.generate, work.items, generating, budget))
+    used = found.generate.used(work.items, generating)
+    pace = found.generate.pace(used, budget)
+    load = work.items * found.generate.replica_devices / used
+    least = max(learn_s, _saturated(pace, load, max_staleness))
 
     def holds(seconds: float) -> bool:
-        made = _longest_s(found.generate, work.items, generating, budget, seconds)
+        made = _longest_s(found.generate, pace, load, work.items, seconds)
         return (max_staleness + 1) * seconds >= made + piece + sync
 
     low, high = least, max(least, alone + learn_s + sync)
@@ -134,21 +138,33 @@ def _in_one_step(work: Workload, found: Sides, generating: int, alone: float, le
     return pipelined(times, alone, learn_s / chunks)
 
 
-def _saturated(generate: Profile, items: float, devices: int, budget: float) -> float:
-    """Seconds that a step's outputs need at least, with as many in flight as fit."""
-    used = generate.used(items, devices)
-    load, fixed, marginal = generate.parts(items, used)
-    most = generate.concurrency(used, budget)
-    return marginal + generate.host_item_s * items + (fixed * load / most if math.isfinite(most) else 0.0)
+def _saturated(pace: Pace, load: float, bound: int) -> float:
+    """Seconds that a step's outputs need at least, with as many in flight as fit and as the open steps have."""
+    most = float(pace.concurrency)
+    if pace.power == 1.0:
+        return load * (pace.fixed / most + pace.each)
+    # All that may start is started: of k + 1 open steps half of one is finished, in the mean.
+    most = min(most, (bound + 0.5) * load)
+    return load * pace.seconds(most) / most
 
 
-def _longest_s(generate: Profile, items: float, devices: int, budget: float, seconds: float) -> float:
+def _rate(pace: Pace, load: float, seconds: float) -> float:
+    """Seconds of one mean length, with a step of `load` outputs a replica every `seconds` seconds."""
+    if pace.power == 1.0:
+        free = 1 - pace.each * load / seconds
+        return pace.fixed / free if free > 0 else math.inf
+    rate = pace.fixed
+    for _ in range(_ITERATIONS):
+        rate, before = pace.seconds(load * rate / seconds), rate
+        if rate <= before * (1 + 1e-9) or rate > 1e6 * max(seconds, pace.fixed):
+            break
+    return rate
+
+
+def _longest_s(generate: Profile, pace: Pace, load: float, items: float, seconds: float) -> float:
     """Seconds from the start to the end of a step's longest output, with a step every `seconds` seconds."""
-    used = generate.used(items, devices)
-    _, fixed, marginal = generate.parts(items, used)
-    free = 1 - (marginal + generate.host_item_s * items) / seconds
     longest = generate.lengths.expected_longest(items) if generate.lengths else 1.0
-    return longest * fixed / free if free > 0 else math.inf
+    return longest * _rate(pace, load, seconds)
 
 
 def best_period(work: Workload, max_staleness: int) -> AsyncPlan | None:

@@ -81,6 +81,10 @@ class StageSection(Section):
     fixed_s: Seconds = Field(default=0.0, description="seconds whatever the number of items")
     item_s: Seconds = Field(default=0.0, description="seconds that one item adds on one replica")
     host_item_s: Seconds = Field(default=0.0, description="seconds of an item that no device shortens")
+    batch_power: Annotated[float, Field(ge=0.1, le=3)] = Field(
+        default=1.0,
+        description="exponent of the items in flight on a replica in what they add to a pass; 1: a straight line",
+    )
     scaling_loss: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="exponent of lost scaling"
     )
@@ -110,6 +114,7 @@ class StageSection(Section):
             item_s=1.0 if self.points else self.item_s,
             host_item_s=self.host_item_s,
             scaling_loss=self.scaling_loss,
+            batch_power=self.batch_power,
             replica_devices=self.replica_devices,
             sizes=tuple(sorted(self.sizes)),
             max_concurrency=self.max_concurrency or math.inf,

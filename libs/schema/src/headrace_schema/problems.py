@@ -87,6 +87,10 @@ def path(parts: Sequence[str | int]) -> str:
     return text
 
 
+MOST = 50
+"""Problems that are explained: each is compared with every key there is."""
+
+
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[KeyProblemView]:
     """The problems behind a validation error of `model`; `prefix` is the key path of the model itself."""
     return explain_details(error.errors(include_url=False), model, prefix)
@@ -104,9 +108,9 @@ def explain_value(model: type[BaseModel], value: object, prefix: str = "") -> li
 def explain_details(
     details: Sequence[ErrorDetails], model: type[BaseModel], prefix: str = ""
 ) -> list[KeyProblemView]:
-    """The same for pydantic's own list of errors."""
+    """The same for pydantic's own list of errors: the first `MOST` of them, and how many more there are."""
     found: list[KeyProblemView] = []
-    for detail in details:
+    for detail in details[:MOST]:
         inner = detail.get("ctx", {}).get("error")
         if isinstance(inner, Impossible):
             found += [item.model_copy(update={"key": _join(prefix, item.key)}) for item in inner.problems]
@@ -114,6 +118,8 @@ def explain_details(
             loc = tuple(part for part in detail["loc"] if not _is_tag(part))
             reason, fix = _reason_and_fix({**detail, "loc": loc}, model)
             found.append(problem(_join(prefix, path(loc)), reason, fix))
+    if (more := len(details) - MOST) > 0:
+        found.append(problem(prefix, f"{more:,} more problems", "mend those that are named first"))
     return found
 
 
@@ -237,7 +243,8 @@ def _index(model: type[BaseModel]) -> tuple[dict[str, str], list[tuple[str, str]
     for found in _paths(model):
         keys.setdefault(found[-1], path(found))
         owner = _model_at(model, found[:-1])
-        text = owner.model_fields[found[-1]].description if owner else ""
+        field = owner.model_fields.get(found[-1]) if owner else None  # a key of a mapping is no field
+        text = field.description if field else ""
         descriptions.append(((text or "").lower(), path(found)))
     return keys, descriptions
 

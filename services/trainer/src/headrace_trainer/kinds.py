@@ -6,7 +6,7 @@ A kind checks a run as it opens and chooses its parts: how groups are read, algo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -17,8 +17,9 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import FAMILIES, expert_shape
-from headrace_modelkit.loading import DTYPES, load_architecture, load_model, save_model
-from headrace_modelkit.lora import save_adapter, targets_problem
+from headrace_modelkit.exporting import export_model
+from headrace_modelkit.loading import load_architecture, load_model
+from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import CheckpointNames, load_weights
@@ -82,10 +83,8 @@ class RunKind(Protocol):
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         """Trajectories to be scored. Raises INVALID."""
 
-    def export(
-        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Writes a directory that the model, with its tokenizer, is loaded from."""
+    def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
+        """Writes a directory that the model, with its tokenizer, is loaded from; adapters come after the weights."""
 
 
 def run_kind(config: TrainerConfig) -> RunKind:
@@ -143,7 +142,8 @@ class AnswersRun(RunKind):
     @override
     def checkpoint_names(self) -> CheckpointNames:
         with torch.device("meta"):
-            return CheckpointNames.of(load_model(self._config.model, weights=False))
+            empty = load_model(self._config.model, weights=False)
+        return CheckpointNames.of(empty)
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
@@ -163,26 +163,27 @@ class AnswersRun(RunKind):
         return [read_sequence(message, self._config.sampling, self.vocabulary) for message in messages]
 
     @override
-    def export(
-        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """A Hugging Face directory in model.dtype. Adapters, which are merged into the weights, go by themselves into
         `adapter/`, in peft's format.
         """
-        config, dtype = self._config, DTYPES[self._config.model.dtype]
-        model = load_model(config.model, weights=False)
-        cast_weights = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()
-        }
-        load_weights(model, cast_weights)
-        lora = config.trainer.lora
+        config, lora = self._config, self._config.trainer.lora
+        adapters: dict[str, torch.Tensor] = {}
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if is_adapter(name):
+                    adapters[name] = tensor.clone()
+                else:
+                    yield name, tensor
 
         def save_beside(directory: Path) -> None:
             if lora is not None:
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
             _keep_generation_config(config.model, directory)
 
-        save_model(model, load_tokenizer(config.model), target, beside=save_beside)
+        codec = load_tokenizer(config.model)
+        export_model(config.model, weights(), codec, target, beside=save_beside)
 
     def _check_lora(self, algorithm: Algorithm) -> None:
         """Raises Refusal INVALID, naming the key, where adapters cannot be trained; and ModelNotReadable."""
@@ -304,11 +305,9 @@ class EpisodesRun(RunKind):
         raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
 
     @override
-    def export(
-        self, weights: Mapping[str, torch.Tensor], target: Path, adapters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         built = self._policy.build(self._config.seed)
-        load_weights(built, weights)
+        load_weights(built, {name: tensor.clone() for name, tensor in tensors})
         save_policy(built, target, tokenizer=self._config.model.path or None)
 
 

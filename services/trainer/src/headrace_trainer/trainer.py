@@ -272,7 +272,7 @@ class Trainer:
         """Makes a rank once both a run and a trainer group are there."""
         if self._config is None or self._ranks is None or self._rank is not None:
             return
-        self._rank = rank = Rank(self._config, self._ranks, self.device)
+        self._rank = rank = Rank(self._config, self._ranks, self.device, self._directory.parent)
         self._rounds = rounds = Rounds(
             rank,
             holds_lease=lambda: not self.suspended and self._holds_lease(),

@@ -162,7 +162,7 @@ class Outlook:
         pace = self.terms.generate.pace(
             replicas * self.terms.generate.replica_devices, self.terms.memory_bytes
         )
-        return pace.fixed, pace.each, pace.concurrency
+        return pace.fixed, pace.each_at(self.unfinished / replicas), pace.concurrency
 
     def alive(self, length: float) -> float:
         """Share of the unfinished outputs that are longer than a length."""

@@ -87,11 +87,11 @@ def _costs(profile: Profile, points: Sequence[Point], with_fixed: bool = True) -
     rows = [
         (a / p.seconds if with_fixed else 0.0, b / p.seconds) for p in points for a, b in [_row(profile, p)]
     ]
-    fixed, item = _two_costs(rows, [1 - part for part in host])
+    fixed, item = two_costs(rows, [1 - part for part in host])
     return replace(profile, fixed_s=fixed, item_s=item)
 
 
-def _two_costs(rows: Sequence[tuple[float, float]], targets: Sequence[float]) -> tuple[float, float]:
+def two_costs(rows: Sequence[tuple[float, float]], targets: Sequence[float]) -> tuple[float, float]:
     """Non-negative x, y with the least sum of (a x + b y - target) squared."""
     aa, bb = sum(a * a for a, _ in rows), sum(b * b for _, b in rows)
     ab = sum(a * b for a, b in rows)
@@ -137,5 +137,5 @@ def _memory(template: Profile, points: Sequence[Point]) -> Memory:
         kept.append(max(0.0, point.bytes_used - template.memory.state_bytes / shards))
     if len(set(rows)) < 2:
         return template.memory
-    workspace, item = _two_costs(rows, kept)
+    workspace, item = two_costs(rows, kept)
     return replace(template.memory, device_bytes=workspace, item_bytes=item)

@@ -113,6 +113,14 @@ class Lengths:
         end = fixed * marks[-1][0] + marginal * marks[-1][1]
         return tuple((fixed * length + marginal * decoding) / end for length, decoding in marks)
 
+    def crowd(self, power: float) -> float:
+        """Integral over length, in mean lengths, of the share of outputs still decoding to a power; 1 at power 1."""
+        size, before, total = len(self.values), 0.0, 0.0
+        for index, value in enumerate(self.values):
+            total += (value - before) * ((size - index) / size) ** power
+            before = value
+        return total / self.mean
+
     def unfinished(self, length: float) -> float:
         """Share of outputs longer than `length` mean lengths."""
         return 1 - bisect_right(self.values, length * self.mean * (1 + 1e-12)) / len(self.values)

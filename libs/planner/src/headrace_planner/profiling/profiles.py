@@ -28,7 +28,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Pace:
-    """With n items in flight a replica takes `fixed + each * n` seconds for one (mean) length of all of them.
+    """With n items in flight a replica takes `fixed + each * n ** power` seconds for one (mean) length of all of them.
 
     `concurrency`: the most in flight, a whole number; more items wait until one is finished.
     """
@@ -36,10 +36,15 @@ class Pace:
     fixed: float
     each: float
     concurrency: int
+    power: float = 1.0
 
     def seconds(self, flying: float) -> float:
         """Seconds of one mean length with so many in flight."""
-        return self.fixed + self.each * flying
+        return self.fixed + self.each * (flying if self.power == 1.0 else flying**self.power)
+
+    def each_at(self, flying: float) -> float:
+        """What `each` would be of a straight line through the pace with so many in flight, from `fixed` on."""
+        return self.each if self.power == 1.0 else self.each * max(1.0, flying) ** (self.power - 1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class Profile:
     - rounds: expected longest of all items over mean length when the stage has `lengths`, else 1; and one more for
       every time that q exceeds what the memory budget or `max_concurrency` lets a replica have in flight.
     - `item_s`: seconds that one more item adds on one replica. `scaling_loss`: communication that grows with devices.
+    - `batch_power`: with n in flight a replica takes `fixed_s + item_s * n ** batch_power` for one mean length. 1 is a
+      straight line: each sequence's cache is read. Below 1 more sequences share what they cause to be read, such as
+      experts; above 1 arithmetic takes over from reading weights.
     - `host_item_s`: seconds of an item that no device shortens (a simulator bound by the host's CPUs).
 
     `sizes`: device counts at which the stage can run (valid parallel sizes); every whole number of replicas if empty.
@@ -66,6 +74,7 @@ class Profile:
     item_s: float = 0.0
     host_item_s: float = 0.0
     scaling_loss: float = 0.0
+    batch_power: float = 1.0
     replica_devices: int = 1
     sizes: tuple[int, ...] = ()
     max_concurrency: float = math.inf
@@ -92,6 +101,9 @@ class Profile:
             raise refuse(
                 key, f"{self.scaling_loss} is not in 0..1", "use 0 (none) to below 1 (devices do not help)"
             )
+        if not 0.1 <= self.batch_power <= 3:
+            key = f"stages.{self.stage}.batch_power"
+            raise refuse(key, f"{self.batch_power} is not in 0.1..3", "use 1 for a straight line")
         wrong = [
             size
             for size in (*self.sizes, self.replica_devices)
@@ -142,7 +154,7 @@ class Profile:
         _, fixed, each = self.parts(replicas, devices)
         fits = self.concurrency(devices, budget_bytes)
         most = math.floor(fits + 1e-9) if math.isfinite(fits) else sys.maxsize
-        return Pace(fixed, each + self.host_item_s * replicas, max(1, most))
+        return Pace(fixed, each + self.host_item_s * replicas, max(1, most), self.batch_power)
 
     def seconds(self, items: float, devices: int, budget_bytes: float = math.inf) -> float:
         """Seconds for `items` on up to `devices` devices; infinity when no valid size fits the memory."""
@@ -151,16 +163,25 @@ class Profile:
         if concurrency < 1:
             return math.inf
         load, fixed, marginal = self.parts(items, used)
+        marginal *= self._crowding(min(load, concurrency))
         rounds = self.lengths.expected_longest(items) if self.lengths else 1.0
         rounds += max(0.0, load / concurrency - 1)
         return fixed * rounds + marginal + self.host_item_s * items
+
+    def _crowding(self, flying: float) -> float:
+        """What the items' seconds are multiplied by where they grow otherwise than with their number."""
+        if self.batch_power == 1.0:
+            return 1.0
+        fewer = self.lengths.crowd(self.batch_power) if self.lengths else 1.0
+        return float(fewer * max(1.0, flying) ** (self.batch_power - 1))
 
     def arrivals(self, items: float, devices: int, group: int, chunks: int) -> tuple[float, ...]:
         """When each of `chunks` equal parts of the stage's output is complete, as shares of its time."""
         used = self.used(items, devices)
         if self.lengths is None or not used:
             return tuple((index + 1) / chunks for index in range(chunks))
-        _, fixed, marginal = self.parts(items, used)
+        load, fixed, marginal = self.parts(items, used)
+        marginal *= self._crowding(min(load, self.max_concurrency))
         return self.lengths.arrivals(fixed, marginal, group, chunks, items)
 
     def measured_as(self, seconds: float, items: float, devices: int) -> Profile:

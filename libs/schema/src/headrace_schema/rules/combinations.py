@@ -152,6 +152,7 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     workflow_problems,
     embodied_problems,
     learning.lora,
+    learning.divided_rows,
     learning.megatron,
 )
 """In the order in which a user reads the problems."""

@@ -34,11 +34,13 @@ RATIO_OPTIONS = (
     "cov_coef",
 )
 """Options of built-in algorithms that act on the ratio of new to old policy alone."""
-LORA_BACKEND = "fsdp"
+FSDP = LORA_BACKEND = "fsdp"
 LOW_RATE = 1e-5
 MEGATRON = "megatron"
 SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 """Options of megatron by which several ranks hold one model."""
+CONTEXT = "context_parallel"
+"""Option of fsdp, and of megatron, by which several ranks divide the rows of one replica."""
 CRITICS = ("ppo",)
 """Built-in algorithms with a critic."""
 ELSE = ", or set trainer.backend: fsdp"
@@ -149,11 +151,35 @@ def doubtful_adapter_rate(spec: RunSections) -> Iterator[KeyProblemView]:
 
 def model_ranks(trainer: TrainerSection) -> int:
     """How many ranks compute one model between them, and therefore learn from the same rows."""
-    if trainer.backend != MEGATRON:
-        return 1
-    sizes = (trainer.backend_options.get(name, 1) for name in SIZES)
+    names = {MEGATRON: SIZES, FSDP: (CONTEXT,)}.get(trainer.backend, ())
+    sizes = (trainer.backend_options.get(name, 1) for name in names)
     # What is no count is a problem of the options, which their own model finds.
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+
+
+def divided_rows(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of a run whose fsdp ranks divide rows."""
+    trainer, size = spec.trainer, model_ranks(spec.trainer)
+    if trainer.backend != FSDP or size == 1:
+        return
+    key, without = f"trainer.backend_options.{CONTEXT}", f", or remove trainer.backend_options.{CONTEXT}"
+    if spec.workflow == "embodied":
+        yield problem(
+            key, "a robot policy has a backend of its own, whose ranks have whole episodes", "remove it"
+        )
+    if trainer.ranks % size:
+        reason = f"{trainer.ranks} ranks are no multiple of the {size} that divide a row"
+        fix = f"the nearest valid value is {max(1, round(trainer.ranks / size)) * size}{without}"
+        yield problem("trainer.ranks", reason, fix)
+    for name, ranks in (("min_ranks", trainer.min_ranks), ("max_ranks", trainer.max_ranks)):
+        if ranks not in (None, trainer.ranks):
+            reason = (
+                f"a group that changes by itself takes any number of ranks, and rows are divided over {size}"
+            )
+            yield problem(f"trainer.{name}", reason, f"remove it{without}")
+    if trainer.helpers:
+        reason = "a helper has no other ranks to divide rows with"
+        yield problem("trainer.helpers", reason, f"set trainer.helpers: 0{without}")
 
 
 def megatron(spec: RunSections) -> Iterator[KeyProblemView]:

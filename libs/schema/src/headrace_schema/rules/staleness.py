@@ -9,9 +9,9 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.run import RunSections
 
-ON_POLICY: frozenset[str] = frozenset()
+ON_POLICY = frozenset({"opo"})
 """Built-in algorithms that are right only for answers of the version that learns from them; a trainer refuses others
-as a run opens."""
+as a run opens, by their `on_policy_only`."""
 STRICT = ", or set algorithm.max_staleness: 0"
 
 

@@ -185,7 +185,8 @@ class LimitsSection(Section):
     max_mismatch_kl: PositiveFloat | None = Field(
         default=0.1,
         description="most KL(engine || trainer) in nats a token that a step may have, estimated from the tokens that "
-        "the engine drew: above it the step is not recorded and the run fails; null: any",
+        "the engine drew: above it the step is not recorded and the run fails; null: any. A step with tokens of older "
+        "versions, which differ by what was learned since, is not judged",
     )
     step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
     instance_timeout_s: PositiveFloat = Field(

@@ -1,7 +1,8 @@
 """Which devices this machine has, how they are named, and what holding a CPU slot means: an affinity mask.
 
 A device is named by what it is, so that all who see it name it alike, two containers too: "{boot id}/cpu:0" is a
-core of a running machine, "GPU-8f2a…/gpu:0" a GPU by its UUID, with the driver's number of it on that machine.
+core of a running machine, "GPU-8f2a…/gpu:0" a GPU by its UUID, with the driver's number of it on that machine, and
+"MIG-c738…/gpu:0.1" a part of one.
 People write the last part alone.
 """
 
@@ -9,28 +10,25 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import grpc
 
+from headrace_servicekit.lease.gpus import MAKERS, Gpu, find_gpus
 from headrace_servicekit.rpc.errors import ServiceError
 
-_NAME = re.compile(r"(?:([^/]+)/)?(cpu|gpu):(\d+)")
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+_NAME = re.compile(r"(?:([^/]+)/)?(?:(cpu):(\d+)|(gpu):(\d+(?:\.\d+)?))")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPINS = "2000"
 """Two threads alone gain up to a half over none; two processes of two threads on the same two cores lose a fifth."""
 
 
 def detect_devices() -> list[str]:
-    """Names of the NVIDIA GPUs that are seen here, or else of one CPU slot per usable core."""
-    gpus = _gpus()
-    if gpus:
-        return [gpus[number] for number in sorted(gpus)]
+    """Names of the GPUs that this process can use, or else of one CPU slot per usable core."""
+    if gpus := _gpus():
+        return [gpu.name for gpu in gpus]
     return [f"{boot_id()}/cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
 
 
@@ -44,19 +42,23 @@ def boot_id() -> str:
 
 def full_names(devices: Sequence[str]) -> list[str]:
     """Names of this machine's devices in full; those that say whose they are stay. Raises ServiceError INVALID."""
-    gpus = _gpus() if any(_parse(name)[:2] == ("", "gpu") for name in devices) else {}
+    asked = any(_parse(name)[:2] == ("", "gpu") for name in devices)
+    gpus = {gpu.number: gpu.name for gpu in _gpus()} if asked else {}
     found = []
     for name in devices:
         owner, kind, number = _parse(name)
         if not owner and kind == "gpu" and number not in gpus:
-            seen = ", ".join(f"gpu:{number}" for number in sorted(gpus)) or "no GPU"
-            raise _invalid(f"{name!r} is not on this machine, which shows {seen}")
+            seen = ", ".join(f"gpu:{number}" for number in gpus) or "no GPU"
+            raise _invalid(
+                f"{name!r} is not among the GPUs that this process can use, which are {seen}; see the container's GPUs "
+                "and CUDA_VISIBLE_DEVICES"
+            )
         found.append(name if owner else gpus[number] if kind == "gpu" else f"{boot_id()}/{name}")
     return found
 
 
 def gpu_uuids(devices: Iterable[str]) -> list[str]:
-    """UUIDs ("GPU-8f2a…") of the GPUs among leased devices, in their order."""
+    """UUIDs ("GPU-8f2a…", "MIG-c738…") of the GPUs among leased devices, in their order."""
     return [owner for owner, kind, _ in map(_parse, devices) if kind == "gpu"]
 
 
@@ -66,7 +68,7 @@ def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
     Returns the number of threads to compute with. GPU devices leave the affinity alone. Raises ServiceError
     INVALID when a core does not exist. Threads started later inherit the mask of the thread that starts them.
     """
-    cores = {number for _, kind, number in map(_parse, devices) if kind == "cpu"}
+    cores = {int(number) for _, kind, number in map(_parse, devices) if kind == "cpu"}
     if not cores:
         return len(os.sched_getaffinity(0))
     try:
@@ -95,41 +97,17 @@ def let_idle_threads_sleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
-def parse_gpus(text: str) -> dict[int, str]:
-    """Device names by the driver's number, from `nvidia-smi -q` or the driver's files in /proc.
-
-    GPUs whose UUID the driver does not know yet are left out.
-    """
-    found, uuid = {}, ""
-    for line in text.splitlines():
-        key, _, value = (part.strip() for part in line.partition(":"))
-        if key == "GPU UUID":
-            uuid = value
-        elif key in ("Minor Number", "Device Minor") and value.isdigit() and uuid and "?" not in uuid:
-            found[int(value)] = f"{uuid}/gpu:{value}"
-    return found
-
-
-def _parse(name: str) -> tuple[str, str, int]:
+def _parse(name: str) -> tuple[str, str, str]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise _invalid(
             f"{name!r} is no device; write cpu:N or gpu:N, or a full name as `headrace leases` shows"
         )
-    return match[1] or "", match[2], int(match[3])
+    return match[1] or "", match[2] or match[4], match[3] or match[5]
 
 
-def _gpus() -> dict[int, str]:
-    files = sorted(_DRIVER.glob("*/information"))
-    found = parse_gpus("\n".join(file.read_text() for file in files))
-    tool = shutil.which("nvidia-smi")
-    if tool is None or (files and len(found) == len(files)):
-        return found
-    try:
-        listing = subprocess.run([tool, "-q"], capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return found
-    return parse_gpus(listing.stdout) or found
+def _gpus() -> list[Gpu]:
+    return find_gpus(os.environ, MAKERS)
 
 
 def _invalid(message: str) -> ServiceError:

@@ -274,7 +274,7 @@ class Fleet:
         return text
 
     def restarting(self) -> bool:
-        """More instances may come: a process ended a moment ago, or has not registered, or not after our own restart."""
+        """More instances may come: one ended a moment ago, has not registered yet, or not since our own restart."""
         known = self.event_log.state.instances
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
         recent = self.event_log.monotonic() - self._last_exit < RESTART_S

@@ -40,6 +40,8 @@ AT_WORK = {
     "own turn": Label.DECODE,
     REPLY: Label.DECODE,
     "wait for lease": Label.WAIT_LEASE,
+    "wait for data": Label.WAIT_DATA,
+    "wait for tail": Label.WAIT_TAIL,
 }
 """Labels by stage; any other stage is `work`. Of stages at work at the same time the first of these gives the label."""
 ORDER = {stage: place for place, stage in enumerate(AT_WORK)}

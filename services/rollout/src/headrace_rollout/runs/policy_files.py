@@ -13,16 +13,17 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.robot.directory import initial_policy, policy_of
-from headrace_modelkit.weights import copy_out, load_weights, weight_layout
+from headrace_modelkit.tensor_files import TensorFiles, TornTensor
+from headrace_modelkit.weights import copy_out, read_weights, weight_layout
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import entries_of
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-CHECKPOINT_WEIGHTS = "weights.safetensors"
+CHECKPOINT_WEIGHTS = "weights*.safetensors"
+"""Files of a checkpoint that hold its weights: one of each rank that wrote it."""
 _DATA_TYPES = {
     torch.float64: common_pb2.DATA_TYPE_FLOAT64,
     torch.float32: common_pb2.DATA_TYPE_FLOAT32,
@@ -52,7 +53,7 @@ def read_policy(
         else:
             model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
         if checkpoint:
-            _load_checkpoint(model, Path(checkpoint) / CHECKPOINT_WEIGHTS)
+            _load_checkpoint(model, Path(checkpoint))
     except ModelNotReadable as error:
         raise _unreadable(str(error)) from error
     manifest, body = _body(model, dtype)
@@ -64,14 +65,20 @@ def read_policy(
     return manifest, body
 
 
-def _load_checkpoint(model: nn.Module, file: Path) -> None:
+def _load_checkpoint(model: nn.Module, directory: Path) -> None:
+    """One tensor at a time: the whole is in memory once, in the model's types."""
     try:
-        load_weights(model, load_file(file))
-    except (OSError, SafetensorError) as error:
-        message = f"checkpoint: {file} cannot be read: {error}; it may have been pruned: take a newer one"
+        files = sorted(directory.glob(CHECKPOINT_WEIGHTS))
+        if not files:
+            raise FileNotFoundError(f"no {CHECKPOINT_WEIGHTS} is there")
+        read_weights(model, TensorFiles(files))
+    except (OSError, SafetensorError, TornTensor) as error:
+        message = (
+            f"checkpoint: {directory} cannot be read: {error}; it may have been pruned: take a newer one"
+        )
         raise _unreadable(message) from error
     except ValueError as error:
-        raise _unreadable(f"checkpoint: {file}: {error}; give the model of the run") from error
+        raise _unreadable(f"checkpoint: {directory}: {error}; give the model of the run") from error
 
 
 def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
+from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
@@ -83,22 +84,35 @@ class ReferenceFacts:
     digest: str
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """What one rank saves of a tensor: a box of the whole, whose shape is given. All ranks' boxes make up the tensor.
+
+    `value` is on the device, and good until the next part is asked for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    value: Tensor
+
+
 class StateReader(Protocol):
-    """Named full tensors of a checkpoint."""
+    """Named tensors of a checkpoint, or parts of them."""
 
-    def weight(self, name: str) -> Tensor:
-        """fp32 weight, or a buffer in its own type."""
+    def weight(self, name: str, box: Box | None = None) -> Tensor:
+        """fp32 weight, or a buffer in its own type; a box of it alone, as for all of these."""
 
-    def moment(self, kind: str, name: str) -> Tensor:
+    def moment(self, kind: str, name: str, box: Box | None = None) -> Tensor:
         """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
 
-    def critic_weight(self, name: str) -> Tensor:
+    def critic_weight(self, name: str, box: Box | None = None) -> Tensor:
         """fp32 weight of the critic, or a buffer in its own type."""
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer of the critic by name; empty without one."""
 
-    def adapter(self, name: str) -> Tensor:
+    def adapter(self, name: str, box: Box | None = None) -> Tensor:
         """fp32 part of an adapter, or "alpha"."""
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -139,6 +153,12 @@ class Backend(Protocol):
     layout_chosen: str = ""
     """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
 
+    def check_files(self, *, initial: bool) -> None:
+        """Opens what a restore of the initial model, or of a checkpoint, reads of models; loads nothing.
+
+        Raises ModelNotReadable, naming a file that is missing or damaged.
+        """
+
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""
 
@@ -146,7 +166,7 @@ class Backend(Protocol):
         """Raises Refusal CHECKPOINT_MISMATCH, naming the key, for another model or optimizer. Loads nothing."""
 
     def load_state(self, reader: StateReader | None) -> None:
-        """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
+        """A checkpoint's weights and optimizer state. A rank that cannot read it passes None; rank 0 always can."""
 
     def load_reference(self) -> None:
         """The frozen reference model, where the algorithm's columns name it: after the initial model and its warm-up,
@@ -194,8 +214,13 @@ class Backend(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name; gathered one at a time, so every rank must exhaust it."""
 
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Full optimizer moments, named kind/weight, the critic's weights and adapters; every rank must exhaust it."""
+    def weight_parts(self) -> Iterator[StatePart]:
+        """What this rank saves of the weights; every rank must exhaust it."""
+
+    def moment_parts(self) -> Iterator[StatePart]:
+        """What this rank saves of optimizer moments, named kind/weight, of the critic's weights and of adapters; every
+        rank must exhaust it.
+        """
 
     @property
     def optimizer_steps(self) -> int:
@@ -250,6 +275,9 @@ class BalancingBackend(Protocol):
 @runtime_checkable
 class AdaptingBackend(Protocol):
     """What a backend has besides when it can train adapters beside frozen weights."""
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every part of an adapter, whole; all ranks exhaust it."""
 
     @property
     def base_model(self) -> ReferenceFacts | None:

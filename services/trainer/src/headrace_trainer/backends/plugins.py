@@ -33,13 +33,23 @@ class FsdpOptions(Options):
         description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "
         "experts are sharded and gathered like all weights",
     )
+    context_parallel: PositiveInt = Field(
+        default=1,
+        description="ranks over which the tokens of a row are divided, and attention's heads with them (Ulysses): for "
+        "sequences whose activations do not fit on one rank. Must divide the attention heads",
+    )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every layer, but for its attention: some minutes at the first micro-batch, and "
+        "faster ones after it where a layer is more than its matrix products",
+    )
 
 
 FSDP = Plugin(
     "headrace_trainer.backends.fsdp:build",
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
-    check="headrace_trainer.backends.fsdp.layout:check_run",
+    check="headrace_trainer.backends.fsdp.checks:check_run",
 )
 
 

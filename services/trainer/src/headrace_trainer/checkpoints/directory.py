@@ -1,7 +1,9 @@
 """Checkpoints as transactions on disk: lineages, torn writes, what is live, what is damaged. Knows no gRPC.
 
 checkpoints/lineage-E.json              base, number, store_id: made once, by O_EXCL, before anything is below it
-checkpoints/lineage-E/step-N/           weights, optimizer, state, ledger, step manifest; the rename is the commit
+checkpoints/lineage-E/step-N/           weights and optimizer, a file of each rank's; state, ledger, step manifest;
+                                        the rename is the commit
+checkpoints/.carried-K/                 the same, on its way from one trainer group to the next
 checkpoints/lineage-E/step-N.damaged-K/ set aside: never listed, never deleted; the reason is in a file beside it
 """
 
@@ -11,13 +13,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.logs import get_logger
-from torch import Tensor
 
 from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.asides import Asides
@@ -26,15 +28,13 @@ from headrace_trainer.checkpoints.files import (
     digest_file,
     sync_directory,
     write_bytes,
-    write_safetensors,
 )
+from headrace_trainer.checkpoints.parts import StateCopy, collect_reports, write_part
 from headrace_trainer.checkpoints.state import (
     FORMAT,
     LEDGER,
     MANIFEST,
-    OPTIMIZER,
     STATE,
-    WEIGHTS,
     Damaged,
     FileFacts,
     read_bytes,
@@ -46,16 +46,16 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
 _log = get_logger(__name__)
+HASHERS = 8
+"""How many files are read at a time to be verified."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the training state in host memory. Tensors are whole, on the CPU, and shared with nothing else."""
+    """The leader's copy of its part of the training state, one of `parts`, and what else a checkpoint says."""
 
     version: Version
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    optimizer_steps: int
+    copy: StateCopy
     lineage: Mapping[int, int]
     store_id: str
     ledger: bytes
@@ -64,6 +64,7 @@ class Snapshot:
     reference: ReferenceFacts | None = None
     base_model: ReferenceFacts | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
+    parts: int = 1
 
 
 class CheckpointDirectory:
@@ -98,9 +99,11 @@ class CheckpointDirectory:
 
     def verify(self, saved: Saved) -> None:
         """Compares all digests. Raises Refusal CHECKPOINT_DAMAGED, after it is set aside."""
+        with ThreadPoolExecutor(HASHERS) as pool:
+            digests = {file: pool.submit(digest_file, saved.path / file) for file in saved.files}
         for file, facts in saved.files.items():
             try:
-                found = digest_file(saved.path / file)
+                found = digests[file].result()
             except OSError as error:
                 raise self._refusal(saved.name, unreadable(saved.path / file, error)) from error
             if facts.digest and found != facts.digest:
@@ -145,25 +148,37 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return lineage
 
-    def write(self, lineage: int, snapshot: Snapshot, abandoned: Callable[[], bool] = lambda: False) -> Saved:
+    def new_aside(self, lineage: int, ordinal: int) -> Path:
+        """A directory in which all ranks write their parts of a checkpoint, for `write`. Raises OSError."""
+        aside = self.root / f"lineage-{lineage}" / f".step-{ordinal}.{uuid.uuid4().hex[:8]}.partial"
+        aside.mkdir(parents=True)
+        return aside
+
+    def new_carried(self) -> Path:
+        """A directory for the state that goes from one trainer group to the next. Raises OSError."""
+        carried = self.root / f".carried-{uuid.uuid4().hex[:8]}"
+        carried.mkdir(parents=True)
+        return carried
+
+    def write(
+        self,
+        lineage: int,
+        snapshot: Snapshot,
+        abandoned: Callable[[], bool] = lambda: False,
+        aside: Path | None = None,
+    ) -> Saved:
         """Writes a checkpoint aside and renames it into place, unless it is there already.
 
-        On OSError nothing of it is visible, nor when `abandoned` says so before the rename.
+        The other ranks write theirs into `aside`. On OSError nothing of it is visible, nor when `abandoned` says so
+        before the rename.
         """
         parent = self.root / f"lineage-{lineage}"
         name = f"lineage-{lineage}/step-{snapshot.version.ordinal}"
-        if (existing := self._existing(name, snapshot.version)) is not None:
-            return existing
-        aside = parent / f".step-{snapshot.version.ordinal}.{uuid.uuid4().hex[:8]}.partial"
         try:
-            aside.mkdir(parents=True)
-            files = {
-                WEIGHTS: write_safetensors(aside / WEIGHTS, snapshot.weights),
-                OPTIMIZER: write_safetensors(aside / OPTIMIZER, snapshot.optimizer),
-                LEDGER: write_bytes(aside / LEDGER, snapshot.ledger),
-                MANIFEST: write_bytes(aside / MANIFEST, snapshot.step_manifest),
-            }
-            write_bytes(aside / STATE, seal(_state(snapshot, files)))
+            if (existing := self._existing(name, snapshot.version)) is not None:
+                return existing
+            aside = aside or self.new_aside(lineage, snapshot.version.ordinal)
+            write_state(aside, snapshot, abandoned)
             sync_directory(aside)
             failpoint_sync("trainer.checkpoint.before_rename")
             if abandoned():
@@ -171,7 +186,8 @@ class CheckpointDirectory:
             os.rename(aside, self.root / name)
             sync_directory(parent)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
         try:
             return self._tree.read(name)
         except Damaged as error:
@@ -194,8 +210,9 @@ class CheckpointDirectory:
 
     def sweep(self) -> None:
         """Removes what writes and removals that were cut off left behind. Nothing may be in flight here."""
-        for directory in self.root.glob("lineage-*/.step-*"):
-            shutil.rmtree(directory, ignore_errors=True)
+        for pattern in ("lineage-*/.step-*", ".carried-*"):
+            for directory in self.root.glob(pattern):
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _find(self, name: str) -> Saved:
         saved, damaged = self._scan()
@@ -253,12 +270,35 @@ def _other_digest(file: str, facts: FileFacts, found: str) -> Damaged:
     return Damaged(f"{file}: expected digest {facts.digest}, found {found}")
 
 
+def write_state(
+    directory: Path,
+    snapshot: Snapshot,
+    abandoned: Callable[[], bool] = lambda: False,
+    *,
+    durable: bool = True,
+) -> dict[str, object]:
+    """Writes the leader's part and waits for the others'; last the state, which has sizes and digests of all files.
+
+    What `state.json` says. Raises OSError.
+    """
+    parts = snapshot.parts
+    files: dict[str, dict[str, object]] = {
+        **write_part(directory, snapshot.copy, 0, parts, durable=durable, abandoned=abandoned),
+        **collect_reports(directory, parts, abandoned),
+        LEDGER: write_bytes(directory / LEDGER, snapshot.ledger),
+        MANIFEST: write_bytes(directory / MANIFEST, snapshot.step_manifest),
+    }
+    state = _state(snapshot, files)
+    write_bytes(directory / STATE, seal(state))
+    return state
+
+
 def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     return {
         "format": FORMAT,
         "version": vars(snapshot.version),
         "lineage": {str(number): ordinal for number, ordinal in snapshot.lineage.items()},
-        "optimizer_steps": snapshot.optimizer_steps,
+        "optimizer_steps": snapshot.copy.optimizer_steps,
         "store_id": snapshot.store_id,
         "torch": torch.__version__,
         "base": snapshot.origin.checkpoint,

@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-import torch
 import xxhash
+from headrace_modelkit.tensor_files import BOXES, safetensors_header, tensor_bytes
 from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _CHUNK = 16 * 1024 * 1024
+
+Boxes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""Name → shape of the whole tensor, first element of the box that there is of it."""
 
 
 class HashedFile:
-    """A new file that is hashed as it is written, and on disk when closed without an error."""
+    """A new file that is hashed as it is written, and on disk when closed without an error if it is to be `durable`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self._durable = durable
         self._file: IO[bytes] = path.open("xb")
         self._hash = xxhash.xxh3_128()
         self.size = 0
@@ -48,10 +40,11 @@ class HashedFile:
         self.size += len(view)
 
     def close(self) -> dict[str, object]:
-        """Makes it durable; its size and xxh3-128. Raises OSError."""
+        """Ends the file; its size and xxh3-128. Raises OSError."""
         with self._file:
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._durable:
+                os.fsync(self._file.fileno())
         return {"size": self.size, "digest": self._hash.hexdigest()}
 
     def abandon(self) -> None:
@@ -59,27 +52,30 @@ class HashedFile:
         self._file.close()
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """Writes contiguous CPU tensors in the safetensors format; size and digest. Raises OSError."""
-    header: dict[str, object] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file = HashedFile(path)
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    boxes: Boxes | None = None,
+    *,
+    durable: bool = True,
+    abandoned: Callable[[], bool] = lambda: False,
+    value: Callable[[str], Tensor] | None = None,
+) -> dict[str, object]:
+    """Writes contiguous CPU tensors in the safetensors format; size and digest.
+
+    `boxes` names those that are a part of a larger one; `TensorFiles` reads them. `value` gives the tensors one by one
+    where `tensors` are on meta. Raises OSError, also when `abandoned`
+    says so between two tensors.
+    """
+    own = {name: box for name, box in (boxes or {}).items() if name in tensors}
+    file = HashedFile(path, durable=durable)
     try:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors.values():
+        file.write(safetensors_header(tensors, {BOXES: json.dumps(own)} if own else {}))
+        for name, tensor in tensors.items():
             failpoint_sync("trainer.checkpoint.write")
-            file.write(_bytes(tensor))
+            if abandoned():
+                raise OSError("the write was abandoned")
+            file.write(tensor_bytes(tensor if value is None else value(name)))
         return file.close()
     finally:
         file.abandon()
@@ -116,10 +112,3 @@ def digest_file(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             found.update(chunk)
     return str(found.hexdigest())
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Collection
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
@@ -66,18 +68,32 @@ class Saver:
                 f"the checkpoint of version {flight.version.number} is still being written; ask again later",
             )
 
-    def start(self, snapshot: Snapshot, retained: Collection[str] = ()) -> Write:
-        """Begins to write; older checkpoints than the newest are deleted then, not the `retained` ones.
+    def begin(self, version: Version) -> tuple[Write, Path | None]:
+        """Makes a directory for the ranks' parts of a version; none where that fails, and the write has failed with it.
 
-        Raises Refusal BUSY while another version is being written."""
+        `start` or `cancel` follows. Raises Refusal BUSY while another version is being written.
+        """
         self.check_idle()
-        name = f"lineage-{self._lineage}/step-{snapshot.version.ordinal}"
+        name = f"lineage-{self._lineage}/step-{version.ordinal}"
         self.last_failure = ""
-        self._write = write = Write(name, snapshot.version, Future())
+        self._write = write = Write(name, version, Future())
         write.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+        try:
+            return write, self._directory.new_aside(self._lineage, version.ordinal)
+        except OSError as error:
+            self._failed(write, str(error))
+            return write, None
+
+    def cancel(self, write: Write, aside: Path, reason: str) -> None:
+        """The state could not be copied: nothing is written."""
+        shutil.rmtree(aside, ignore_errors=True)
+        self._failed(write, reason)
+
+    def start(self, write: Write, aside: Path, snapshot: Snapshot, retained: Collection[str] = ()) -> None:
+        """Begins to write; older checkpoints than the newest are deleted then, not the `retained` ones."""
         # Not a daemon: a process that ends in peace finishes its checkpoint first.
-        threading.Thread(target=self._run, args=(snapshot, write, retained), name="checkpoint").start()
-        return write
+        arguments = write, aside, snapshot, retained
+        threading.Thread(target=self._run, args=arguments, name="checkpoint").start()
 
     def finish(self, deadline_s: float = FINISH_S) -> None:
         """Waits for what is in flight; what is not done by then never becomes visible."""
@@ -89,9 +105,9 @@ class Saver:
             self._abandoned.set()
             _log.error("checkpoint abandoned", extra={"checkpoint": flight.name, "waited_s": deadline_s})
 
-    def _run(self, snapshot: Snapshot, write: Write, retained: Collection[str]) -> None:
+    def _run(self, write: Write, aside: Path, snapshot: Snapshot, retained: Collection[str]) -> None:
         try:
-            saved = self._directory.write(self._lineage, snapshot, self._abandoned.is_set)
+            saved = self._directory.write(self._lineage, snapshot, self._abandoned.is_set, aside)
             # Read back before older ones go: one that cannot be read replaces nothing.
             self._directory.verify(saved)
             self._directory.prune(self._lineage, self._keep, retained)

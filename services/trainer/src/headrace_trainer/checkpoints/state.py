@@ -15,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.files import digest_bytes
+from headrace_trainer.checkpoints.parts import all_files
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
 
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, LEDGER, MANIFEST = "state.json", "ledger.json", "step_manifest"
-FILES = (WEIGHTS, OPTIMIZER, LEDGER, MANIFEST)
 FORMAT = 2
 """Since 2 the state has a digest of its own and names its base; 1 is still read."""
 
@@ -47,7 +46,8 @@ class FileFacts(_Facts):
 
 
 class State(_Facts):
-    """What `state.json` says. `base` and `base_run` are those of the lineage's claim.
+    """What `state.json` says. `base` and `base_run` are those of the lineage's claim; `files` are the parts of all
+    ranks that wrote it, the ledger and the manifest.
 
     `reference` is the reference model that the run was compared with, where there was one; `base_model` the frozen
     one beside which its adapters stand; `algorithm_state` is `Algorithm.state`.
@@ -94,8 +94,10 @@ def read_state(path: Path) -> State:
         if missing := sorted(_SINCE_2 - body.keys()):
             raise Damaged(f"{path.name} is not as it was written: {missing[0]} is missing")
         _check_seal(body, path.name)
-    if set(state.files) != set(FILES):
-        raise Damaged(f"{path.name} lists {', '.join(sorted(state.files))}; expected {', '.join(FILES)}")
+    parts = (len(state.files) - 2) // 2
+    expected = [*all_files(parts), LEDGER, MANIFEST]
+    if set(state.files) != set(expected):
+        raise Damaged(f"{path.name} lists {', '.join(sorted(state.files))}; expected {', '.join(expected)}")
     return state
 
 

@@ -55,6 +55,8 @@ class Saved:
     reference: ReferenceFacts | None = None
     base_model: ReferenceFacts | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
+    digest: str = ""
+    """Of its state, which has those of all files."""
 
 
 class CheckpointTree:
@@ -132,6 +134,7 @@ class CheckpointTree:
             reference=state.reference,
             base_model=state.base_model,
             algorithm_state=state.algorithm_state,
+            digest=state.digest,
         )
 
     def _check_inside(self, path: Path) -> None:

@@ -218,6 +218,14 @@ class TrainerGroup:
         if self.world_size > 1:
             dist.broadcast(tensor, 0)
 
+    def send(self, rank: int, tensor: Tensor) -> None:
+        """Gives another rank a tensor on the CPU; that rank calls `receive`."""
+        dist.send(_bytes(tensor), rank, group=self._figures)
+
+    def receive(self, rank: int, tensor: Tensor) -> None:
+        """Overwrites a contiguous tensor on the CPU with what another rank sends."""
+        dist.recv(_bytes(tensor), rank, group=self._figures)
+
     def _gather_values(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         if self.world_size == 1:
             return [dict(values)]
@@ -427,6 +435,10 @@ def _init(store: Store, rank: int, world_size: int, device: torch.device, limit:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -26,10 +26,15 @@ class Round(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind):
 
 
 class RestoreRound(Round, frozen=True):
-    """Loads a checkpoint, or the initial model when `checkpoint` is empty, as version `number`."""
+    """Loads a checkpoint, or the initial model when `checkpoint` is empty, as version `number`.
+
+    A rank that finds the state `digest` in `directory`, below the directory of all runs, reads its own parts there.
+    """
 
     checkpoint: str
     number: int
+    directory: str = ""
+    digest: str = ""
 
 
 class HelpRound(Round, frozen=True):
@@ -119,15 +124,20 @@ class CommitRound(Round, frozen=True):
 
 
 class PublishRound(Round, frozen=True):
-    """Gathers every weight on the leader."""
+    """Gathers every weight on the leader, and after them the adapters where it wants them too."""
 
     governed = False
+    adapters: bool = False
 
 
 class SnapshotRound(Round, frozen=True):
-    """Copies weights and optimizer state into the leader's host memory."""
+    """Copies weights and optimizer state into host memory, each rank its part; the followers write theirs into
+    `directory`, below the directory of all runs, which the leader has made.
+    """
 
     governed = False
+    directory: str
+    durable: bool = True
 
 
 class AbortRound(Round, frozen=True):

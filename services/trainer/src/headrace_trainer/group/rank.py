@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 import msgspec
 import torch
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
@@ -27,35 +29,36 @@ from headrace_trainer.backends._base import (
     StateReader,
     WarmUp,
 )
+from headrace_trainer.checkpoints.parts import PartWriter, StateCopy
+from headrace_trainer.checkpoints.reader import RANDOM_STATE, TensorReader
+from headrace_trainer.checkpoints.state import STATE, Damaged, read_state
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group import messages
 from headrace_trainer.group.device import LeasedDevice, current
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.messages import AnyRound
+from headrace_trainer.group.relaying import relay_part, send_part
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Columns, EpisodeData, EpisodeScores
 from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
-
-
-@dataclass
-class Copies:
-    """Whole tensors of a snapshot round, in host memory."""
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    optimizer_steps: int
 
 
 class Rank:
     """The backend of this process in its trainer group, driven by rounds.
 
     `reader`, `collect` and `contributed` are set by the leader before the round that uses them. Without a leased
-    device it computes with as many threads as its caller does.
+    device it computes with as many threads as its caller does. `runs` has the directories of all runs.
     """
 
     def __init__(
-        self, config: TrainerConfig, ranks: TrainerGroup, device: LeasedDevice | None = None
+        self,
+        config: TrainerConfig,
+        ranks: TrainerGroup,
+        device: LeasedDevice | None = None,
+        runs: Path | None = None,
     ) -> None:
+        self._runs = runs or Path()
+        self._writer = PartWriter()
         self.config = config
         self._device = device
         self.ranks = ranks
@@ -89,6 +92,13 @@ class Rank:
         """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
         try:
             self._new_backend().check_state(reader)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+
+    def check_files(self, *, initial: bool) -> None:
+        """Opens the models' files that a restore reads. Raises Refusal MODEL_NOT_READABLE, naming what is wrong."""
+        try:
+            self._new_backend().check_files(initial=initial)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
 
@@ -140,7 +150,7 @@ class Rank:
                 case messages.CommitRound():
                     return self.backend.commit(round.denominator, round.learning_rate, round.critic_rate)
                 case messages.SnapshotRound():
-                    return self._snapshot()
+                    return self._snapshot(round)
                 case messages.HoldRound():
                     self.backend.hold()
                 case messages.EndHoldRound():
@@ -152,7 +162,7 @@ class Rank:
                 case messages.AddRound():
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
-                    self._collect()
+                    self._collect(adapters=round.adapters)
                 case messages.AbortRound():
                     self.backend.zero()
                 case messages.LeaveRound():
@@ -184,7 +194,7 @@ class Rank:
         try:
             if round.checkpoint:
                 backend.load_reference()
-                backend.load_state(self.reader)
+                backend.load_state(self._opened(round))
             else:
                 torch.manual_seed(self.config.seed)
                 backend.load_initial()
@@ -265,19 +275,60 @@ class Rank:
         assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
-    def _collect(self) -> None:
+    def _collect(self, *, adapters: bool) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""
         weights = self.backend.weights()
+        if adapters and isinstance(self.backend, AdaptingBackend):
+            weights = chain(weights, self.backend.adapters())
         if self.collect is not None:
             self.collect(weights)
         for _ in weights:
             pass
 
-    def _snapshot(self) -> Copies | None:
-        leads = self.ranks.leads
-        weights = {name: tensor.clone() for name, tensor in self.backend.weights() if leads}
-        optimizer = {name: tensor.clone() for name, tensor in self.backend.moments() if leads}
-        if not leads:
+    def _opened(self, round: messages.RestoreRound) -> StateReader | None:
+        """What this rank reads a checkpoint with: a follower finds the leader's where they share a disk."""
+        if self.ranks.leads or not round.directory:
+            return self.reader
+        path = self._runs / round.directory
+        try:
+            state = read_state(path / STATE)
+            if state.digest != round.digest:
+                return None
+            return TensorReader.of_checkpoint(path, state.files, state.optimizer_steps)
+        except (Damaged, Refusal, OSError, ValueError):
             return None
-        optimizer["random_state"] = torch.get_rng_state()
-        return Copies(weights, optimizer, self.backend.optimizer_steps)
+
+    def _snapshot(self, round: messages.SnapshotRound) -> StateCopy | None:
+        """Copies this rank's part; the leader gets its own. A rank that does not see the directory sends its part."""
+        directory, own, ranks = self._runs / round.directory, self.ranks.rank, self.ranks.world_size
+        self._writer.wait()
+        seen = [found for [found] in self.ranks.votes(directory.is_dir())]
+        copy = self._copy()
+        if self.ranks.leads:
+            for rank in (rank for rank in range(1, ranks) if not seen[rank]):
+                relay_part(self.ranks, rank, directory, durable=round.durable)
+            return copy
+        if seen[own]:
+            self._writer.start(directory, copy, own, ranks, durable=round.durable)
+        else:
+            send_part(self.ranks, copy)
+        return None
+
+    def _copy(self) -> StateCopy:
+        weights: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for found, parts in (
+            (weights, self.backend.weight_parts()),
+            (optimizer, self.backend.moment_parts()),
+        ):
+            for part in parts:
+                key, number = part.name, 1
+                while key in found:
+                    key, number = f"{part.name}{NEXT}{number}", number + 1
+                found[key] = part.value.detach().to("cpu", copy=True)
+                if part.box != whole(part.shape):
+                    boxes[key] = part.shape, tuple(first for first, _ in part.box)
+        if self.ranks.leads:
+            optimizer[RANDOM_STATE] = torch.get_rng_state()
+        return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)

@@ -21,10 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.backends._base import CommitReport, PrivateGradient, StateReader
+from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.group import messages
 from headrace_trainer.group.messages import AnyRound, Header
-from headrace_trainer.group.rank import Copies, Rank
+from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.packing import plan_rounds
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows, Sequence
@@ -187,10 +188,20 @@ class Rounds(StepRounds):
     def shares_prefixes(self) -> bool:
         return self.rank.backend.shares_prefixes
 
-    def restore(self, checkpoint: str, number: int, reader: StateReader | None) -> None:
-        """Loads weights and optimizer state on all ranks: the initial ones without a reader."""
+    def restore(
+        self,
+        checkpoint: str,
+        number: int,
+        reader: StateReader | None,
+        directory: str = "",
+        digest: str = "",
+    ) -> None:
+        """Loads weights and optimizer state on all ranks: the initial ones without a reader.
+
+        The followers read them too where they see `directory`, below the one of all runs, with the state `digest`.
+        """
         self.rank.reader = reader
-        self.lead(messages.RestoreRound(checkpoint, number))
+        self.lead(messages.RestoreRound(checkpoint, number, directory, digest))
 
     def help(self, reader: StateReader) -> None:
         """Loads a published version's weights."""
@@ -288,18 +299,20 @@ class Rounds(StepRounds):
     def drop(self) -> None:
         self.lead(messages.AbortRound())
 
-    def gather(self, collect: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
-        """Gives `collect` every whole weight by name."""
+    def gather(
+        self, collect: Callable[[Iterator[tuple[str, Tensor]]], None], *, adapters: bool = False
+    ) -> None:
+        """Gives `collect` every whole weight by name, and the parts of adapters where it wants them too."""
         self.rank.collect = collect
         try:
-            self.lead(messages.PublishRound())
+            self.lead(messages.PublishRound(adapters))
         finally:
             self.rank.collect = None
 
-    def snapshot(self) -> Copies:
-        """Copies of weights and optimizer state."""
-        copies: Copies = self.lead(messages.SnapshotRound())
-        return copies
+    def snapshot(self, directory: str, *, durable: bool = True) -> StateCopy:
+        """A copy of the leader's part of the state; the others write theirs into `directory`, below all runs'."""
+        copy: StateCopy = self.lead(messages.SnapshotRound(directory, durable))
+        return copy
 
     def leave(self) -> None:
         """Ends the followers' loops. Raises Refusal TRAINER_GROUP_LOST when they are gone already."""

@@ -206,6 +206,9 @@ class MicroBatch:
     columns_K: dict[str, Tensor]
     nodes: Nodes | None = None
     """What routers are told, for a model with experts."""
+    mine_U: Tensor | None = None
+    """Where ranks divide a row: numbers of the pairs that are here, of all `pairs` of the micro-batch."""
+    pairs: int = 0
 
     def tell(self, routing: Routing) -> None:
         """Sets what the routers of a forward over this micro-batch are told of its nodes."""

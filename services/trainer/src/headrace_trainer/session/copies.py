@@ -1,20 +1,19 @@
-"""Whole copies of a run's state in host memory: carried from one trainer group into the next, or exported.
+"""A run's state outside of its checkpoints: carried from one trainer group into the next, or exported.
 
-The next group may have another number of ranks: tensors are whole here.
+The next group may have another number of ranks: each of them reads its own parts of what all ranks before it wrote.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_modelkit.lora import is_adapter
-from torch import Tensor
-
+from headrace_trainer.checkpoints.files import digest_file
 from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.state import STATE, Damaged, State, read_state
 from headrace_trainer.errors import Refusal, invalid
-from headrace_trainer.group.rank import Copies
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning.step import Phase, StepState, Version, held_version
 
@@ -25,25 +24,48 @@ _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Carried:
-    """A recorded version between two groups: the state of its steps, its tensors, the algorithm's state."""
+    """A recorded version between two groups: the state of its steps, and its tensors in a directory of the run.
+
+    The directory is a checkpoint's, which every rank of the old group has written and every rank of the new one reads.
+    """
 
     state: StepState
-    copies: Copies
-    algorithm_state: dict[str, float]
+    directory: Path
+    saved: State
+
+    @classmethod
+    def read(cls, state: StepState, directory: Path) -> Carried:
+        """Of what was written. Raises Refusal CARRY_FAILED."""
+        try:
+            return cls(state, directory, read_state(directory / STATE))
+        except Damaged as error:
+            raise carry_failed(directory, error) from error
 
     @property
     def version(self) -> Version:
         """The version that it is."""
         return held_version(self.state)
 
-    @property
-    def reader(self) -> TensorReader:
-        """Its tensors, for a restore round."""
-        return _reader(self.copies)
+    def open(self) -> TensorReader:
+        """Its tensors, for a restore round. Raises Refusal CARRIED_MISMATCH where a file is not as it was written."""
+        try:
+            for name, facts in self.saved.files.items():
+                if (found := digest_file(self.directory / name)) != facts.digest:
+                    raise Damaged(f"{name}: expected digest {facts.digest}, found {found}")
+            return TensorReader.of_checkpoint(self.directory, self.saved.files, self.saved.optimizer_steps)
+        except (Damaged, OSError, ValueError) as error:
+            raise Refusal("CARRIED_MISMATCH", f"{self.directory}: {error}; restore a checkpoint") from error
+
+    def drop(self) -> None:
+        """Deletes its files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _reader(copies: Copies) -> TensorReader:
-    return TensorReader.of_copies(copies.weights, copies.optimizer, copies.optimizer_steps)
+def carry_failed(directory: Path, error: Exception) -> Refusal:
+    """The state could not be written."""
+    return Refusal(
+        "CARRY_FAILED", f"{directory}: {error}; free the disk, or restore a checkpoint", "exhausted"
+    )
 
 
 def check_carried(state: StepState) -> None:
@@ -62,14 +84,8 @@ def export_run(rounds: Rounds, directory: Path, name: str) -> Path:
             f"name {name[:100]!r}: give a directory's name of letters, digits, '.', '_' and '-' that begins with a "
             "letter or digit and is not 'checkpoints'"
         )
-    weights: dict[str, Tensor] = {}
-    adapters: dict[str, Tensor] = {}
-    if rounds.rank.config.trainer.lora is None:
-        rounds.gather(weights.update)
-    else:
-        copies = rounds.snapshot()
-        reader = _reader(copies)
-        weights = copies.weights
-        adapters = {name: reader.adapter(name) for name in reader.adapter_shapes() if is_adapter(name)}
-    rounds.rank.kind.export(weights, directory / name, adapters)
-    return directory / name
+    kind, target = rounds.rank.kind, directory / name
+    rounds.gather(
+        lambda tensors: kind.export(tensors, target), adapters=rounds.rank.config.trainer.lora is not None
+    )
+    return target

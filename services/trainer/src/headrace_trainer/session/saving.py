@@ -14,10 +14,11 @@ from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.checkpoints.saver import Saver, Write
 from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.rank import Copies, Rank
+from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.step import Phase, StepState, Version
 
 
@@ -76,14 +77,12 @@ class RunCheckpoints:
         return Saver(self.directory, lineage, self._config.keep)
 
     def snapshot(
-        self, rank: Rank, copies: Copies, version: Version, lineage: Mapping[int, int], ledger: bytes
+        self, rank: Rank, copy: StateCopy, version: Version, lineage: Mapping[int, int], ledger: bytes
     ) -> Snapshot:
-        """What is written of a version, whose tensors `copies` are."""
+        """What is written of a version, of which the leader has `copy`."""
         return Snapshot(
             version=version,
-            weights=copies.weights,
-            optimizer=copies.optimizer,
-            optimizer_steps=copies.optimizer_steps,
+            copy=copy,
             lineage=lineage,
             store_id=self.store_id,
             ledger=ledger,
@@ -92,6 +91,7 @@ class RunCheckpoints:
             reference=rank.backend.reference,
             base_model=rank.base_model,
             algorithm_state=rank.algorithm.state(),
+            parts=rank.ranks.world_size,
         )
 
     def written(self, number: int) -> Write | None:

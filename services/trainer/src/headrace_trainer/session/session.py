@@ -6,6 +6,7 @@ checkpoints, versions and contributions are kept by the parts that this folder h
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends._base import PrivateGradient, StateReader
-from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.directory import CheckpointDirectory, write_state
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.checkpoints.tree import Origin
@@ -31,7 +32,7 @@ from headrace_trainer.learning.figures import agreement, staleness_figures, step
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.passes import step_rates
 from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
-from headrace_trainer.session.copies import CARRIED, Carried, check_carried, export_run
+from headrace_trainer.session.copies import CARRIED, Carried, carry_failed, check_carried, export_run
 from headrace_trainer.session.helping import Contribution, Offer, Offers, add_records, check_may_help
 from headrace_trainer.session.publishing import Publisher, own_weights
 from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
@@ -82,14 +83,18 @@ class Session:
         rank = self.rounds.rank
         saved = (source or self.checkpoints.directory).open(checkpoint) if checkpoint else None
         started = time.monotonic()
-        reader = TensorReader.of_checkpoint(saved.path, saved.optimizer_steps) if saved else None
-        if reader is not None:
+        reader = None
+        if saved is not None:
+            reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
             rank.check_state(reader)
+        rank.check_files(initial=not checkpoint)
         planned = rank.check_memory()
         before = self.state, self.checkpoints.manifest
-        self._state, self.checkpoints.manifest, self._carried = steps.lost(self.state), b"", None
+        self._state, self.checkpoints.manifest = steps.lost(self.state), b""
+        self._drop_carried()
+        where = (self._below_runs(saved.path), saved.digest) if saved else ("", "")
         try:
-            self.rounds.restore(checkpoint, number, reader)
+            self.rounds.restore(checkpoint, number, reader, *where)
         except Quiesced:
             self._state, self.checkpoints.manifest = before
             raise
@@ -115,16 +120,30 @@ class Session:
         return self._carried.version.number if self._carried else 0
 
     def carry(self) -> None:
-        """Gathers the recorded version and its optimizer state into host memory; only `take_up` or `restore` goes on.
+        """Writes the recorded version and its optimizer state into the run's directory, each rank its part; only
+        `take_up` or `restore` goes on.
 
-        Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, or NOT_LEADER for a helper.
+        Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, NOT_LEADER for a helper, or CARRY_FAILED.
         """
         if self._carried is not None:
             return
         self._check_leads("keeps nothing")
         check_carried(self.state)
-        copies = self.rounds.snapshot()
-        self._carried = Carried(self.state, copies, dict(self.rounds.rank.algorithm.state()))
+        rank, root = self.rounds.rank, self.checkpoints.directory
+        directory: Path | None = None
+        try:
+            directory = root.new_carried()
+            copy = self.rounds.snapshot(self._below_runs(directory), durable=False)
+            held = self.checkpoints.snapshot(
+                rank, copy, steps.held_version(self.state), self.state.lineage, b""
+            )
+            write_state(directory, held, durable=False)
+            self._carried = Carried.read(self.state, directory)
+        except OSError as error:
+            raise carry_failed(directory or root.root, error) from error
+        finally:
+            if self._carried is None and directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
         self._state = steps.lost(self.state)
 
     def take_up(self, number: int) -> Restored:
@@ -139,20 +158,33 @@ class Session:
             raise Refusal("NOT_CARRIED", f"version {number} is not carried; restore a checkpoint")
         started = time.monotonic()
         planned = self.rounds.rank.check_memory()
-        self.rounds.restore(CARRIED, number, carried.reader)
-        self.rounds.rank.algorithm.load_state(carried.algorithm_state)
-        torch.set_rng_state(carried.reader.random_state())
+        reader = carried.open()
+        self.rounds.restore(
+            CARRIED, number, reader, self._below_runs(carried.directory), carried.saved.digest
+        )
+        self.rounds.rank.algorithm.load_state(carried.saved.algorithm_state)
+        torch.set_rng_state(reader.random_state())
         self._assemble()
         if (found := self._stage(number)) != carried.version.digest:
-            self._carried = None
+            self._drop_carried()
             raise Refusal(
                 "CARRIED_MISMATCH",
                 f"version {number} has the digest {found} in the new trainer group and had "
                 f"{carried.version.digest}; restore a checkpoint",
             )
-        self._state, self._carried = carried.state, None
+        self._state = carried.state
+        self._drop_carried()
         figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
         return Restored(carried.version, 0, figures, self.rounds.rank.backend.layout_chosen)
+
+    def _drop_carried(self) -> None:
+        if self._carried is not None:
+            self._carried.drop()
+        self._carried = None
+
+    def _below_runs(self, path: Path) -> str:
+        """As the other ranks find it, whose directory of runs may be mounted elsewhere."""
+        return str(path.relative_to(self._directory.parent))
 
     def _assemble(self) -> None:
         rank = self.rounds.rank
@@ -325,9 +357,17 @@ class Session:
         version = steps.check_recorded(self.state, number)
         saver, rank = self.checkpoints.ready_saver(version), self.rounds.rank
         started = time.monotonic()
-        copies = self.rounds.snapshot()
-        snapshot = self.checkpoints.snapshot(rank, copies, version, self.state.lineage, ledger)
-        return saver.start(snapshot, retained), time.monotonic() - started
+        write, aside = saver.begin(version)
+        if aside is None:
+            return write, 0.0
+        try:
+            copy = self.rounds.snapshot(self._below_runs(aside))
+        except BaseException as error:
+            saver.cancel(write, aside, str(error))
+            raise
+        snapshot = self.checkpoints.snapshot(rank, copy, version, self.state.lineage, ledger)
+        saver.start(write, aside, snapshot, retained)
+        return write, time.monotonic() - started
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
         """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's.
@@ -395,6 +435,7 @@ class Session:
     def close(self) -> None:
         """Finishes the checkpoint in flight and drops what the run published."""
         self.checkpoints.finish()
+        self._drop_carried()
         if self._publisher is not None:
             self._publisher.close()
         self._offers.close()

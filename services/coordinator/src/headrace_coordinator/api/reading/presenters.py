@@ -285,9 +285,9 @@ def _snake(name: str) -> str:
 
 
 def flow_view(run: RunState | None, names: Mapping[str, str]) -> FlowView:
-    """Where the slots of a run's open step stand; `names` has instances by incarnation. None: no step is open."""
+    """Where the slots of the step that is learned stand; `names`: instances by incarnation. None: no step is open."""
     ledger = run.ledger if run is not None and run.ledger.open else None
-    slots = ledger.slots.values() if ledger is not None else ()
+    slots = ledger.step_slots if ledger is not None else []
     found = Counter(slot.state for slot in slots)
     holders = Counter(names.get(slot.holder, slot.holder) for slot in slots if slot.state == ASSIGNED)
     return FlowView(

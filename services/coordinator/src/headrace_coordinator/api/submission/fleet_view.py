@@ -20,6 +20,8 @@ from headrace_coordinator.domain.devices.places import named_devices
 AUTO = "auto"
 EXTRAS = ("vllm", "sglang")
 """Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
+SMALLEST_HEAD = 32
+"""Numbers of a head that vLLM's and SGLang's kernels take."""
 ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers that the built-in engine runs."""
 
@@ -72,11 +74,15 @@ class FleetView:
 
 
 def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
-    """(engine, why it is that one) where `rollout.engine` is auto, else (the named engine, "")."""
-    if spec.rollout.engine != AUTO:
-        return spec.rollout.engine, ""
+    """(engine, why it is that one) where `rollout.engine` is auto, else (the named engine, "").
+
+    A run that has GPUs and names no engine leaves it to the fleet, too.
+    """
+    engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
+    if engine != AUTO and (named or spec.environment is not None or not has_gpus(spec, fleet)):
+        return engine, ""
     name, why = _preferred(spec, fleet)
-    return name, f"rollout.engine: auto takes {name}: {why}"
+    return name, f"rollout.engine: {AUTO} takes {name}: {why}"
 
 
 def _preferred(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
@@ -90,12 +96,18 @@ def _preferred(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
         return BUILT_IN, "the model is a GGUF file"
     if other := _unusual_layers(spec.model.path):
         return extras[0], f"the model has {', '.join(sorted(other))} layers, which {BUILT_IN} cannot run"
-    if not _has_gpus(spec, fleet):
+    if 0 < (numbers := _head_size(spec.model.path)) < SMALLEST_HEAD:
+        return (
+            BUILT_IN,
+            f"the model's heads have {numbers} numbers, and {extras[0]} takes {SMALLEST_HEAD} or more",
+        )
+    if not has_gpus(spec, fleet):
         return BUILT_IN, f"the run has no GPU, and without one {extras[0]} takes longer to start"
     return extras[0], "it is installed and the run has GPUs"
 
 
-def _has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
+def has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
+    """Whether a run may generate on GPUs: on those that it names, or on any."""
     named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
     devices = named or fleet.devices
     return any(device.rpartition("/")[2].startswith("gpu") for device in devices)
@@ -104,6 +116,14 @@ def _has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
 def _unusual_layers(path: str) -> set[str]:
     kinds = text_config(path).get("layer_types")
     return {str(kind) for kind in kinds} - ATTENTION if isinstance(kinds, list) else set()
+
+
+def _head_size(path: str) -> int:
+    config = text_config(path)
+    width, heads, size = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if type(size) is int:
+        return size
+    return width // heads if type(width) is int and type(heads) is int and heads > 0 else 0
 
 
 def text_config(path: str) -> Mapping[str, Any]:

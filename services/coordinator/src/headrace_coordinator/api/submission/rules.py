@@ -18,6 +18,10 @@ from headrace_coordinator.api.submission.submission import Submission
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
+IN_FLIGHT = "inflight_update"
+"""Feature of an engine whose answers go on with another version."""
+OFF_POLICY = "off_policy"
+"""Feature of algorithms that correct for samples of older versions."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
 Rule = Callable[[Submission], Iterator[KeyProblemView]]
@@ -45,6 +49,12 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
             "deterministic",
             f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
             f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
+        )
+    elif spec.algorithm.max_staleness and spec.install == "in_flight" and not fleet.offers(name, IN_FLIGHT):
+        yield problem(
+            "rollout.install",
+            f"rollout.engine: {name} installs a version between answers only",
+            "set rollout.install: abort_and_resume or drain",
         )
 
 
@@ -89,6 +99,24 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
 def _registry(spec: RunSpec) -> str:
     """Which of a trainer's registries the algorithm is in."""
     return "episode_algorithm" if spec.environment else "algorithm"
+
+
+def staleness(submission: Submission) -> Iterator[KeyProblemView]:
+    """An algorithm that is right on policy only, in a run whose samples may be of older versions.
+
+    Trainers of a release that registers no features check it when the run opens.
+    """
+    spec, fleet, registry = submission.spec, submission.fleet, _registry(submission.spec)
+    listed, name = fleet.names("trainer", f"{registry}_features"), spec.algorithm.name
+    if not spec.algorithm.max_staleness or not listed or name not in fleet.names("trainer", f"{registry}s"):
+        return
+    if f"{name}:{OFF_POLICY}" not in listed:
+        fit = sorted(each.partition(":")[0] for each in listed if each.endswith(f":{OFF_POLICY}"))
+        yield problem(
+            "algorithm.max_staleness",
+            f"{name} is right on samples of the newest version only",
+            f"set it to 0, or algorithm.name to one of {', '.join(fit)}",
+        )
 
 
 def options(submission: Submission) -> Iterator[KeyProblemView]:
@@ -168,7 +196,7 @@ def _stem(name: str) -> str:
     return _VERSION.sub("", name.partition("/")[0])
 
 
-OF_FLEET: tuple[Rule, ...] = (engine, answers, names, options, tasks, instances, devices)
+OF_FLEET: tuple[Rule, ...] = (engine, answers, names, staleness, options, tasks, instances, devices)
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,

@@ -12,6 +12,12 @@ from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunV
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine
+from headrace_coordinator.api.submission.hardware_defaults import (
+    Default,
+    hardware_defaults,
+    told,
+    with_defaults,
+)
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.suites import Suite
 
@@ -79,6 +85,10 @@ class Submission:
     def _choice(self) -> tuple[str, str]:
         return choose_engine(self.spec, self.fleet)
 
+    @cached_property
+    def _defaults(self) -> list[Default]:
+        return hardware_defaults(self.spec, self.fleet)
+
     @property
     def engine(self) -> str:
         """The engine that the run takes."""
@@ -86,11 +96,11 @@ class Submission:
 
     @property
     def note(self) -> str:
-        """Why it takes that engine, where the spec leaves it to the fleet."""
-        return self._choice[1]
+        """What was decided for the spec: why it takes that engine where it is left to the fleet, and defaults."""
+        return "; ".join(filter(None, (self._choice[1], told(self._defaults))))
 
     @property
     def settled(self) -> RunSpec:
-        """The spec with the engine in place of `auto`."""
+        """The spec with the engine in place of `auto`, and the defaults that its hardware has."""
         rollout = self.spec.rollout.model_copy(update={"engine": self.engine})
-        return self.spec.model_copy(update={"rollout": rollout})
+        return with_defaults(self.spec.model_copy(update={"rollout": rollout}), self._defaults)

@@ -9,6 +9,8 @@ const SIZE = 50;
 export async function proof(root, context) {
   const { path, signal } = context;
   const counts = h("div");
+  const staleness = h("section", { class: "panel", hidden: true });
+  const ordinals = new Map();
   const ledger = h("div");
   const checkpoints = h("div");
   const tokens = [""];
@@ -16,7 +18,7 @@ export async function proof(root, context) {
   const back = h("button", { type: "button", onclick: () => { tokens.pop(); certificates(); } }, "Previous");
   const on = h("button", { type: "button", onclick: () => { tokens.push(token); certificates(); } }, "Next");
   const fresh = h("button", { type: "button", class: "quiet", onclick: () => load() }, "Refresh");
-  root.append(h("section", { class: "panel" }, h("div", { class: "row" }, h("h2", {}, "Audit"), fresh), counts),
+  root.append(h("section", { class: "panel" }, h("div", { class: "row" }, h("h2", {}, "Audit"), fresh), counts), staleness,
     h("section", { class: "panel" }, h("h2", {}, "Version ledger"), h("p", { class: "muted" }, "A certificate for every update. A version that a rewind abandoned is struck out; the one that follows names its parent."), ledger, h("div", { class: "row pager" }, back, on)),
     h("section", { class: "panel" }, h("h2", {}, "Checkpoints"), checkpoints));
 
@@ -45,6 +47,7 @@ export async function proof(root, context) {
     back.disabled = tokens.length === 1;
     on.disabled = !token;
     back.parentElement.hidden = back.disabled && on.disabled;
+    showStaleness(staleness, page.certificates, ordinals);
     if (!page.certificates.length) return ledger.replaceChildren(empty("No update is committed yet."));
     let before = null;
     const rows = page.certificates.flatMap((certificate) => {
@@ -64,6 +67,33 @@ export async function proof(root, context) {
   }
 
   await load();
+}
+
+// Tokens by how many steps their version lags behind the base that they were learned at. A version's ordinal is known
+// from its own certificate, or from the one that names it as parent: `ordinals` keeps those of pages seen before.
+function showStaleness(panel, certificates, ordinals) {
+  for (const { version } of certificates) {
+    ordinals.set(version.number, version.ordinal);
+    ordinals.set(version.parent, version.ordinal - 1);
+  }
+  const tokens = [];
+  for (const { live, version, tokens_by_version: sources, max_staleness: worst } of certificates) {
+    for (const [source, count] of live ? Object.entries(sources) : []) {
+      const known = ordinals.get(Number(source));
+      const lag = known === undefined ? worst : version.ordinal - 1 - known;
+      tokens[lag] = (tokens[lag] ?? 0) + count;
+    }
+  }
+  const total = tokens.reduce((sum, count) => sum + (count ?? 0), 0);
+  panel.hidden = tokens.length < 2 || !total;
+  if (panel.hidden) return;
+  const mean = tokens.reduce((sum, count, lag) => sum + lag * (count ?? 0), 0) / total;
+  const rows = Array.from(tokens, (count = 0, lag) => h("tr", {},
+    h("th", { scope: "row" }, plural(lag, "step")), h("td", {}, count.toLocaleString("en")), h("td", {}, `${number((100 * count) / total, 1)} %`),
+    h("td", {}, h("progress", { max: 1, value: count / total, "aria-label": `share of tokens that lag ${plural(lag, "step")}` }))));
+  panel.replaceChildren(h("h2", {}, "Staleness"),
+    h("p", { class: "muted" }, `Steps that trained tokens lag behind the weights they were learned at, over the updates below: ${number(mean, 2)} in the mean.`),
+    table("Tokens by staleness", ["Lag", "Tokens", "Share", ""], rows)[0]);
 }
 
 function row(certificate) {

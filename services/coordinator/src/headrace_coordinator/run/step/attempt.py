@@ -72,7 +72,7 @@ class Attempt:
         await self._pipeline.fill()
         self._state.complete()
         self._sharing.close()
-        if self._joins and (self._state.groups.backlog or self._batched):
+        if self._joins and await self._pipeline.spent() and (self._state.groups.backlog or self._batched):
             await self._switch_to_trainers()
         self._state.groups.go_on()
 

@@ -109,7 +109,7 @@ class Generation:
                 news = self._attempt.work.next()
                 self._attempt.open_ahead()
                 self._open_streams(streams)
-                if not streams and index.waiting and not self._held_back:
+                if not streams and index.waiting and not self._devices_come_back:
                     await self._context.placement.add_rollout(self._attempt.published)
                     continue
                 futures: set[asyncio.Future[None]] = {news, *streams.values()}
@@ -124,6 +124,11 @@ class Generation:
             for task in streams.values():
                 task.cancel()
             await asyncio.gather(*streams.values(), return_exceptions=True)
+
+    @property
+    def _devices_come_back(self) -> bool:
+        """Whether the rollouts get devices or streams again with the version that is installed next."""
+        return bool(self._held_back) or (self._attempt.ahead > 0 and self._context.leases.joined)
 
     def _open_streams(self, streams: dict[str, asyncio.Task[None]]) -> None:
         if self._attempt.ledger.index.waiting:

@@ -21,7 +21,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.step.timer import WAIT_ANSWERS, WAIT_TAIL
+from headrace_coordinator.run.step.timer import WAIT_DATA, WAIT_TAIL
 from headrace_coordinator.run.step.trajectories import Trajectory
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Learning:
         try:
             yield
         finally:
-            stage = WAIT_ANSWERS if unstarted else WAIT_TAIL
+            stage = WAIT_DATA if unstarted else WAIT_TAIL
             attempt.timer.add(stage, (began, clock()), self._context.workers.leader.devices)
 
     async def _exchange(self, requests: Requests) -> None:

@@ -72,6 +72,19 @@ class Pipeline:
         if self._task.done():
             self._task.result()
 
+    async def spent(self) -> bool:
+        """Whether the rollouts have nothing left to do before the step is learned.
+
+        Where answers are made ahead, waits until they have used up their credit, or the step is learned.
+        """
+        assert self._state is not None
+        index, groups, work = self._state.ledger.index, self._state.groups, self._state.work
+        while self._ahead and (index.waiting or index.assigned):
+            if groups.exhausted and not groups.sent:
+                return False
+            await asyncio.wait({work.next(), groups.changed.next()}, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
     def install(self, published: Published) -> None:
         """Has the rollouts take a newer version, beside all else; of several the newest."""
         if self._state is not None:

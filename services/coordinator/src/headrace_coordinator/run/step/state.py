@@ -35,7 +35,12 @@ class SettledGroups:
         self._ledger = context.state.ledger
         # Where the trainer group is about to have more devices at once, all of them learn the rest.
         placement = context.placement
-        self._hold_when_closed = streams and placement.hybrid and placement.resident
+        self._hold_when_closed = (
+            streams
+            and placement.hybrid
+            and placement.resident
+            and not context.spec.algorithm.max_staleness  # It has them once the rollouts have no credit left.
+        )
         self.waiting: list[int] = []
         """Groups that nobody learns yet."""
         self.sent: set[int] = set()

@@ -11,7 +11,7 @@ from headrace_coordinator.domain.intervals import Interval, covered, joined, wit
 NO_DEVICE = ""
 SPANS_KEPT = 32
 WAIT_LEASE = "wait for lease"
-WAIT_ANSWERS, WAIT_TAIL = "wait for answers", "wait for tail"
+WAIT_DATA, WAIT_TAIL = "wait for data", "wait for tail"
 """The trainer group has nothing to learn: some answers of its step were not started yet, or all were."""
 
 

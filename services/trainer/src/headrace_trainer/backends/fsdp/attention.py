@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
 from headrace_trainer.learning.packing import Paths
 from headrace_trainer.learning.segments import Segments
@@ -40,6 +41,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Rows are padded behind their ends, where a causal model does not look."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels are what they are
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -48,9 +50,13 @@ def _attend(
     mask: Tensor | None,
     paths: Paths | None = None,
     segments: Segments | None = None,
+    context: ContextGroup | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     own = [query, key, value]
+    if segments is not None and context is not None:
+        whole = [context.to_heads(tensor) for tensor in own]
+        return context.to_nodes(_of_segments(whole, segments, options.get("scaling"))), None
     if segments is not None:
         return _of_segments(own, segments, options.get("scaling")), None
     if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it

@@ -66,9 +66,14 @@ class FsdpBackend(FsdpModels, HelpingBackend):
     def _take_reference(self, *, warmed: bool) -> None:
         trainer = self._config.trainer
         if trainer.lora is None or trainer.reference is not None:
-            weights = dict(self._sharded.weights()) if warmed else None
+            weights = self._sharded.weights() if warmed else None
             self._reference = Reference(
-                self._config, self._ranks, weights, self.layout.shard_ranks, self._expert_mesh()
+                self._config,
+                self._ranks,
+                weights,
+                self.layout.shard_ranks,
+                self._expert_mesh(),
+                self._context,
             )
         else:
             adapters = self._sharded.adapters() if warmed else ()
@@ -105,10 +110,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
             self.load_state(reader)
             return
         self.zero()
-        for name, shard in self._sharded.shards().items():
-            shard.copy_(self._sharded.scatter(name, reader.weight(name)))
-        for name, buffer in self._sharded.buffers.items():
-            buffer.copy_(reader.weight(name))
+        self._fill(self._sharded.weight_names, reader.weight)
         self._sharded.release()
 
     @override

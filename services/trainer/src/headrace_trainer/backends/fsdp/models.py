@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
+from headrace_modelkit.critic import Critic, critic_section, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
-from headrace_modelkit.loading import DTYPES, load_architecture, load_model
-from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
+from headrace_modelkit.loading import DTYPES, load_architecture
+from headrace_modelkit.lora import add_adapters, standing_in
+from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.products import use_fp32_products
-from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
@@ -32,15 +35,27 @@ from headrace_trainer.backends._base import (
     CRITIC_KIND,
     AdaptingBackend,
     ReferenceFacts,
+    StatePart,
     StateReader,
 )
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
+from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, compile_layers
 from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.shared.distributing import (
+    Place,
+    Read,
+    check_files,
+    distribute,
+    open_source,
+    types_of,
+    weights_digest,
+)
 from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
 from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.backends.shared.model import LanguageModel
@@ -83,13 +98,18 @@ class FsdpModels(LanguageModel, AdaptingBackend):
     @property
     @override
     def replicas(self) -> int:
-        """Each rank computes with whole layers."""
-        return self._ranks.world_size
+        """Each rank computes with whole layers, and with whole rows unless ranks divide them."""
+        return self._ranks.world_size // self._options.context_parallel
 
     @property
     @override
     def replica(self) -> int:
-        return self._ranks.rank
+        return self._ranks.rank // self._options.context_parallel
+
+    @property
+    def speaks(self) -> bool:  # type: ignore[override]
+        """The ranks that divide rows have the figures of all of them."""
+        return self._ranks.rank % self._options.context_parallel == 0
 
     @property
     @override
@@ -116,35 +136,76 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return self._layout
 
     @override
+    def check_files(self, *, initial: bool) -> None:
+        if initial or self._lora:
+            check_files(self._config.model)
+        section = self._config.trainer.reference
+        if REFERENCE_LOG_PROBS in self._algorithm.columns and (section is not None or not self._lora):
+            check_files(section or self._config.model, "trainer.reference.path" if section else "model.path")
+        plan = self._algorithm.critic
+        if initial and plan is not None and plan.path is not None:
+            check_files(critic_section(self._config.model, plan.path), "algorithm.options.critic_path")
+
+    @override
     def load_initial(self) -> None:
-        self._shard(self._read_model(), self._load_critic(weights=self._ranks.leads))
+        model, source, types = self._read_model()
+        plan, body, body_source = self._algorithm.critic, None, None
+        if plan is not None and plan.own_model:
+            section = critic_section(self._config.model, plan.path)
+            body = empty_model(section)
+            body_source, body_types = open_source(self._ranks, section, body), types_of(body)
+        self._shard(model, self._critic_of(body))
+        self._fill_weights(source, types)
+        if body is not None:
+            before, prefix = f"{CRITIC}body.", f"{body.base_model_prefix}."
+            names = {
+                name: prefix + name.removeprefix(before)
+                for name in self._sharded.critic_names
+                if name.startswith(before)
+            }
+            own = self._sharded.places(names, {name: body_types[read] for name, read in names.items()})
+            found = [replace(place, name=names[place.name]) for place in own]
+            distribute(self._ranks, found, body_source.read if body_source else None)
 
     @override
     def check_state(self, reader: StateReader) -> None:
-        check_fit(reader, self._config, self._load_critic(weights=False))
+        check_fit(reader, self._config, self._empty_critic())
 
     @override
     def load_state(self, reader: StateReader | None) -> None:
-        model = self._read_model() if self._lora else self._saved_model(reader)
-        if reader is not None and self._lora:
-            for name, tensor in state_tensors(model):
-                if is_adapter(name):
-                    tensor.data.copy_(reader.adapter(name))
-        critic = self._load_critic(weights=False, dtype=torch.float32)
-        if reader is not None and critic is not None:
-            for name, tensor in critic.tensors():
-                tensor.data.copy_(reader.critic_weight(f"{CRITIC}{name}"))
-        self._shard(model, critic)
+        source: Tensors | None = None
+        if self._lora:
+            model, source, types = self._read_model()
+        else:
+            model = empty_model(self._config.model, dtype=torch.float32)
+        self._shard(model, self._empty_critic())
+        if self._lora:
+            self._fill_weights(source, types)
+            self._fill(self._sharded.adapter_names, reader.adapter if reader else None)
+        else:
+            self._fill(self._sharded.weight_names, reader.weight if reader else None)
+        if self._sharded.critic_names:
+            self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
         steps = self._saved_steps(reader)
         if steps:
-            moments = {
-                kind: {
-                    name: self._sharded.scatter(name, reader.moment(kind, name) if reader else None)
-                    for name in self._sharded.learned
-                }
-                for kind in MOMENTS
-            }
-            self._adamw.load(moments, steps)
+            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
+
+    def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
+        """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
+        own = self._sharded.places(self._sharded.weight_names, types)
+        distribute(self._ranks, own, source.read if source else None)
+
+    def _fill(self, names: Many[str], read: Read | None) -> None:
+        distribute(self._ranks, self._sharded.places(names), read)
+
+    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        wanted = [
+            Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
+            for name in self._sharded.learned
+        ]
+        distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
+        return found
 
     @property
     @override
@@ -178,18 +239,40 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return self._sharded.weights()
 
     @override
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_parts(self) -> Iterator[StatePart]:
+        for name in self._sharded.weight_names:
+            if not self._sharded.is_adapted(name):
+                yield from self._part(name, name)
+                continue
+            # Merged as it is published, to the last bit: of the whole weight.
+            whole = self._sharded.weight(name)
+            yield from self._part(name, name, whole[slices(self._sharded.box(name))])
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
         shards = self._sharded.shards()
         for kind in MOMENTS:
             for name, shard in shards.items():
                 own = self._adamw.moment(kind, name) if shard.numel() else shard
-                yield f"{kind}/{name}", self._sharded.gather(name, own)
-        for name, tensor in self._sharded.critic_weights():
-            yield f"{CRITIC_KIND}/{name}", tensor
-        for name, tensor in self._sharded.adapters():
-            yield f"{ADAPTER_KIND}/{name}", tensor
-        if self._lora:
-            yield f"{ADAPTER_KIND}/{ALPHA}", torch.tensor(self._lora.alpha, dtype=torch.float64)
+                yield from self._part(f"{kind}/{name}", name, own)
+        for name in self._sharded.critic_names:
+            yield from self._part(f"{CRITIC_KIND}/{name}", name)
+        for name in self._sharded.adapter_names:
+            yield from self._part(f"{ADAPTER_KIND}/{name}", name)
+        if self._lora and self._ranks.leads:
+            alpha = torch.tensor(self._lora.alpha, dtype=torch.float64)
+            yield StatePart(f"{ADAPTER_KIND}/{ALPHA}", (), (), alpha)
+
+    def _part(self, saved_as: str, name: str, value: Tensor | None = None) -> Iterator[StatePart]:
+        """What this rank saves of tensor `name`, or of one that is sharded like it; nothing where another rank does."""
+        tensor = self._sharded.tensors()[name]
+        if is_saved_here(tensor, leads=self._ranks.leads):
+            own = local(tensor) if value is None else value
+            yield StatePart(saved_as, self._sharded.shape(name), self._sharded.box(name), own)
+
+    @override
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.adapters()
 
     @override
     def release(self) -> None:
@@ -200,36 +283,40 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
-    def _read_model(self) -> PreTrainedModel:
-        """The configured model as the leader reads it, its own weights frozen where adapters learn."""
-        section, leads = self._config.model, self._ranks.leads
-        model = load_model(section, weights=leads)
+    def _read_model(self) -> tuple[PreTrainedModel, Tensors | None, dict[str, torch.dtype]]:
+        """The configured model on meta, its own weights frozen where adapters learn; where to read them, and in which
+        types.
+        """
+        section = self._config.model
+        model = empty_model(section)
+        source, types = open_source(self._ranks, section, model), types_of(model)
         if self._lora:
-            self._base_facts = base_facts(self._config, model) if leads else None
-            add_adapters(model, self._lora, self._config.seed)
-        return model
+            self._base_facts = None
+            if self._ranks.leads and source is not None:
+                self._base_facts = base_facts(self._config, weights_digest(source, model))
+            add_adapters(model, self._lora, self._config.seed, torch.device("cpu"))
+        return model, source, types
 
-    def _saved_model(self, reader: StateReader | None) -> PreTrainedModel:
-        model = load_model(self._config.model, weights=False, dtype=torch.float32)
-        if reader is not None:
-            load_weights(model, {name: reader.weight(name) for name, _ in state_tensors(model)})
-        return model
-
-    def _load_critic(self, *, weights: bool, dtype: torch.dtype | None = None) -> Critic | None:
+    def _empty_critic(self) -> Critic | None:
+        """The critic whose body, if it has one, lies on meta."""
         plan = self._algorithm.critic
-        if plan is None:
+        if plan is None or not plan.own_model:
+            return self._critic_of(None)
+        section = critic_section(self._config.model, plan.path)
+        return self._critic_of(empty_model(section, dtype=torch.float32))
+
+    def _critic_of(self, model: PreTrainedModel | None) -> Critic | None:
+        if self._algorithm.critic is None:
             return None
-        if not plan.own_model:
+        if model is None:
             return Critic(hidden_size(load_architecture(self._config.model)))
-        return load_critic(critic_section(self._config.model, plan.path), weights=weights, dtype=dtype)
+        untyped: Any = model
+        return Critic(hidden_size(model.config), untyped.base_model)
 
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
-        # Master weights start from the values that the engine computes with, not from finer ones.
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
             _float_what_learns(module)
-        for _, tensor in [*state_tensors(model), *(critic.tensors() if critic else ())]:
-            self._ranks.share(tensor.data)
         if self.layout.checkpointing:
             for body in bodies:
                 untyped: Any = body
@@ -237,6 +324,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
+            if self._options.compile:
+                compile_layers(body)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
@@ -250,8 +339,14 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             routing=self._routing,
             experts=self._expert_mesh(),
         )
+        self._model.policy.context = self._context
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    @property
+    def _context(self) -> ContextGroup | None:
+        size = self._options.context_parallel
+        return ContextGroup(self._ranks, size) if size > 1 else None
 
     def _expert_mesh(self) -> ExpertMesh | None:
         size = self._options.expert_parallel
@@ -323,8 +418,11 @@ class FsdpModels(LanguageModel, AdaptingBackend):
             rows or self._dummy,
             shared=self.shares_prefixes,
             attends=self._attends,
+            multiple=self._options.context_parallel,
             experts=self._expert_shape,
         )
+        if (context := self._context) is not None:
+            batch = context.divided(batch)
         return (batch if rows else batch.uncounted()).to(self._ranks.device)
 
     @property
@@ -332,7 +430,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
             return Attends.MASK
-        return Attends.CHEAPEST if self._ranks.device.type == "cpu" else Attends.SEGMENTS
+        divided = self._options.context_parallel > 1
+        return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
 
     @property
     def _lora(self) -> LoraSection | None:

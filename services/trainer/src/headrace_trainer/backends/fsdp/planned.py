@@ -13,9 +13,10 @@ import torch
 from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.logprobs import CHUNK_ELEMENTS
+from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
 from headrace_modelkit.lora import add_adapters
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,13 +144,13 @@ class Sizes:
             0,
         )
         base, layer = _activations(config)
-        tokens = config.trainer.micro_batch_tokens
+        tokens = _tokens(config)
         text = policy.config.get_text_config()
         width = DTYPES[config.model.dtype].itemsize
         return cls(
             (*units, root),
             text.vocab_size * text.hidden_size,
-            min(CHUNK_ELEMENTS, tokens * text.vocab_size),
+            min(GPU_CHUNK_ELEMENTS, tokens * text.vocab_size),
             base + layer * len(layers),
             layer,
             tokens * text.hidden_size * width,
@@ -238,8 +239,8 @@ def _work(sizes: Sizes, layout: Layout, largest: Unit, *, adapters: bool) -> dic
     outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
     inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
     tiles = 5 * sizes.tile * FP32
-    # The head in fp32, and its gradient before it is added to others.
-    head = sizes.head * FP32 * (1 if adapters else 2) + tiles
+    # The head's gradient before it is added to others: its weights are multiplied as they are.
+    head = sizes.head * FP32 * (0 if adapters else 1) + tiles
     *_, root = sizes.units
     kept = outside + inputs if layout.checkpointing else sizes.kept
     moments = [{"activations": kept, "head": head, "reductions": 0}]
@@ -289,12 +290,20 @@ def _activations(config: TrainerConfig) -> tuple[int, int]:
     return one - (two - one), two - one
 
 
+def _tokens(config: TrainerConfig) -> int:
+    """Of a micro-batch on one rank: those that divide rows have a share each."""
+    return -(-config.trainer.micro_batch_tokens // model_ranks(config.trainer))
+
+
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
     if config.trainer.lora is not None:
         add_adapters(model, config.trainer.lora, config.seed)
     take_routers(model)
     _attend_as_on_a_gpu(model)
+    take_routers(
+        model
+    )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -303,7 +312,7 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
             kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
         return tensor
 
-    tokens = torch.zeros((1, config.trainer.micro_batch_tokens), dtype=torch.long)
+    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 def shares_prefixes(config: TrainerConfig, architectures: Iterable[PreTrainedConfig]) -> bool:
     """What `trainer.shared_prefix` comes to for policy and critic. Raises Refusal INVALID when one cannot and must."""
     wanted = config.trainer.shared_prefix
-    found = (_obstacle(config, architecture) for architecture in architectures)
+    found = (obstacle_to_trees(config, architecture) for architecture in architectures)
     obstacle = next((each for each in found if each), "")
     if wanted and obstacle:
         raise invalid(
@@ -34,11 +34,11 @@ def attends_along_paths(config: TrainerConfig, bodies: Iterable[PreTrainedModel]
     """Sets up the attention of these models where it can be; whether all of them take paths and segments. Once for
     each model.
     """
-    able = [not _obstacle(config, body.config) and attend_to_trees(body) for body in bodies]
+    able = [not obstacle_to_trees(config, body.config) and attend_to_trees(body) for body in bodies]
     return all(able)
 
 
-def _obstacle(config: TrainerConfig, architecture: PreTrainedConfig) -> str:
+def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> str:
     """Why the model would not follow a tree's attention mask; empty when it does."""
     implementation = getattr(architecture, "_attn_implementation", "")
     if implementation != "sdpa":

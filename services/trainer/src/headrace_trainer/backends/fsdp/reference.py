@@ -6,22 +6,23 @@ Where the device is a GPU, its weights lie in host memory but for the infer roun
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import torch
 import xxhash
 from headrace_modelkit.experts import take_routers
-from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.model_files import empty_model
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 
@@ -33,22 +34,20 @@ class Reference:
         self,
         config: TrainerConfig,
         ranks: TrainerGroup,
-        warmed: Mapping[str, Tensor] | None,
+        warmed: Iterator[tuple[str, Tensor]] | None,
         shard_ranks: int,
         experts: ExpertMesh | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._ranks = ranks
         self._temperature = config.sampling.temperature
-        model = load_model(section, weights=ranks.leads).requires_grad_(False)
-        self.facts = (
-            reference_facts(config, section.path, model) if ranks.leads else ReferenceFacts(section.path, "")
-        )
+        model = empty_model(section).requires_grad_(False)
+        source, types = open_source(ranks, section, model), types_of(model)
+        self.facts = ReferenceFacts(section.path, "")
         """Of the weights as they were read; the leader's alone has a digest."""
-        if warmed is not None and ranks.leads:
-            load_weights(model, warmed)
-        for _, tensor in state_tensors(model):
-            ranks.share(tensor.data)
+        if ranks.leads and source is not None:
+            self.facts = reference_facts(config, section.path, weights_digest(source, model))
         own = config.model_copy(update={"model": section})
         self.shares_prefixes = shares_prefixes(own, [model.config])
         self.along_paths = attends_along_paths(own, [model])
@@ -57,6 +56,12 @@ class Reference:
         # Resharded after every layer: a whole copy would stand beside the policy's.
         layout = Layout("weights", shard_ranks)
         self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
+        self._model.policy.context = context
+        if warmed is None:
+            places = self._model.places(self._model.tensors(), types)
+            distribute(ranks, places, source.read if source else None)
+        else:
+            self._model.fill_from(warmed)
         self._away = False
         self.park()
 
@@ -82,26 +87,14 @@ class Reference:
             self._away = True
 
 
-def reference_facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> ReferenceFacts:
-    """What tells this reference from another: its weights as read, and the warm-up that it went through."""
-    return _facts(config, path, _weights_digest(model))
+def base_facts(config: TrainerConfig, digest: xxhash.xxh3_128) -> tuple[ReferenceFacts, ReferenceFacts]:
+    """Facts of weights that are frozen below adapters: as they are, and as the reference that the run begins at."""
+    path = config.model.path
+    return ReferenceFacts(path, digest.hexdigest()), reference_facts(config, path, digest)
 
 
-def base_facts(config: TrainerConfig, model: PreTrainedModel) -> tuple[ReferenceFacts, ReferenceFacts]:
-    """Of the weights that stay frozen below adapters: as they are, and as the reference that the run begins at."""
-    digest, path = _weights_digest(model), config.model.path
-    return ReferenceFacts(path, digest.hexdigest()), _facts(config, path, digest)
-
-
-def _weights_digest(model: PreTrainedModel) -> xxhash.xxh3_128:
-    digest = xxhash.xxh3_128()
-    for name, tensor in state_tensors(model):
-        digest.update(name.encode())
-        digest.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return digest
-
-
-def _facts(config: TrainerConfig, path: str, digest: xxhash.xxh3_128) -> ReferenceFacts:
+def reference_facts(config: TrainerConfig, path: str, digest: xxhash.xxh3_128) -> ReferenceFacts:
+    """What tells this reference from another: its weights as read, whose digest is given, and its warm-up."""
     digest, warmup = digest.copy(), config.trainer.warmup
     if config.trainer.reference is not None or not warmup.steps:
         return ReferenceFacts(path, digest.hexdigest())

@@ -6,7 +6,7 @@ Shapes as in `packing`; D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
+from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +29,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
+from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -68,8 +72,7 @@ class ShardedModel:
         # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
         whole = ranks.world_size == 1 and not self._on_host
         frozen = {p for p in self.policy.parameters() if not p.requires_grad and whole}
-        for parameter in frozen:
-            parameter.data = parameter.data.to(ranks.device)
+        frozen = materialise_whole(self.policy, frozen, ranks.device)
         offload = (
             CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if self._on_host else OffloadPolicy()
         )
@@ -90,12 +93,46 @@ class ShardedModel:
         """Names of the experts' weights, of which this rank has a share only."""
         for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
             shard(module, ranks.mesh_of(layout.shard_ranks))
+        materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=ranks.device)
         self._accumulating()
         self.finish_backward()  # fixes the sharded parameters for good
         self._name_tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer by name, the critic's too: sharded ones as DTensors."""
+        return self.parameters | self.buffers
+
+    def box(self, name: str) -> Box:
+        """Which part of a whole parameter or buffer is here."""
+        found = box_of(self.buffers[name] if name in self.buffers else self.parameters[name])
+        if self._experts is None or name not in self._divided:
+            return found
+        (first, end), *others = found
+        before = self._experts.place * self.parameters[name].shape[0]
+        return (before + first, before + end), *others
+
+    def places(self, names: Iterable[str], types: Mapping[str, torch.dtype] | None = None) -> list[Place]:
+        """Where this rank's parts of these tensors go; they travel in `types`, by default in their own."""
+        tensors = self.tensors()
+        return [
+            Place(
+                name,
+                self.box(name),
+                types[name] if types else tensors[name].dtype,
+                local(tensors[name]).copy_,
+            )
+            for name in names
+        ]
+
+    def fill_from(self, found: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes this rank's parts of whole tensors, which every rank has one after another."""
+        tensors = self.tensors()
+        with torch.no_grad():
+            for name, value in found:
+                local(tensors[name]).copy_(value[slices(self.box(name))])
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own fp32 master shards of what learns; writing to them changes the model."""
@@ -193,21 +230,25 @@ class ShardedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the policy, whole, adapters merged; all ranks exhaust it."""
-        for name in self.weight_names:
-            layer, _, kind = name.rpartition(".")
-            tensor = self._whole(name)
-            if kind == "weight" and layer in self._scales:
-                adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
-                tensor = merged_weight(tensor, *adapter, self._scales[layer])
-            yield name, tensor.cpu()
+        return ((name, self.weight(name).cpu()) for name in self.weight_names)
+
+    def weight(self, name: str) -> Tensor:
+        """One of them, where it is computed with; all ranks call it."""
+        tensor = self._whole(name)
+        if self.is_adapted(name):
+            layer = name.rpartition(".")[0]
+            adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
+            tensor = merged_weight(tensor, *adapter, self._scales[layer])
+        return tensor
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether a weight has an adapter, which is merged into what is published and saved of it."""
+        layer, _, kind = name.rpartition(".")
+        return kind == "weight" and layer in self._scales
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""
         return ((name, self.gather(name)) for name in self.adapter_names)
-
-    def critic_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the critic, whole; all ranks exhaust it."""
-        return ((name, self.gather(name)) for name in self.critic_names)
 
     def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
         """As `gather`, where it is computed with."""
@@ -258,6 +299,12 @@ class ShardedModel:
         self._root.set_is_last_backward(reduce)
 
 
+def compile_layers(body: PreTrainedModel) -> None:
+    """Has torch compile the forward of each layer, one program for all of them; fully_shard's hooks stay outside."""
+    for layer in layers_of(body):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return (
@@ -283,6 +330,8 @@ class Policy(nn.Module):
         self.critic = critic
         self.routing = routing
         """What its routers are told, of a model with experts."""
+        self.context: ContextGroup | None = None
+        """The ranks that divide the micro-batches it gets; set by who divides them."""
 
     def forward(
         self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
@@ -300,21 +349,37 @@ class Policy(nn.Module):
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
-        hidden_UD = _hidden(self.model.base_model, batch)
+        hidden_UD = self._hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
-        index_K = batch.index_K
-        values_K = self._values(batch, hidden_UD)[index_K] if values else None
-        return log_probs_U[index_K], entropy_U[index_K], values_K
+        found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
+        if self.context is not None:
+            found = [self.context.whole(own_U, batch) for own_U in found]
+        own_K = [each_U[batch.index_K] for each_U in found]
+        return own_K[0], own_K[1], own_K[2] if values else None
 
     def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
         assert self.critic is not None
         if self.critic.body is not None:
-            hidden_UD = _hidden(self.critic.body, batch)
+            hidden_UD = self._hidden(self.critic.body, batch)
         found_U: Tensor = self.critic.head(hidden_UD)
         return found_U
+
+    def _hidden(self, body: Any, batch: MicroBatch) -> Tensor:
+        """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+        # Only bodies whose attention takes them are given any.
+        told = {"paths": batch.paths, "segments": batch.segments, "context": self.context}
+        options = {name: value for name, value in told.items() if value is not None}
+        hidden_RLD: Tensor = body(
+            input_ids=batch.tokens_RL,
+            position_ids=batch.positions_RL,
+            attention_mask=batch.mask_R1LL,
+            use_cache=False,
+            **options,
+        ).last_hidden_state
+        return hidden_RLD.flatten(0, 1)[batch.sources_U]
 
     def _gather_in_fp32(self) -> None:
         """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
@@ -327,18 +392,3 @@ class Policy(nn.Module):
             pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
             for parameter in module.parameters(recurse=False):
                 gather_in_fp32(parameter)
-
-
-def _hidden(body: Any, batch: MicroBatch) -> Tensor:
-    """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
-    # Only bodies whose attention takes them are given any.
-    told = {"paths": batch.paths, "segments": batch.segments}
-    options = {name: value for name, value in told.items() if value is not None}
-    hidden_RLD: Tensor = body(
-        input_ids=batch.tokens_RL,
-        position_ids=batch.positions_RL,
-        attention_mask=batch.mask_R1LL,
-        use_cache=False,
-        **options,
-    ).last_hidden_state
-    return hidden_RLD.flatten(0, 1)[batch.sources_U]

@@ -5,9 +5,9 @@ Shapes: R rows, L tokens of the longest of them, U pairs of a token and the next
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from headrace_trainer.backends._base import StatePart
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
+from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
 from headrace_trainer.backends.megatron.shards import ModelShards
+from headrace_trainer.backends.shared.distributing import Place, Read, distribute
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
-
-Read = Callable[[str], Tensor]
-"""A whole canonical tensor by name."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,30 @@ class Settings:
     dtype: torch.dtype
     sequence_parallel: bool = False
     recompute: bool = False
+
+
+class _Pending:
+    """Local parameters in fp32 of which not all elements have come yet."""
+
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], device: torch.device, done: Callable[[str, Tensor], None]
+    ) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._done = done
+        self._missing = {name: shape.numel() for name, shape in shapes.items()}
+        self._pending: dict[str, Tensor] = {}
+
+    def take(self, part: Part, pick: Pick, value: Tensor) -> None:
+        """Elements of a part; the parameter goes on to `done` when they were the last ones."""
+        local = part.local
+        if local not in self._pending:
+            self._pending[local] = torch.empty(self._shapes[local], device=self._device)
+        own = pick(part.of_local(self._pending[local]))
+        own.copy_(value.reshape(own.shape))
+        self._missing[local] -= own.numel()
+        if not self._missing[local]:
+            self._done(local, self._pending.pop(local))
 
 
 class ParallelModel:
@@ -84,28 +107,65 @@ class ParallelModel:
         self.counted = [name for name in self.shards.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
 
-    def load(self, read: Read | None) -> None:
-        """Sets all weights; rank 0 reads whole ones, the others pass None."""
-        for name, value in self.scatter(read):
-            self.shards.fill(name, value)
+    def load(self, read: Read | None, types: Mapping[str, torch.dtype] | None = None) -> None:
+        """Sets all weights, which `distribute` brings in `types`, by default in fp32."""
+        self._distribute(read, self.shards.fill, types)
 
-    def scatter(self, read: Read | None) -> Iterator[tuple[str, Tensor]]:
-        """(local name, fp32 value) of each of this rank's parameters, of whole canonical tensors that rank 0 reads."""
-        device, shapes = self._ranks.device, self.shards.shapes()
-        pending: dict[str, Tensor] = {}
-        missing = Counter(part.local for part in self._parts.values())
-        for name, shape in self.architecture.shapes.items():
-            whole = torch.empty(shape, dtype=torch.float32, device=device)
-            if read is not None:
-                whole.copy_(read(name).detach())
-            self._ranks.share(whole)
-            if (part := self._parts.get(name)) is None:
+    def pieces(self, read: Read | None) -> dict[str, Tensor]:
+        """This rank's pieces, flat and in fp32 by local name, of tensors that are shaped like the weights."""
+        found: dict[str, Tensor] = {}
+
+        def take(name: str, value: Tensor) -> None:
+            found[name] = self.shards.piece(name, value).clone()
+
+        self._distribute(read, take)
+        return found
+
+    def load_whole(self, found: Iterator[tuple[str, Tensor]]) -> None:
+        """Sets all weights from whole canonical tensors, which every rank has one after another."""
+        pending = _Pending(self.shards.shapes(), self._ranks.device, self.shards.fill)
+        for name, value in found:
+            if (part := self._parts.get(name)) is not None:
+                pending.take(part, lambda view: view, part.of_whole(value))
+
+    def _distribute(
+        self,
+        read: Read | None,
+        take: Callable[[str, Tensor], None],
+        types: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Gives `take` every parameter of this rank, by local name and in fp32."""
+        pending = _Pending(self.shards.shapes(), self._ranks.device, take)
+        places = [
+            Place(name, box, types[name] if types else torch.float32, partial(pending.take, part, pick))
+            for name, part in self._parts.items()
+            for box, pick in part.boxes(self.architecture.shapes[name])
+        ]
+        distribute(self._ranks, places, read)
+
+    def state_parts(self, pieces: Mapping[str, Tensor]) -> Iterator[StatePart]:
+        """What this rank saves of tensors whose pieces are given by local name; every rank exhausts it.
+
+        The ranks that have the same parameters take turns: each puts every so-manieth one together and saves it.
+        """
+        by_local: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            if not part.copy:
+                by_local.setdefault(part.local, []).append(name)
+        for index, local in enumerate(self.shards.shapes()):
+            group = self.shards.group_of(local)
+            own = self.shards.whole(local, pieces[local])
+            owner = index % group.size()
+            if group.size() > 1:
+                # A rank's whole is 0 where others have the values, so the bits add up.
+                dist.reduce(own.view(torch.int32), dist.get_global_rank(group, owner), group=group)
+            if group.rank() != owner:
                 continue
-            own = pending.setdefault(part.local, torch.empty(shapes[part.local], device=device))
-            part.of_local(own).copy_(part.of_whole(whole))
-            missing[part.local] -= 1
-            if not missing[part.local]:
-                yield part.local, pending.pop(part.local)
+            for name in by_local.get(local, ()):
+                part, shape = self._parts[name], self.architecture.shapes[name]
+                for box, pick in part.boxes(shape):
+                    value = pick(part.of_local(own)).reshape([end - first for first, end in box])
+                    yield StatePart(name, shape, box, value)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.weights import state_tensors
+from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.model_files import empty_model
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends._base import ReferenceFacts, StateReader
+from headrace_trainer.backends._base import ReferenceFacts, StatePart, StateReader
 from headrace_trainer.backends.fsdp.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
@@ -24,6 +24,7 @@ from headrace_trainer.backends.megatron.model import ParallelModel, Settings
 from headrace_trainer.backends.megatron.pipeline import Pipeline
 from headrace_trainer.backends.megatron.reference import Reference
 from headrace_trainer.backends.plugins import MegatronOptions
+from headrace_trainer.backends.shared.distributing import check_files, open_source, types_of
 from headrace_trainer.backends.shared.fit import check_fit
 from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
@@ -84,10 +85,20 @@ class MegatronModels(LanguageModel):
         )
 
     @override
+    def check_files(self, *, initial: bool) -> None:
+        if initial:
+            check_files(self._config.model)
+        if REFERENCE_LOG_PROBS in self._algorithm.columns:
+            section = self._config.trainer.reference
+            check_files(section or self._config.model, "trainer.reference.path" if section else "model.path")
+
+    @override
     def load_initial(self) -> None:
-        model = load_model(self._config.model) if self._ranks.leads else None
+        section = self._config.model
+        model = empty_model(section)
+        source = open_source(self._ranks, section, model)
         self._build()
-        self._model.load(dict(state_tensors(model)).__getitem__ if model is not None else None)
+        self._model.load(source.read if source else None, types_of(model))
 
     @override
     def check_state(self, reader: StateReader) -> None:
@@ -99,11 +110,12 @@ class MegatronModels(LanguageModel):
         self._model.load(reader.weight if reader else None)
         steps = self._saved_steps(reader)
         if steps:
-            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
+            read = {kind: partial(reader.moment, kind) if reader else None for kind in MOMENTS}
+            self._adamw.load({kind: self._model.pieces(own) for kind, own in read.items()}, steps)
 
     @override
     def _take_reference(self, *, warmed: bool) -> None:
-        weights = dict(self.weights()) if warmed else None
+        weights = self.weights() if warmed else None
         self._reference = Reference(self._config, self._ranks, self._join(), self._settings, weights)
 
     @property
@@ -126,14 +138,19 @@ class MegatronModels(LanguageModel):
         return self._model.gather(self._model.shards.masters())
 
     @override
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_parts(self) -> Iterator[StatePart]:
+        return self._model.state_parts(self._model.shards.masters())
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
         masters = self._model.shards.masters()
         for kind in MOMENTS:
             own = {
                 name: self._adamw.moment(kind, name) if piece.numel() else piece
                 for name, piece in masters.items()
             }
-            yield from ((f"{kind}/{name}", whole) for name, whole in self._model.gather(own))
+            for part in self._model.state_parts(own):
+                yield replace(part, name=f"{kind}/{part.name}")
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes values, masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
@@ -152,11 +169,6 @@ class MegatronModels(LanguageModel):
 
     def _join(self) -> Groups:
         return join_groups(self._ranks, self._layout, self._config.seed)
-
-    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
-        shards = self._model.shards
-        found = self._model.scatter(partial(reader.moment, kind) if reader else None)
-        return {name: shards.piece(name, value).clone() for name, value in found}
 
     @override
     def _new_optimizer(self) -> ShardedAdamW:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from headrace_modelkit.tensor_files import Box, volume
 from torch import Tensor
 
 from headrace_trainer.backends.megatron.architecture import Architecture
@@ -29,6 +32,32 @@ class Part:
     of_local: Pick
     of_whole: Pick
     copy: bool = False
+
+    def boxes(self, shape: tuple[int, ...]) -> list[tuple[Box, Pick]]:
+        """The boxes of the whole that `of_whole` picks, and where each lies in such a view."""
+        whole = torch.empty(shape, device="meta")
+        view = self.of_whole(whole)
+        if volume(box := _box(view, whole)) == view.numel():
+            return [(box, _same)]
+        for dim in range(view.dim()):
+            boxes = [_box(view.select(dim, at), whole) for at in range(view.shape[dim])]
+            if sum(map(volume, boxes)) == view.numel():
+                return [(box, partial(_select, dim, at)) for at, box in enumerate(boxes)]
+        raise ValueError(f"{self.local} is made of no boxes")
+
+
+def _box(view: Tensor, whole: Tensor) -> Box:
+    """The smallest box of `whole` that has the first and the last element of a view of it."""
+    first = view.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return tuple(
+        (first // stride % size, last // stride % size + 1)
+        for size, stride in zip(whole.shape, whole.stride(), strict=True)
+    )
+
+
+def _select(dim: int, at: int, view: Tensor) -> Tensor:
+    return view.select(dim, at)
 
 
 def parts_of(

@@ -5,11 +5,11 @@ Where the device is a GPU, its weights lie in host memory but for the infer roun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.model_files import empty_model
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from headrace_trainer.backends.megatron.architecture import read_architecture
 from headrace_trainer.backends.megatron.groups import Groups
 from headrace_trainer.backends.megatron.model import ParallelModel, Settings
 from headrace_trainer.backends.megatron.pipeline import Pipeline
+from headrace_trainer.backends.shared.distributing import open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup
 
 
@@ -31,22 +32,22 @@ class Reference:
         ranks: TrainerGroup,
         groups: Groups,
         settings: Settings,
-        warmed: Mapping[str, Tensor] | None,
+        warmed: Iterator[tuple[str, Tensor]] | None,
     ) -> None:
         section = config.trainer.reference or config.model
         self._device = ranks.device
         self.facts = ReferenceFacts(section.path, "")
         """Of the weights as they were read; the leader's alone has a digest."""
-        read = None
-        if ranks.leads:
-            whole = load_model(section)
-            self.facts = reference_facts(config, section.path, whole)
-            if warmed is not None:
-                load_weights(whole, warmed)
-            read = dict(state_tensors(whole)).__getitem__
+        model = empty_model(section)
+        source = open_source(ranks, section, model)
+        if ranks.leads and source is not None:
+            self.facts = reference_facts(config, section.path, weights_digest(source, model))
         own = replace(settings, dtype=DTYPES[section.dtype], recompute=False)
         self._model = ParallelModel(read_architecture(section), ranks, groups, own, frozen=True)
-        self._model.load(read)
+        if warmed is None:
+            self._model.load(source.read if source else None, types_of(model))
+        else:
+            self._model.load_whole(warmed)
         self.pipeline = Pipeline(self._model)
         self._away = False
         self.park()

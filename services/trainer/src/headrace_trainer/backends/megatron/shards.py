@@ -42,7 +42,7 @@ class Shards:
         *,
         frozen: bool,
     ) -> None:
-        self._group = group
+        self.group = self._group = group
         self._parameters = dict(parameters)
         self._places = dict(_lay_out(self._parameters))
         self._frozen = frozen
@@ -183,6 +183,10 @@ class ModelShards:
         self._all = [Shards(own, group, device, frozen=frozen) for group, own in by_group.items()]
         self._order = [name for name, _ in module.named_parameters()]
         self._owners = {name: shards for shards in self._all for name in shards.shapes()}
+
+    def group_of(self, name: str) -> ProcessGroup:
+        """The ranks that have the same parameter."""
+        return self._owners[name].group
 
     def masters(self) -> dict[str, Tensor]:
         """See `Shards`; so are the others."""

@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 from headrace_modelkit.robot.directory import initial_policy, policy_of
 from headrace_modelkit.robot.policy import ACTIONS, Observation, imitation_loss
+from headrace_modelkit.tensor_files import whole
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
 from typing_extensions import override
 
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
-from headrace_trainer.backends._base import EpisodeBackend, MicroReport, ReferenceFacts, StateReader, WarmUp
+from headrace_trainer.backends._base import (
+    EpisodeBackend,
+    MicroReport,
+    ReferenceFacts,
+    StatePart,
+    StateReader,
+    WarmUp,
+)
 from headrace_trainer.backends.robot.cloning import drawn_moments, noise_seed, read_demonstrations
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
@@ -227,6 +235,10 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
 
     @override
+    def check_files(self, *, initial: bool) -> None:
+        """A policy is built here, or read whole."""
+
+    @override
     def load_initial(self) -> None:
         self._take(initial_policy(self._config.model, self._config.seed))
 
@@ -307,12 +319,21 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         return ((name, tensor.detach().cpu()) for name, tensor in state_tensors(self._policy))
 
     @override
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        return (
-            (f"{kind}/{name}", self._adamw.moment(kind, name).cpu())
-            for kind in MOMENTS
-            for name in self._shards()
+    def weight_parts(self) -> Iterator[StatePart]:
+        return self._parts_of((name, tensor.detach()) for name, tensor in state_tensors(self._policy))
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
+        return self._parts_of(
+            (f"{kind}/{name}", self._adamw.moment(kind, name)) for kind in MOMENTS for name in self._shards()
         )
+
+    def _parts_of(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[StatePart]:
+        """Every rank has all of them: they take turns."""
+        for index, (name, tensor) in enumerate(tensors):
+            if index % self._ranks.world_size == self._ranks.rank:
+                shape = tuple(tensor.shape)
+                yield StatePart(name, shape, whole(shape), tensor)
 
     # The device
 

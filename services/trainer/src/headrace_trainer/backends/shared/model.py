@@ -157,9 +157,9 @@ class LearnedModel(Backend):
             self._spread()
 
     def _saved_steps(self, reader: StateReader | None) -> int:
-        """Optimizer steps of a checkpoint that rank 0 reads, on every rank."""
+        """Optimizer steps of a checkpoint that rank 0 at least reads, on every rank."""
         own = {"steps": float(reader.optimizer_steps if reader else 0)}
-        return int(self._ranks.sum(own)["steps"])
+        return int(self._ranks.maximum(own)["steps"])
 
     @override
     def suspend(self) -> int:

@@ -92,6 +92,7 @@ class Scoring:
         try:
             while not self._finished:
                 news = self._streams.news.next()
+                self._streams.retire(self._limit_s)
                 if self._waiting:
                     await self._open_streams()
                 futures: set[asyncio.Future[None]] = {news, *(stream.task for stream in self._streams.all)}

@@ -67,6 +67,11 @@ class ScoreStreams:
             stream.over = not known or now() - stream.opened_at > lifetime_s
         self.news.beat()
 
+    def retire(self, lifetime_s: float) -> None:
+        """Streams that are older take no more questions: one that is asked all the time has a deadline too."""
+        for stream in self.live:
+            stream.over = now() - stream.opened_at > lifetime_s
+
     def rest(self) -> None:
         """Nobody asks for now."""
         self._asker = None

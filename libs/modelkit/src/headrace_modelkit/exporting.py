@@ -1,0 +1,141 @@
+"""Writes a Hugging Face directory of weights that come one after another: no more than one of them is in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from headrace_schema.sections.generating import ModelSection
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from headrace_modelkit.loading import load_model, replace_directory, save_model, sync_directory
+from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.tensor_files import safetensors_header, tensor_bytes
+from headrace_modelkit.weights import load_weights, state_tensors
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Of a file with weights, unless a single tensor is larger."""
+
+
+def export_model(
+    config: ModelSection,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: Any,
+    directory: Path,
+    *,
+    beside: Callable[[Path], None] | None = None,
+    limit: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the model of `config` with these weights, in its types, aside and renames it into place; as `save_model`.
+
+    `tensors` come in the model's order. Files hold at most `limit` bytes; an index names them where there are several.
+    Raises ValueError for tensors that are not the model's, and OSError.
+    """
+    model = empty_model(config)
+    plan = _Plan.of(model, limit)
+    if plan is None:  # Several weights become one on the way back to the names of the files.
+        whole = load_model(config, weights=False)
+        load_weights(whole, {name: value.clone() for name, value in tensors})
+        save_model(whole, tokenizer, directory, beside=beside)
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        untyped: Any = model
+        untyped.save_pretrained(aside, state_dict={})  # Its configurations.
+        _write(model, plan, tensors, aside)
+        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
+        if beside is not None:
+            beside(aside)
+        sync_directory(aside)
+        replace_directory(aside, directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which tensors (on meta) go into which file, in the order in which they come."""
+
+    files: dict[str, dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    """By the model's own names."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, limit: int) -> _Plan | None:
+        """None where a tensor of the files is made of several weights."""
+        own = dict(state_tensors(model))
+        meta = {name: torch.empty_like(value, device="meta") for name, value in own.items()}
+        saved = {
+            name: value for weight in meta for name, value in _saved(model, weight, meta[weight]).items()
+        }
+        at_once = revert_weight_conversion(model, dict(meta))
+        if {name: value.shape for name, value in saved.items()} != {
+            name: value.shape for name, value in at_once.items()
+        }:
+            return None
+        groups: list[dict[str, Tensor]] = [{}]
+        size = 0
+        for name, value in saved.items():
+            if groups[-1] and size + value.nbytes > limit:
+                groups.append({})
+                size = 0
+            groups[-1][name] = value
+            size += value.nbytes
+        count, stem = len(groups), SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
+        names = [f"{stem}-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+        return cls(dict(zip(names if count > 1 else [SAFE_WEIGHTS_NAME], groups, strict=True)), meta)
+
+    def index(self) -> str:
+        """Content of the file that names the others."""
+        sizes = [value for group in self.files.values() for value in group.values()]
+        total = {
+            "total_size": sum(value.nbytes for value in sizes),
+            "total_parameters": sum(value.numel() for value in sizes),
+        }
+        names = {name: file for file, group in self.files.items() for name in group}
+        return json.dumps({"metadata": total, "weight_map": names}, indent=2, sort_keys=True) + "\n"
+
+
+def _saved(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    """A weight by the names, and in the shapes, that it has in files."""
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
+    return found
+
+
+def _write(model: PreTrainedModel, plan: _Plan, tensors: Iterable[tuple[str, Tensor]], aside: Path) -> None:
+    coming = _cast(model, plan, tensors)
+    for file, group in plan.files.items():
+        with (aside / file).open("wb") as opened:
+            _write_file(opened, group, coming)
+    if (left := next(coming, None)) is not None:
+        raise ValueError(f"{left[0]} is one tensor more than the model has")
+    if len(plan.files) > 1:
+        (aside / SAFE_WEIGHTS_INDEX_NAME).write_text(plan.index())
+
+
+def _write_file(file: IO[bytes], group: dict[str, Tensor], coming: Iterator[tuple[str, Tensor]]) -> None:
+    file.write(safetensors_header(group, {"format": "pt"}))
+    for expected in group:
+        name, value = next(coming, ("", None))
+        if name != expected or value is None:
+            raise ValueError(f"{expected} is expected, and {name or 'nothing'} comes")
+        file.write(tensor_bytes(value))
+
+
+def _cast(
+    model: PreTrainedModel, plan: _Plan, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in tensors:
+        if name not in plan.weights or value.shape != plan.weights[name].shape:
+            raise ValueError(f"{name} of shape {list(value.shape)} is no weight of the model")
+        yield from _saved(model, name, value.to(plan.weights[name].dtype)).items()

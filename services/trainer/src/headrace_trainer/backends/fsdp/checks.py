@@ -1,0 +1,86 @@
+"""What the fsdp backend refuses of a run when it opens: before ranks meet, and before weights are read."""
+
+from __future__ import annotations
+
+import torch
+from headrace_modelkit.critic import critic_section
+from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.loading import load_model
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
+
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.backends.fsdp.layout import check_run as check_layout
+from headrace_trainer.backends.fsdp.prefixes import obstacle_to_trees
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.errors import invalid
+
+CONTEXT = "trainer.backend_options.context_parallel"
+
+
+def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
+    """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
+    check_layout(options, config, algorithm)
+    if options.context_parallel > 1:
+        _check_context(options.context_parallel, config, algorithm)
+
+
+def _check_context(size: int, config: TrainerConfig, algorithm: Algorithm) -> None:
+    trainer = config.trainer
+    if trainer.ranks % size:
+        raise invalid(
+            f"trainer.ranks: {trainer.ranks} ranks are no multiple of the {size} that divide a row ({CONTEXT}); set "
+            f"trainer.ranks: {-(-trainer.ranks // size) * size}",
+            key="trainer.ranks",
+        )
+    for key, ranks in (("min_ranks", trainer.min_ranks), ("max_ranks", trainer.max_ranks)):
+        if ranks not in (None, trainer.ranks):
+            raise invalid(
+                f"trainer.{key}: a group that changes by itself takes any number of ranks, and rows are divided over "
+                f"{size} ({CONTEXT}); leave it out",
+                key=f"trainer.{key}",
+            )
+    if trainer.helpers:
+        raise invalid(
+            f"trainer.helpers: a helper has no other ranks to divide rows with; set it to 0, or leave {CONTEXT} out",
+            key="trainer.helpers",
+        )
+    for section in _sections(config, algorithm):
+        _check_model(size, config.model_copy(update={"model": section}))
+
+
+def _sections(config: TrainerConfig, algorithm: Algorithm) -> list[ModelSection]:
+    found = [config.model]
+    if trainer_reference := config.trainer.reference:
+        found += [trainer_reference] if REFERENCE_LOG_PROBS in algorithm.columns else []
+    if (plan := algorithm.critic) is not None and plan.own_model:
+        found.append(critic_section(config.model, plan.path))
+    return found
+
+
+def _check_model(size: int, config: TrainerConfig) -> None:
+    section = config.model
+    with torch.device("meta"):
+        model = load_model(section, weights=False)
+    architecture = model.config
+    if expert_shape(architecture) is not None:
+        raise invalid(
+            f"{CONTEXT}: {section.path!r} has experts, whose routers count the tokens of whole rows; leave it out, or "
+            "use expert_parallel",
+            key=CONTEXT,
+        )
+    heads = int(architecture.get_text_config().num_attention_heads)
+    if heads % size:
+        fits = max(count for count in range(1, size) if heads % count == 0)
+        raise invalid(
+            f"{CONTEXT}: {heads} attention heads of {section.path!r} cannot be divided over {size} ranks; the nearest "
+            f"lower value that divides them is {fits}",
+            key=CONTEXT,
+        )
+    reason = obstacle_to_trees(config, architecture)
+    if reason or not model._supports_attention_backend:
+        raise invalid(
+            f"{CONTEXT}: {reason or 'the model has attention of its own'}, so that ranks cannot divide rows; leave it "
+            "out",
+            key=CONTEXT,
+        )
