@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -245,9 +246,8 @@ class MicroBatch:
         paths = None if self.paths is None else self.paths.to(device)
         segments = None if self.segments is None else self.segments.to(device)
         nodes = None if self.nodes is None else self.nodes.to(device)
-        return replace(  # type: ignore[arg-type]
-            self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved
-        )
+        others: dict[str, Any] = {**moved, "paths": paths, "segments": segments, "nodes": nodes}
+        return replace(self, columns_K=columns_K, **others)
 
 
 def pack(
