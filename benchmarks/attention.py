@@ -44,6 +44,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     say(machine())
+    for kind in ("packed", "dense"):
+        measure(kind, of_group(32, 16, 4))  # loads and chooses kernels
     figures: dict[str, float] = {}
     rows: list[tuple[object, ...]] = []
     for name, shape in SHAPES.items():

@@ -38,11 +38,6 @@ class FsdpOptions(Options):
         description="ranks over which the tokens of a row are divided, and attention's heads with them (Ulysses): for "
         "sequences whose activations do not fit on one rank. Must divide the attention heads",
     )
-    compile: bool = Field(
-        default=False,
-        description="torch.compile of every layer, but for its attention: some minutes at the first micro-batch, and "
-        "faster ones after it where a layer is more than its matrix products",
-    )
 
 
 FSDP = Plugin(

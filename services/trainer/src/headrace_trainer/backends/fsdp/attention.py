@@ -41,7 +41,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Rows are padded behind their ends, where a causal model does not look."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels are what they are
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -59,12 +59,12 @@ class ContextGroup:
         """
         heads = own_1HnD.shape[1]
         own_HnD = own_1HnD.squeeze(0).repeat_interleave(self.size // math.gcd(heads, self.size), 0)
-        parts = _exchanged(own_HnD.unflatten(0, (self.size, -1)), self._group)
+        parts = _exchanged(own_HnD.reshape(self.size, -1, *own_HnD.shape[1:]), self._group)
         return parts.permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0)
 
     def to_nodes(self, own_1NHD: Tensor) -> Tensor:
         """(1, n, H, D) all heads of this rank's nodes, from all nodes of its heads."""
-        parts = own_1NHD.squeeze(0).unflatten(0, (-1, self.size)).transpose(0, 1)
+        parts = own_1NHD.reshape(-1, self.size, *own_1NHD.shape[2:]).transpose(0, 1)
         return _exchanged(parts, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def whole(self, own_U: Tensor, batch: MicroBatch) -> Tensor:

@@ -45,7 +45,7 @@ from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
-from headrace_trainer.backends.fsdp.sharding import ShardedModel, compile_layers
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.distributing import (
     Place,
@@ -324,8 +324,6 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
-            if self._options.compile:
-                compile_layers(body)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)

@@ -208,7 +208,7 @@ class Attention(nn.Module):
         flat = [each.transpose(0, 1).flatten(0, 1).to(dtype) for each in (query, *whole)]
         segments = context_segments(len(whole[0]), query.shape[1], self._context.size(), self._context.rank())
         found = attend_segments(flat[0], flat[1], flat[2], segments.to(query.device))
-        return found.unflatten(0, query.shape[1::-1]).transpose(0, 1).flatten(2).to(query.dtype)
+        return found.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1).to(query.dtype)
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole rows, in their order."""
