@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_modelkit import devices
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend, choose_backend
@@ -26,11 +25,12 @@ from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_rooms
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS, write_model
 from headrace_fake_world.tracker import Phase, Tracker
-from headrace_fake_world.world import fake_world, outside, rooms_of
+from headrace_fake_world.world import fake_world, rooms_of
 
 FEW, MORE = 4, 6
 """Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer

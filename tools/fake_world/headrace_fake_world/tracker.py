@@ -62,7 +62,7 @@ class Tracker(TorchDispatchMode):
     """Sees every operation inside its body. Values do not exist: where code asks for one, it gets 1, or True."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._entries: Any = WeakIdKeyDictionary()
         self._live: dict[str, Counter[str]] = defaultdict(Counter)
         self._totals: Counter[str] = Counter()
@@ -109,11 +109,11 @@ class Tracker(TorchDispatchMode):
 
         untyped: Any = torch.UntypedStorage
         untyped.resize_ = resize_  # fully_shard frees and takes whole parameters so: no mode sees it
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
         untyped: Any = torch.UntypedStorage
         untyped.resize_ = self._resize
 

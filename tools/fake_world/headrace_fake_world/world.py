@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -58,8 +59,9 @@ class FakeTrainerGroup(TrainerGroup):
         return rooms_of(self._room_bytes), min(self.world_size, GPUS_PER_HOST)
 
     @override
-    def announce(self, data: bytes | None) -> bytes:
-        return data or b""
+    def announce(self, data: bytes | Many[bytes] | None) -> bytes:
+        own = data if isinstance(data, bytes | None) else data[0]
+        return own or b""
 
     @override
     def all_true(self, flag: bool) -> bool:
@@ -141,7 +143,8 @@ def _data_that_moves() -> Iterator[None]:
 @contextmanager
 def _packed(mode: FakeTensorMode) -> Iterator[None]:
     """Packs rows with real tensors, whose shapes hang on tokens, and goes on with fake ones."""
-    plain = models.pack
+    untyped: Any = models
+    plain = untyped.pack
 
     def pack(*rows: Any, **options: Any) -> MicroBatch:
         with outside():
@@ -149,11 +152,11 @@ def _packed(mode: FakeTensorMode) -> Iterator[None]:
         found: MicroBatch = _faked(batch, mode)
         return found
 
-    models.pack = pack
+    untyped.pack = pack
     try:
         yield
     finally:
-        models.pack = plain
+        untyped.pack = plain
 
 
 def _faked(value: Any, mode: FakeTensorMode) -> Any:
