@@ -10,9 +10,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from headrace_schema.openings import TrainerConfig
@@ -239,15 +241,6 @@ def fsdp_parameters(root: torch.nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params if group is not None else ()
 
 
-class _nothing_reserved:
+def _nothing_reserved() -> AbstractContextManager[object]:
     """torch's CUDA allocator knows nothing of this device."""
-
-    def __enter__(self) -> None:
-        from headrace_trainer.backends.shared import model
-
-        self._module: Any = model
-        self._plain = devices.used_bytes
-        self._module.used_bytes = lambda device: 0
-
-    def __exit__(self, *reason: Any) -> None:
-        self._module.used_bytes = self._plain
+    return patch("headrace_trainer.backends.shared.model.used_bytes", lambda device: 0)
