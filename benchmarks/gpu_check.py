@@ -35,7 +35,7 @@ from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.device import current
-from headrace_trainer.group.group import join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.learning.samples import Sequence
 
 NO_GPU = 3

@@ -101,7 +101,7 @@ def measure(model: Path, dtype: str, prompt: int, answer: int, repetitions: int)
     """The turns' times, and the relative L2 distance of the first turn's gradients."""
     import torch
     from _gradient import Accumulation, relative_l2, synthetic_group
-    from headrace_trainer.group.group import join_trainer_group
+    from headrace_trainer.group.forming import join_trainer_group
 
     times: Times = {True: [], False: []}
     trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
 from headrace_trainer.memory import MemoryPlan
 
@@ -129,6 +130,10 @@ class Backend(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
+
+    @property
+    def costs(self) -> Costs:
+        """What micro-batches cost beside each other; fixed once weights are loaded."""
 
     def memory_plan(self) -> MemoryPlan:
         """What this rank will need at least, by the models' shapes; loads nothing. Raises ModelNotReadable."""
