@@ -153,26 +153,3 @@ async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_
 async def _status(client: httpx.AsyncClient, run_id: str) -> int:
     async with client.stream("GET", f"/v1/runs/{run_id}/events") as response:
         return response.status_code
-
-
-async def test_a_reader_that_never_reads_is_closed_and_makes_room(
-    server, run_id, fake_coordinator, monkeypatch
-):
-    """What waits for it is kept in memory: another reader goes on, and this one may come again with its last id."""
-    routes = "headrace_coordinator.api.http.routes.events"
-    monkeypatch.setattr(f"{routes}.STALLED_S", 0.5)
-    monkeypatch.setattr(f"{routes}.MAX_STREAMS", 1)
-    port = int(server.rpartition(":")[2])
-    with socket.socket() as idle:
-        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(idle.connect, ("127.0.0.1", port))
-        idle.sendall(f"GET /v1/runs/{run_id}/events HTTP/1.1\r\nHost: a\r\n\r\n".encode())
-        for _ in range(100):
-            await fake_coordinator.emit(run_id, "Noted", text="x" * 100_000)
-        async with httpx.AsyncClient(base_url=server) as client:
-            assert await _status(client, run_id) == 503
-            async with asyncio.timeout(10):
-                while (await _status(client, run_id)) == 503:  # noqa: ASYNC110  as a client would
-                    await asyncio.sleep(0.05)
-    async with listening_to(server, run_id, headers={"Last-Event-ID": "98"}) as lines:
-        assert await ids(lines, 2) == [99, 100]

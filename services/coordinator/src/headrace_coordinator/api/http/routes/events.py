@@ -12,8 +12,6 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from headrace_schema.resources.views import EventView
 from pydantic import Field
-from starlette.types import Message, Send
-from typing_extensions import override
 
 from headrace_coordinator.api.http.requests import known_parameters
 from headrace_coordinator.api.refusal import Refused
@@ -26,8 +24,6 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 MEDIA_TYPE = "text/event-stream"
 RETRY_MS = 1000
 MAX_STREAMS = 256
-STALLED_S = 60.0
-"""A reader that takes nothing for so long is closed: what waits for it is kept in memory."""
 # No line ends to the standard, but to clients that split text as Python does (httpx). In JSON: in strings.
 LINE_SEPARATORS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
 MAX_EVENT_ID = 2**63 - 1
@@ -55,25 +51,9 @@ def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
         """Events of a run as they happen, until it has ended."""
         run = coordinator.reads.run(run_id)
         events = coordinator.past.events(run.id, after if last_event_id is None else last_event_id)
-        return BoundedStream(streams.start(events), 200, HEADERS, MEDIA_TYPE)
+        return StreamingResponse(streams.start(events), 200, HEADERS, MEDIA_TYPE)
 
     return routes
-
-
-class BoundedStream(StreamingResponse):
-    """A stream that ends when its reader takes nothing for STALLED_S; the id that it read last is where it goes on."""
-
-    @override
-    async def stream_response(self, send: Send) -> None:
-        async def in_time(message: Message) -> None:
-            async with asyncio.timeout(STALLED_S):
-                await send(message)
-
-        try:
-            await super().stream_response(in_time)
-        except TimeoutError:
-            # Without the last chunk: the connection breaks, and the client comes again with Last-Event-ID.
-            log.warning("a stream of events ends: its reader has taken nothing for %.0f s", STALLED_S)
 
 
 class Streams:
