@@ -48,7 +48,7 @@ def train(model: str, name: str, rank: int, world: int, rendezvous: str, tokens:
     from headrace_trainer.algorithms import build_algorithm
     from headrace_trainer.backends.fsdp.backend import FsdpBackend
     from headrace_trainer.group.device import current
-    from headrace_trainer.group.group import join_trainer_group
+    from headrace_trainer.group.forming import join_trainer_group
 
     device = torch.device(name)
 

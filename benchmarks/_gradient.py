@@ -11,7 +11,8 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps

@@ -92,7 +92,7 @@ def measure(model: Path, kind: str, steps: int, threads: int) -> dict[str, float
     from _gradient import Accumulation, synthetic_group
     from headrace_modelkit.loading import load_architecture
     from headrace_schema.sections.generating import ModelSection
-    from headrace_trainer.group.group import join_trainer_group
+    from headrace_trainer.group.forming import join_trainer_group
 
     torch.set_num_threads(threads)
     vocabulary = int(load_architecture(ModelSection(path=str(model))).vocab_size)

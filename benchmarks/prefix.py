@@ -106,7 +106,7 @@ def measure(
     """The turns' times, and the relative L2 distance of the first turn's gradients."""
     import torch
     from _gradient import Accumulation, relative_l2, synthetic_group
-    from headrace_trainer.group.group import join_trainer_group
+    from headrace_trainer.group.forming import join_trainer_group
 
     times: Times = {True: [], False: []}
     where = torch.device(device)

@@ -6,6 +6,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.fleet import RESTART_S
 from headrace_simulation.fleet.reward import Reward
+from headrace_simulation.fleet.trainer import Trainer
 from scene import Scene, ends
 from submission_parts import checked
 
@@ -112,3 +113,31 @@ def test_what_no_instance_mends_is_refused_at_once_although_a_process_has_just_e
     (waited, keys), (at_once, more) = found
     assert waited >= RESTART_S and "rollout.instances" in keys and "model.path" not in keys
     assert at_once == 0.0 and more == {*keys, "model.path"}
+
+
+def test_a_cancel_beside_an_open_run_that_is_not_answered_takes_seconds(monkeypatch):
+    """The trainer stands still from before OpenRun on; what it opens later is closed by the reconciler."""
+    opens, asks = Trainer.OpenRun, Trainer.GetStepState
+
+    async def late(self, request):
+        await asyncio.sleep(40.0)
+        return await opens(self, request)
+
+    async def never(self, request):
+        await asyncio.sleep(40.0)
+        return await asks(self, request)
+
+    async def play(scene):
+        await scene.until(lambda: scene.states() and scene.states()[0].state == "PLANNING")
+        run, clock = scene.states()[0].id, asyncio.get_running_loop().time
+        await asyncio.sleep(2.0)
+        began = clock()
+        await scene.users.intend(run, "CANCEL")
+        await scene.until(lambda: scene.state(run) == "CANCELLED")
+        scene.took = clock() - began
+
+    monkeypatch.setattr(Trainer, "OpenRun", late)
+    monkeypatch.setattr(Trainer, "GetStepState", never)
+    scene = Scene(play)
+    assert list(ends(scene).values()) == ["CANCELLED"]
+    assert scene.took < 10.0

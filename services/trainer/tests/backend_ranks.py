@@ -19,7 +19,8 @@ from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.samples import Rows, Sequence
 from safetensors.torch import save_file
 

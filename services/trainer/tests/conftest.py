@@ -25,8 +25,9 @@ from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
-from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.learning.planning import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Group, Member, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

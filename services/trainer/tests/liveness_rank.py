@@ -17,7 +17,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.meeting import Member, own_facts
 
 

@@ -18,7 +18,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.checkpoints.directory import Snapshot, write_state
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import STATE, read_state
-from headrace_trainer.group.group import join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.messages import RestoreRound, SnapshotRound
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.step import Version

@@ -15,6 +15,7 @@ from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import BatchLearner
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Disposition
 
 PASSES = {"epochs": 2, "minibatches": 2}
@@ -24,6 +25,7 @@ class RecordedRounds:
     """A trainer group without a model, which keeps the rounds: ("micro", prompts) and so on."""
 
     shares_prefixes = True
+    costs = Costs()
     replicas = 1
 
     def __init__(self, bad=(), kl=0.0, lapse_at=0):

@@ -14,7 +14,7 @@ from headrace_modelkit.weights import load_weights
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, VALUES
 from headrace_trainer.backends.shared.fit import CRITIC
-from headrace_trainer.learning.packing import context
+from headrace_trainer.learning.planning import context
 
 PASSES = {"epochs": 2, "minibatches": 2}
 KINDS = ("head", "model")

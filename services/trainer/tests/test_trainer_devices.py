@@ -91,7 +91,7 @@ def on_leased(make_backend, monkeypatch):
 
 def test_a_micro_batch_goes_to_the_leased_device(on_leased, sequences, monkeypatch):
     packed = models.pack([sequences(1)], shared=True)
-    monkeypatch.setattr(models, "pack", lambda rows, shared, attends: packed)
+    monkeypatch.setattr(models, "pack", lambda rows, **_: packed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = on_leased._pack([sequences(1)])
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]

@@ -10,6 +10,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms.group_relative.grpo import Grpo
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Disposition
 
 
@@ -17,6 +18,7 @@ class FakeRounds:
     """A trainer group without a model: micro rounds go to a function, gradients always hold."""
 
     shares_prefixes = True
+    costs = Costs()
 
     def __init__(self, micro, replicas):
         self._micro = micro

@@ -25,6 +25,7 @@ from headrace_trainer.algorithms._registry import _BUILT_IN
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import BatchLearner, Learner
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Group, Member
 
 PROMPTS, PLACES, WORDS, SAMPLES = 4, 4, 5, 8
@@ -43,6 +44,7 @@ class Table:
     """Logits of each prompt's places, values of the same, and a frozen reference: see `StepRounds`."""
 
     shares_prefixes, replicas = False, 1
+    costs = Costs()
 
     def __init__(self, algorithm, lr=0.1):
         self.logits = torch.zeros(PROMPTS, PLACES, WORDS, requires_grad=True)

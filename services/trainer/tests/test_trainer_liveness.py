@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group import connections, group
-from headrace_trainer.group.group import TrainerGroup, join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.liveness import Liveness
 from headrace_trainer.group.meeting import Member, check_alike
 
@@ -153,7 +154,7 @@ def test_a_killed_follower_wakes_the_others_through_the_leader(ranks):
     first.tell("reduce")
     first.heard("failed", within_s=10)
     # It waits for the leader, which lives: only the leader's word tells it.
-    assert "rank 0 has given the group up" in second.heard("failed", within_s=10)["lost"]
+    assert "rank 0 has ended the group" in second.heard("failed", within_s=10)["lost"]
     assert (first.heard("lost")["members"], second.heard("lost")["members"]) == (["trainer-2"], [])
 
 
@@ -219,11 +220,11 @@ def test_what_only_some_ranks_know_is_not_compared():
 
 def test_a_wait_that_nobody_needs_any_more_ends():
     """The compute thread of a rank whose leader has died is free for the next group as soon as its caller has gone."""
-    given_up = threading.Event()
-    threading.Timer(0.3, given_up.set).start()
+    stopped = threading.Event()
+    threading.Timer(0.3, stopped.set).start()
     began = time.monotonic()
     with pytest.raises(Refusal, match="nobody waits for it any more") as refused:
-        join_trainer_group(1, 1, 2, f"127.0.0.1:{free_port()}", 60.0, torch.device("cpu"), given_up=given_up)
+        join_trainer_group(1, 1, 2, f"127.0.0.1:{free_port()}", 60.0, torch.device("cpu"), stopped=stopped)
     assert refused.value.reason == "RENDEZVOUS_TIMEOUT" and time.monotonic() - began < 5
 
 

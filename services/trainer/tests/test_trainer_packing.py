@@ -9,14 +9,24 @@ import msgspec
 import pytest
 import torch
 from headrace_modelkit import logprobs
-from headrace_trainer.learning.packing import PrefixTree, context, pack, plan_batches, plan_even, plan_rows
+from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.learning.packing import pack
+from headrace_trainer.learning.planning import (
+    Costs,
+    PrefixTree,
+    context,
+    plan_balanced,
+    plan_batches,
+    plan_even,
+    plan_rows,
+)
 from headrace_trainer.learning.samples import Sequence
 
 
 def test_tree_attends_to_ancestors_only():
     tree = PrefixTree()
-    assert tree.add([5, 6, 7]) == [0, 1, 2]
-    assert tree.add([5, 6, 8]) == [0, 1, 3]
+    assert tree.add([5, 6, 7]).tolist() == [0, 1, 2]
+    assert tree.add([5, 6, 8]).tolist() == [0, 1, 3]
     batch = pack(
         [[Sequence([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sequence([5, 6, 8, 9], [2, 3], [0.0, 0.0])]],
         shared=True,
@@ -172,3 +182,22 @@ def test_the_heads_gradient_is_the_same_in_many_chunks(
             accumulate(backend, [group], 4096)
         found.append({"head": backend.reduced_gradient(50.0)["lm_head.weight"]})
     assert 0 < relative_l2(found[1], found[0]) <= 1e-3
+
+
+def test_one_rank_keeps_the_plan_that_its_hashes_were_made_with():
+    lengths = [5, 9, 3, 9]
+    assert plan_balanced(lengths, 18, 1, Costs()) == [[batch] for batch in plan_batches(lengths, 18)]
+
+
+def test_an_engine_log_prob_that_is_missing_counts_in_no_figure():
+    """The figures stay on the device until they are read, and are those of the tokens that have one."""
+    figures, told = TokenFigures(), torch.tensor([0.25, -0.5, 0.125])
+    missing = torch.tensor([math.nan])
+    figures._compare(torch.cat([told, missing]))
+    plain = TokenFigures()
+    plain._compare(told)
+    assert figures.sums() == plain.sums() and figures.maxima() == plain.maxima()
+    assert figures.sums()["engine_tokens"] == 3.0 and figures.maxima()["mismatch"] == 0.5
+    figures._compare(missing)
+    figures._compare(torch.empty(0))
+    assert figures.sums() == plain.sums()

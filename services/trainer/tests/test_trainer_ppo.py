@@ -29,6 +29,7 @@ from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.intake import Intake
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import OptimizerStep, step_rates
+from headrace_trainer.learning.planning import Costs
 from safetensors.torch import load_file
 
 PASSES = {"epochs": 2, "minibatches": 2}
@@ -138,6 +139,7 @@ class ValuedRounds:
     """A trainer group whose critic says how many tokens it has read."""
 
     shares_prefixes, replicas = True, 1
+    costs = Costs()
 
     def __init__(self):
         self.work, self.asked = [], []

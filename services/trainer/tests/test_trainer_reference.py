@@ -18,6 +18,7 @@ from headrace_trainer.algorithms.functional import kl_estimate
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import BatchLearner, Learner
+from headrace_trainer.learning.planning import Costs
 
 KL = {"kl_loss_coef": 0.3, "entropy_coef": 0.1}
 
@@ -257,6 +258,7 @@ class BackendRounds:
 
     replicas = 1
     shares_prefixes = True
+    costs = Costs()
 
     def __init__(self, backend):
         self.backend = backend

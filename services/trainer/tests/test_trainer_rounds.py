@@ -148,7 +148,7 @@ STUCK = """
 import time, torch
 from types import SimpleNamespace
 from headrace_trainer.group import messages, rounds
-from headrace_trainer.group.group import join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
 rounds.DEADLINE_S = 0.3
 trainer_group = join_trainer_group(4, 0, 1, "", 5, torch.device("cpu"))
 rank = SimpleNamespace(ranks=trainer_group, execute=lambda _: time.sleep(60))

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="without faults")
     parser.add_argument("--stale", action="store_true", help="every run that may has max_staleness 0 to 4")
+    parser.add_argument("--leaders-die", action="store_true", help="leaders are killed as their ranks meet")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
@@ -30,7 +31,9 @@ def main() -> None:
     pairs, ends = Counter[Pair](), Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
-            outcome = run_world(seed, faults=not arguments.calm, stale=arguments.stale)
+            outcome = run_world(
+                seed, faults=not arguments.calm, stale=arguments.stale, leaders_die=arguments.leaders_die
+            )
         except BaseException:  # any end, Ctrl-C too, is told with the seed that repeats it
             print(f"seed {seed} failed", flush=True)
             raise

@@ -31,6 +31,7 @@ from headrace_simulation.users import Users
 from headrace_simulation.virtual_time import run_virtual
 
 LIMIT_S = 20_000.0
+LEADERS_KILLED = 3
 SETTLED_S = 240.0
 """Seconds after the end of the last run within which everything must be closed and released."""
 
@@ -61,7 +62,8 @@ class World(Processes):
     """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete.
 
     `evaluations` of suites beside the runs; None: as many as the seed says, without faults none. `stale`: every run
-    that may has answers of older versions.
+    that may has answers of older versions. Where `leaders_die`, leaders of several ranks are killed as these meet,
+    LEADERS_KILLED times at most.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class World(Processes):
         count: int = 0,
         evaluations: int | None = None,
         stale: bool = False,
+        *,
+        leaders_die: bool = False,
     ) -> None:
         sizes = random.Random(f"{seed}/sizes")
         super().__init__(seed, faults, sizes.choice([1, 1, 2]) if faults else 1)
@@ -90,6 +94,8 @@ class World(Processes):
         if faults and regroups(seed):
             self.spare |= {"rollout": 2, "trainer": 2}  # What some run takes beyond its need, and gives back.
         self.counts: dict[str, int] = {}
+        self._meetings = random.Random(f"{seed}/meetings") if leaders_die else None
+        self._leaders_killed = 0
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
         self.coordinator: Coordinator | None = None
@@ -130,6 +136,25 @@ class World(Processes):
             "reward": 1,
             "simulator": max(2 * bool(spec.environment) for spec in self.specs),
         }
+
+    @override
+    def meets(self, incarnation: str, rank: int, world_size: int) -> None:
+        draw = self._meetings
+        if (
+            draw is None
+            or rank
+            or world_size < 2
+            or self._leaders_killed >= LEADERS_KILLED
+            or draw.random() < 0.3
+        ):
+            return
+        self._leaders_killed += 1
+        self.spawn(self._dies(incarnation, draw.choice([0.0, 0.0, 0.05, 0.2, 1.0])))
+
+    async def _dies(self, incarnation: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.faults.counts["leader"] += 1
+        await self.kill(incarnation)
 
     # --- the coordinator
 
@@ -302,7 +327,9 @@ def run_world(
     count: int = 0,
     evaluations: int | None = None,
     stale: bool = False,
+    *,
+    leaders_die: bool = False,
 ) -> Outcome:
     """Runs the world of one seed; raises `Violation`."""
     with moving(seed):
-        return run_virtual(World(seed, faults, count, evaluations, stale).live())
+        return run_virtual(World(seed, faults, count, evaluations, stale, leaders_die=leaders_die).live())

@@ -112,7 +112,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         check_number("generation", request.generation, 1)
         timeout = check_seconds("timeout", request.timeout) or JOIN_TIMEOUT_S
         self._instance.lost_peers.clear()
-        given_up = threading.Event()
+        stopped = threading.Event()
         try:
             await self._compute(
                 self._trainer.join,
@@ -121,10 +121,10 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
                 request.world_size,
                 request.rendezvous,
                 timeout,
-                given_up,
+                stopped,
             )
         finally:
-            given_up.set()  # Also where the caller has gone: the compute thread must be free for its next call.
+            stopped.set()  # Also where the caller has gone: the compute thread must be free for its next call.
         return trainer_pb2.JoinTrainerGroupResponse(generation=request.generation)
 
     def _on_lost(self, members: list[Member]) -> None:

@@ -21,7 +21,8 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.device import LeasedDevice, current
-from headrace_trainer.group.group import OnLost, TrainerGroup, join_trainer_group
+from headrace_trainer.group.forming import join_trainer_group
+from headrace_trainer.group.group import OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S
 from headrace_trainer.group.meeting import Member, own_facts
 from headrace_trainer.group.rank import Rank
@@ -126,11 +127,11 @@ class Trainer:
         world_size: int,
         rendezvous: str,
         timeout_s: float,
-        given_up: threading.Event | None = None,
+        stopped: threading.Event | None = None,
     ) -> None:
         """Joins a trainer group; what an older generation held and `leave` did not keep is lost.
 
-        `given_up` ends the wait for the other ranks: its caller has gone. Raises Refusal CONFLICT, RENDEZVOUS_TIMEOUT,
+        `stopped` ends the wait for the other ranks: its caller has gone. Raises Refusal CONFLICT, RENDEZVOUS_TIMEOUT,
         or INVALID for ranks that do not fit together.
         """
         key = (generation, rank, world_size, rendezvous)
@@ -155,7 +156,7 @@ class Trainer:
                 device,
                 member=Member(self._name or f"rank {rank}", self._incarnation, own_facts(device, dtype)),
                 on_lost=self._on_lost,
-                given_up=given_up,
+                stopped=stopped,
                 silent_s=SILENT_S if self._deadlines else math.inf,
             )
         self._joined = key

@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
@@ -60,6 +61,10 @@ class Processes(ABC):
     def heard(self, method: str, request: Any) -> None:
         """Called with each call of a coordinator to an instance."""
 
+    @abstractmethod
+    def meets(self, incarnation: str, rank: int, world_size: int) -> None:
+        """A trainer comes to the meeting of its group."""
+
     # --- life
 
     async def bear(self, kind: str, name: str, host: str) -> None:
@@ -77,6 +82,7 @@ class Processes(ABC):
             instance.peers = self.instances
         if isinstance(instance, Trainer):
             instance.trainer_groups, instance.helpers = self._trainer_groups, self._helpers
+            instance.on_meeting = partial(self.meets, incarnation)
         self.instances[incarnation] = instance
         self.spawn(self._lifeline(instance))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
@@ -35,6 +36,8 @@ class GroupedTrainer(Instance):
     helps: bool = False
     """Whether it is a helper: it has a base to learn from, and makes no versions."""
     trainer_groups: TrainerGroups = field(default_factory=dict)
+    on_meeting: Callable[[int, int], None] = lambda _rank, _world_size: None
+    """Called with its rank and their number when it comes to a meeting of several."""
     joined: tuple[int, int, int, str] | None = None
     suspended: bool = False
 
@@ -58,6 +61,7 @@ class GroupedTrainer(Instance):
         self.carried = None if request.rank else self.carried
         met = self.trainer_groups.setdefault((request.generation, where), {})
         met[request.rank] = self
+        self.on_meeting(request.rank, request.world_size)
         patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
         while len(self._trainer_group()) < request.world_size:
             await asyncio.sleep(0.1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -31,6 +32,8 @@ CLOSING_S = 60.0
 CLOSING_SHOWN_S = 5.0
 """A close that lasts so long is shown as what the run waits for; a usual one takes less than a second."""
 CLOSE_AGAIN_S = 0.5
+UNOPENED_S = 5.0
+"""How long an instance that has not answered OpenRun is asked to close: a late opening is closed by the reconciler."""
 Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
 
 
@@ -91,7 +94,9 @@ async def _abort_step(context: RunContext) -> None:
             context.note(f"ignored while stopping: {fault}")
     if context.state.ledger.open and not context.workers.trainers:
         await context.staffing.staff_trainers()  # The coordinator restarted: the trainer may have committed.
-    if context.workers.trainers:
+    trainers = context.workers.trainers
+    # A leader that has not opened the run has committed nothing of it since: it may not answer at all.
+    if trainers and (context.state.ledger.open or trainers[0].opened):
         await settle_commit(context)
 
 
@@ -122,6 +127,11 @@ async def close(context: RunContext, workers: Sequence[WorkerClient]) -> None:
     """
 
     async def one(worker: WorkerClient) -> None:
+        if not worker.opened:
+            with suppress(TimeoutError, InstanceDown, CallRefused):
+                async with asyncio.timeout(UNOPENED_S):
+                    await worker.close_run()
+            return
         fleet, deadline = context.fleet, context.event_log.monotonic() + CLOSING_S
         while True:
             try:

@@ -11,6 +11,7 @@ import torch
 from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
 from headrace_trainer.memory import MemoryPlan, Rooms
 
@@ -143,6 +144,10 @@ class Backend(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
+
+    @property
+    def costs(self) -> Costs:
+        """What micro-batches cost beside each other; fixed once weights are loaded."""
 
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
         """What this rank will need, by the models' shapes, in the layout that is chosen for these rooms; loads nothing.

@@ -22,7 +22,7 @@ SILENT_S = 10.0
 _SECRET_BYTES = 16
 _HELLO_BYTES = _SECRET_BYTES + 4
 _ALIVE, _LEFT, _LOST = b".", b"q", b"x"
-"""What is sent: it lives; it leaves in order; it has given the group up, for whichever rank is lost."""
+"""What is sent: it lives; it leaves in order; it has ended the group, for whichever rank is lost."""
 Lost = Callable[[tuple[int, ...], str], None]
 """Called once, on the liveness thread, with the ranks that are lost and a sentence."""
 
@@ -139,7 +139,7 @@ class Liveness:
                 del self._peers[connection]
                 continue
             if _LOST in said:
-                return (), f"rank {peer.rank} has given the group up"
+                return (), f"rank {peer.rank} has ended the group"
             if not said:
                 return (peer.rank,), f"rank {peer.rank} has closed its connections"
             peer.heard_at = now

@@ -1,6 +1,6 @@
 """How the ranks of a new trainer group meet: a store that rank 0 serves, what each rank is, and who does not fit.
 
-Every wait has a deadline and can be given up from another thread, so that a rank which dies meanwhile holds nobody.
+Every wait has a deadline and can be stopped from another thread, so that a rank which dies meanwhile holds nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace_trainer.errors import Refusal, invalid
 LOOK_S = 0.05
 _VERSIONS = ("torch", "headrace-trainer")
 CONNECT_LIMIT = timedelta(seconds=2)
-"""Of one try to connect to it: torch's own tries do not see that the wait was given up."""
+"""Of one try to connect to it: torch's own tries do not see that the wait was stopped."""
 _CALL_LIMIT = timedelta(seconds=15)
 """Of one exchange with rank 0's store."""
 
@@ -45,7 +45,7 @@ class _Hello(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
 
-class GivenUp(Exception):
+class MeetingStopped(Exception):
     """Nobody waits for this meeting any more."""
 
 
@@ -77,14 +77,14 @@ def meet(
     deadline: float,
     member: Member,
     liveness: tuple[int, bytes],
-    given_up: threading.Event,
+    stopped: threading.Event,
 ) -> Meeting:
     """Waits for all ranks; `deadline` is a time of `time.monotonic`, `liveness` rank 0's port and secret.
 
-    Raises RuntimeError when not all come in time, GivenUp, and Refusal INVALID for ranks that do not fit together.
+    Raises RuntimeError when not all come in time, MeetingStopped, and Refusal INVALID for ranks that do not fit.
     """
     host, port = address
-    server = _store(host, port, rank, world_size, deadline, given_up)
+    server = _store(host, port, rank, world_size, deadline, stopped)
     # A late rank of an older generation must not meet this one's keys.
     store = PrefixStore(f"generation-{generation}", server)
     hello = _Hello(member, *(liveness if rank == 0 else (0, b"")))
@@ -99,7 +99,7 @@ def meet(
     def missing() -> str:
         return f"rank {', '.join(str(r) for r, key in enumerate(keys) if key not in found)} did not come"
 
-    _await(all_here, deadline, given_up, missing)
+    _await(all_here, deadline, stopped, missing)
     hellos = [msgspec.json.decode(store.get(key), type=_Hello) for key in keys]
     members = [each.member for each in hellos]
     check_alike(members)
@@ -121,17 +121,17 @@ def check_alike(members: list[Member]) -> None:
 
 
 def _await(
-    ready: Callable[[], bool], deadline: float, given_up: threading.Event, missing: Callable[[], str]
+    ready: Callable[[], bool], deadline: float, stopped: threading.Event, missing: Callable[[], str]
 ) -> None:
     while not ready():
-        if given_up.wait(LOOK_S):
-            raise GivenUp
+        if stopped.wait(LOOK_S):
+            raise MeetingStopped
         if time.monotonic() > deadline:
             raise RuntimeError(missing())
 
 
 def _store(
-    host: str, port: int, rank: int, world_size: int, deadline: float, given_up: threading.Event
+    host: str, port: int, rank: int, world_size: int, deadline: float, stopped: threading.Event
 ) -> TCPStore:
     """Rank 0's store: served here, or connected to once it listens, by short tries."""
     found: list[TCPStore] = []
@@ -146,7 +146,7 @@ def _store(
                 raise
         return bool(found)
 
-    _await(connect, deadline, given_up, lambda: "rank 0 does not listen")
+    _await(connect, deadline, stopped, lambda: "rank 0 does not listen")
     found[0].set_timeout(_CALL_LIMIT)
     return found[0]
 

@@ -26,8 +26,8 @@ from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.group import messages
 from headrace_trainer.group.messages import AnyRound, Header
 from headrace_trainer.group.rank import Rank
-from headrace_trainer.learning.packing import plan_rounds
 from headrace_trainer.learning.passes import StepRounds
+from headrace_trainer.learning.planning import Costs, plan_rounds
 from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows, Sequence
 
 STUCK_EXIT_CODE = 70
@@ -188,6 +188,11 @@ class Rounds(StepRounds):
     def shares_prefixes(self) -> bool:
         return self.rank.backend.shares_prefixes
 
+    @property
+    @override
+    def costs(self) -> Costs:
+        return self.rank.backend.costs
+
     def restore(
         self,
         checkpoint: str,
@@ -265,7 +270,8 @@ class Rounds(StepRounds):
         started = time.monotonic()
         found: dict[int, Columns] = {}
         budget, replicas = self.rank.config.trainer.micro_batch_tokens, self.replicas
-        for work, _ in plan_rounds(groups, budget, replicas=replicas, shared=self.shares_prefixes):
+        shared, costs = self.shares_prefixes, self.costs
+        for work, _ in plan_rounds(groups, budget, replicas=replicas, shared=shared, costs=costs):
             results = self._lead_each([messages.InferRound(rows, list(columns)) for rows in work])
             for rows, values in zip(work, results, strict=True):
                 own = [id(sequence) for row in rows for sequence in row]

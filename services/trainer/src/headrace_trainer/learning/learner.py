@@ -15,7 +15,6 @@ from typing_extensions import override
 from headrace_trainer.algorithms._base import Algorithm, balance_loss_of
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import Inferred, Intake, Prepared, admitted, not_finite
-from headrace_trainer.learning.packing import plan_rounds
 from headrace_trainer.learning.passes import (
     Finished,
     OptimizerStep,
@@ -23,6 +22,7 @@ from headrace_trainer.learning.passes import (
     StepRounds,
     denominator,
 )
+from headrace_trainer.learning.planning import plan_rounds
 from headrace_trainer.learning.samples import Group, GroupRecord, Rows, Sequence
 
 
@@ -153,8 +153,14 @@ def planned(
     groups: Many[list[Sequence]], config: TrainerConfig, rounds: StepRounds
 ) -> list[tuple[list[Rows], set[int]]]:
     """Work of the rounds that go through these groups, with the groups in each."""
-    budget = config.trainer.micro_batch_tokens
-    return list(plan_rounds(groups, budget, replicas=rounds.replicas, shared=rounds.shares_prefixes))
+    plan = plan_rounds(
+        groups,
+        config.trainer.micro_batch_tokens,
+        replicas=rounds.replicas,
+        shared=rounds.shares_prefixes,
+        costs=rounds.costs,
+    )
+    return list(plan)
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:

@@ -15,10 +15,9 @@ of the longest path.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from headrace_modelkit.experts import OWN, ExpertShape, Routing
 from torch import Tensor
 
+from headrace_trainer.learning.planning import PrefixTree
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.learning.segments import Segment, Segments, runs_of
 
@@ -45,47 +45,6 @@ class Attends(Enum):
     SEGMENTS = "segments alone: rows are never padded"
 
 
-@dataclass
-class PrefixTree:
-    """The distinct prefixes of a row's sequences, parents before children."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    _children: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def add(self, tokens: list[int]) -> list[int]:
-        """The node of each token, making those that are not there yet."""
-        path: list[int] = []
-        node = -1
-        for token in tokens:
-            child = self._children.get((node, token))
-            if child is None:
-                child = len(self.tokens)
-                self._children[node, token] = child
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(len(path))
-            path.append(child)
-            node = child
-        return path
-
-    def growth(self, tokens: list[int]) -> int:
-        """How many nodes `add` would make."""
-        node = -1
-        for depth, token in enumerate(tokens):
-            child = self._children.get((node, token))
-            if child is None:
-                return len(tokens) - depth
-            node = child
-        return 0
-
-    @property
-    def branches(self) -> bool:
-        """Whether some node has two children, so that plain causal attention would be wrong."""
-        return any(parent != node - 1 for node, parent in enumerate(self.parents))
-
-
 @dataclass(frozen=True)
 class Paths:
     """The sequences of a micro-batch one by one, for attention that is causal along each of them.
@@ -98,7 +57,7 @@ class Paths:
     places_RL: Tensor
 
     @classmethod
-    def of(cls, paths: Iterable[tuple[int, list[int]]], rows: int, length: int) -> Paths:
+    def of(cls, paths: Iterable[tuple[int, np.ndarray]], rows: int, length: int) -> Paths:
         """From (row, nodes in it) of each sequence; rows are padded to `length` nodes."""
         found = list(paths)
         longest = max(len(path) for _, path in found)
@@ -113,11 +72,6 @@ class Paths:
     def to(self, device: torch.device) -> Paths:
         """The same on `device`."""
         return Paths(*(value.to(device, non_blocking=True) for value in vars(self).values()))
-
-
-def context(sequence: Sequence) -> list[int]:
-    """The tokens that must be read to predict the trained ones: the last trained one has no successor."""
-    return sequence.tokens[: sequence.trained[-1]] if sequence.trained else []
 
 
 @dataclass(frozen=True)
@@ -137,7 +91,7 @@ class Nodes:
     @classmethod
     def of(
         cls,
-        paths: list[tuple[int, list[int]]],
+        paths: list[tuple[int, np.ndarray]],
         sequences: list[Sequence],
         starts: list[int],
         shape: tuple[int, int],
@@ -263,16 +217,15 @@ def pack(
     Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any.
     """
     trees = [PrefixTree() for _ in rows]
-    pairs: dict[tuple[int, int, int], int] = {}
-    index: list[int] = []
     sequences = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
-    paths: list[tuple[int, list[int]]] = []
+    paths: list[tuple[int, np.ndarray]] = []
+    predicted: list[np.ndarray] = []
     for row, sequence in sequences:
-        path = trees[row].add(context(sequence))
+        tokens, trained = np.asarray(sequence.tokens, np.int64), np.asarray(sequence.trained, np.int64)
+        path = trees[row].add(tokens[: trained[-1]] if len(trained) else tokens[:0])
         paths.append((row, path))
-        for position in sequence.trained:
-            pair = (row, path[position - 1], sequence.tokens[position])
-            index.append(pairs.setdefault(pair, len(pairs)))
+        predicted.append(np.stack([np.full(len(trained), row), path[trained - 1], tokens[trained]]))
+    (rows_U, nodes_U, targets_U), index_K = _distinct(np.concatenate(predicted, axis=1))
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
     return MicroBatch(
@@ -281,11 +234,11 @@ def pack(
         mask_R1LL=laid_out.mask_R1LL,
         paths=laid_out.paths,
         segments=laid_out.segments,
-        sources_U=torch.tensor([laid_out.starts[row] + node for row, node, _ in pairs], dtype=torch.long),
-        targets_U=torch.tensor([token for _, _, token in pairs], dtype=torch.long),
-        index_K=torch.tensor(index, dtype=torch.long),
-        advantages_K=_of_tokens([s.advantages or [0.0] * len(s.trained) for _, s in sequences]),
-        weights_K=_of_tokens([[s.weight] * len(s.trained) for _, s in sequences]),
+        sources_U=torch.from_numpy(np.asarray(laid_out.starts, np.int64)[rows_U] + nodes_U),
+        targets_U=torch.from_numpy(targets_U),
+        index_K=torch.from_numpy(index_K),
+        advantages_K=_of_tokens([s.advantages or np.zeros(len(s.trained)) for _, s in sequences]),
+        weights_K=_of_tokens([np.full(len(s.trained), s.weight) for _, s in sequences]),
         engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
         columns_K=_columns([s for _, s in sequences]),
@@ -293,6 +246,17 @@ def pack(
         if experts
         else None,
     )
+
+
+def _distinct(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different columns of (3, K) in the order in which they come, and which of them each column is."""
+    _, nodes, targets = columns + 1
+    key = (columns[0] * nodes.max(initial=1) + columns[1]) * targets.max(initial=1) + columns[2]
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return columns[:, first[order]], number[which]
 
 
 @dataclass(frozen=True)
@@ -309,7 +273,7 @@ class _LaidOut:
 
 def _laid_out(
     trees: list[PrefixTree],
-    paths: list[tuple[int, list[int]]],
+    paths: list[tuple[int, np.ndarray]],
     attends: Attends,
     *,
     shared: bool,
@@ -333,19 +297,22 @@ def _laid_out(
     )
 
 
-def _parts(rows: int, paths: list[tuple[int, list[int]]]) -> list[list[Segment]]:
+def _parts(rows: int, paths: list[tuple[int, np.ndarray]]) -> list[list[Segment]]:
     """Segments of each row: the nodes that a sequence has added to its tree, behind those that were there."""
     found: list[list[Segment]] = [[] for _ in range(rows)]
     for row, path in paths:
         first = found[row][-1].stop if found[row] else 0
-        if path and path[-1] >= first:
-            before = len(path) - (path[-1] - first + 1)
-            found[row].append(Segment(first, path[-1] + 1, first, runs_of(path[:before])))
+        if len(path) and path[-1] >= first:
+            last = int(path[-1])
+            before = len(path) - (last - first + 1)
+            found[row].append(Segment(first, last + 1, first, runs_of(path[:before])))
     return found
 
 
 def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: int) -> _LaidOut:
-    tokens, depths = ([value for tree in trees for value in kind(tree)] for kind in (_tokens, _depths))
+    tokens, depths = (
+        np.concatenate(kind) for kind in ([tree.tokens for tree in trees], [tree.depths for tree in trees])
+    )
     starts = [0, *np.cumsum([len(tree.tokens) for tree in trees]).tolist()]
     listed = [part.moved(start, start) for row, start in zip(parts, starts, strict=False) for part in row]
     if more := -len(tokens) % multiple:  # a sequence of its own that nothing looks at
@@ -358,38 +325,30 @@ def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: i
     )
 
 
-def _tokens(tree: PrefixTree) -> list[int]:
-    return tree.tokens
-
-
-def _depths(tree: PrefixTree) -> list[int]:
-    return tree.depths
-
-
-def _cheaper(paths: list[tuple[int, list[int]]], rows: int, length: int) -> bool:
+def _cheaper(paths: list[tuple[int, np.ndarray]], rows: int, length: int) -> bool:
     """Whether attention along each path computes fewer pairs of positions than attention over whole rows."""
     return _pairs_along(paths) < rows * length**2
 
 
-def _segments_win(parts: list[list[Segment]], paths: list[tuple[int, list[int]]]) -> bool:
+def _segments_win(parts: list[list[Segment]], paths: list[tuple[int, np.ndarray]]) -> bool:
     """Whether attention of segments takes less time on a CPU than along each path; causal kernels skip half of it."""
     pairs = sum(Segments.of(row).pairs for row in parts if row)
     return pairs * SEVERAL_CALLS < _pairs_along(paths) / 2
 
 
-def _pairs_along(paths: list[tuple[int, list[int]]]) -> int:
+def _pairs_along(paths: list[tuple[int, np.ndarray]]) -> int:
     return len(paths) * max(len(path) for _, path in paths) ** 2
 
 
 def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
     names = sorted({name for sequence in sequences for name in sequence.columns})
     return {
-        name: _of_tokens([s.columns.get(name) or [math.nan] * len(s.trained) for s in sequences])
+        name: _of_tokens([s.columns.get(name) or np.full(len(s.trained), math.nan) for s in sequences])
         for name in names
     }
 
 
-def _padded(rows: list[list[int]], length: int, *, rising: bool = False) -> Tensor:
+def _padded(rows: list[np.ndarray], length: int, *, rising: bool = False) -> Tensor:
     out_RL = np.zeros((len(rows), length), dtype=np.int64)
     if rising:
         out_RL[:] = np.arange(length)
@@ -407,65 +366,5 @@ def _mask(parts: list[list[Segment]], length: int) -> Tensor:
     return mask_RLL[:, None]
 
 
-def _of_tokens(parts: list[list[float]]) -> Tensor:
-    return torch.tensor([value for values in parts for value in values], dtype=torch.float32)
-
-
-def plan_rows(sequences: list[Sequence], budget: int, *, shared: bool) -> list[tuple[int, list[int]]]:
-    """Splits one group's sequences into rows of at most `budget` nodes: (nodes, indices of sequences).
-
-    A sequence longer than the budget gets a row of its own. Sequences without trained tokens are left out.
-    """
-    rows: list[tuple[PrefixTree, list[int]]] = []
-    for index, sequence in enumerate(sequences):
-        tokens = context(sequence)
-        if not tokens:
-            continue
-        fits = shared and rows and len(rows[-1][0].tokens) + rows[-1][0].growth(tokens) <= budget
-        if not fits:
-            rows.append((PrefixTree(), []))
-        rows[-1][0].add(tokens)
-        rows[-1][1].append(index)
-    return [(len(tree.tokens), members) for tree, members in rows]
-
-
-def plan_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Puts rows into micro-batches of at most `budget` padded nodes, longest first to pad little."""
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not batches or (len(batches[-1]) + 1) * longest > budget:
-            batches.append([])
-            longest = lengths[row]
-        batches[-1].append(row)
-    return batches
-
-
-def plan_even(lengths: list[int], budget: int, ranks: int) -> list[list[int]]:
-    """As `plan_batches`, in whole rounds of `ranks` micro-batches where there are rows for them, and even ones.
-
-    A round takes as long as its largest micro-batch: no more of them than rounds need, and the largest is smallest.
-    """
-    least = plan_batches(lengths, budget)
-    wanted = min(-(-len(least) // ranks) * ranks, len(lengths))
-    if ranks == 1 or not least:
-        return least
-    enough = bisect_left(range(budget), True, key=lambda size: len(plan_batches(lengths, size)) <= wanted)
-    return plan_batches(lengths, enough)
-
-
-def plan_rounds(
-    groups: Many[list[Sequence]], budget: int, *, replicas: int, shared: bool
-) -> Iterator[tuple[list[Rows], set[int]]]:
-    """(work of each replica, indices of the groups in it) of each round; no row has sequences of two groups."""
-    rows = [
-        (owner, length, [sequences[index] for index in members])
-        for owner, sequences in enumerate(groups)
-        for length, members in plan_rows(sequences, budget, shared=shared)
-    ]
-    batches = plan_even([length for _, length, _ in rows], budget, replicas)
-    for first in range(0, len(batches), replicas):
-        chosen = batches[first : first + replicas]
-        work: list[Rows] = [[rows[row][2] for row in micro] for micro in chosen]
-        work += [[] for _ in range(replicas - len(work))]
-        yield work, {rows[row][0] for micro in chosen for row in micro}
+def _of_tokens(parts: Many[list[float] | np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(values, np.float32) for values in parts]))

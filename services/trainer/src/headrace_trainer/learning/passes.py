@@ -19,6 +19,7 @@ from headrace_trainer.algorithms._base import Algorithm, CriticPlan, Passes
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning.intake import not_finite
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import (
     Columns,
     CreditData,
@@ -44,6 +45,10 @@ class StepRounds(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences of a row share what they have in common."""
+
+    @property
+    def costs(self) -> Costs:
+        """What micro-batches cost beside each other."""
 
     def micro(self, work: Many[list[Rows]]) -> list[bool]:
         """Accumulates micro-batches, each with an entry for each replica; whether each was finite everywhere.

@@ -8,6 +8,7 @@ Shapes: N queries, M keys, S segments, P pieces of the keys, T keys that the seg
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -164,9 +165,9 @@ class Visible:
         return self(queries[:, None], keys[None, :])
 
 
-def runs_of(nodes: list[int]) -> tuple[Run, ...]:
+def runs_of(nodes: Many[int] | np.ndarray) -> tuple[Run, ...]:
     """Rising numbers as runs."""
-    if not nodes:
+    if not len(nodes):
         return ()
     found = np.asarray(nodes)
     cuts = np.flatnonzero(np.diff(found) != 1) + 1

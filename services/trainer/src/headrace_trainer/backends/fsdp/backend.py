@@ -149,7 +149,8 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         batch = self._pack(rows)
         found_K = self._forward(batch, values=values)
         loss = loss_of(found_K, batch)
-        finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(found_K[0]).all())
+        # The one moment of a micro-batch in which the host waits for the device.
+        finite = bool(torch.isfinite(loss) & torch.isfinite(found_K[0]).all())
         if not self._ranks.all_true(finite):
             return False
         self._dirty = True

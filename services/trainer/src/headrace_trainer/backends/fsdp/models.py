@@ -63,6 +63,7 @@ from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, MicroBatch, pack
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, Rooms
 
@@ -87,6 +88,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._dirty = False
         """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
+        self._square_nodes = math.inf
+        """Length at which attention costs as much as all else."""
         self._reference: Reference | None = None
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
@@ -116,6 +119,11 @@ class FsdpModels(LanguageModel, AdaptingBackend):
     def shares_prefixes(self) -> bool:
         """Both models must follow a tree's mask."""
         return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
+
+    @property
+    @override
+    def costs(self) -> Costs:
+        return Costs(self._square_nodes, padded=self._attends is not Attends.SEGMENTS)
 
     @override
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
@@ -324,6 +332,8 @@ class FsdpModels(LanguageModel, AdaptingBackend):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
+        # 24 D² products a layer and token against 2 D for each token before it.
+        self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)

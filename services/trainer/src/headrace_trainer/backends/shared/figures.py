@@ -1,4 +1,7 @@
-"""Figures over trained tokens, kept as sums and maxima so that they add up over micro-batches and ranks."""
+"""Figures over trained tokens, kept as sums and maxima so that they add up over micro-batches and ranks.
+
+They stay on the device until they are asked for: a figure that is read at each micro-batch makes the host wait for it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import LossSums, TokenBatch
 from headrace_trainer.learning.figures import LARGEST_LOG_RATIO
+
+Figure = float | Tensor
+"""A number, or a double without dimensions that is still on the device."""
 
 
 class TokenFigures:
@@ -25,32 +31,33 @@ class TokenFigures:
             "ratio",
             "ratio_square",
         )
-        self._sums: dict[str, float] = dict.fromkeys(names, 0.0)
-        self._own: dict[str, float] = {}
-        self._maxima: dict[str, float] = {"mismatch": 0.0, "ratio": 0.0}
+        self._sums: dict[str, Figure] = dict.fromkeys(names, 0.0)
+        self._own: dict[str, Figure] = {}
+        self._maxima: dict[str, Figure] = {"mismatch": 0.0, "ratio": 0.0}
 
     def add(self, sums: LossSums, batch: TokenBatch) -> None:
         """Adds a micro-batch. The mismatch is that of the old log-probs; tokens without an engine one are left out."""
         self._sums["tokens"] += float(batch.log_probs_K.numel())
-        self._sums["loss"] += float(sums.loss.detach())
+        self._sums["loss"] += sums.loss.detach().double()
         self._compare((batch.old_log_probs_K - batch.engine_log_probs_K).detach())
         for name, value in sums.token_sums.items():
-            self._own[name] = self._own.get(name, 0.0) + float(value.detach())
+            self._own[name] = self._own.get(name, 0.0) + value.detach().double()
 
     def _compare(self, log_ratio_K: Tensor) -> None:
-        known_K = log_ratio_K[torch.isfinite(log_ratio_K)].double()
-        if not known_K.numel():
+        if not log_ratio_K.numel():
             return
-        ratio_K, off_K = known_K.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), known_K.abs()
+        # Where there is no engine log-prob every term is 0: leaving those tokens out would need their number here.
+        told_K = torch.isfinite(log_ratio_K)
+        known_K = torch.where(told_K, log_ratio_K, 0.0).double()
+        ratio_K = known_K.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp() * told_K
+        off_K, told = known_K.abs(), told_K.sum().double()
         # Of tokens that the engine drew, ratio - 1 - log ratio estimates KL(engine || trainer); never below 0.
-        sums = torch.stack([off_K, ratio_K - 1 - known_K, ratio_K, ratio_K.square()]).sum(-1).tolist()
-        for name, value in zip(("mismatch", "mismatch_kl", "ratio", "ratio_square"), sums, strict=True):
+        terms = torch.stack([off_K, ratio_K - told_K.double() - known_K, ratio_K, ratio_K.square()]).sum(-1)
+        for name, value in zip(("mismatch", "mismatch_kl", "ratio", "ratio_square"), terms, strict=True):
             self._sums[name] += value
-        self._sums["engine_tokens"] += known_K.numel()
-        for name, value in zip(
-            ("mismatch", "ratio"), torch.stack([off_K, ratio_K]).amax(-1).tolist(), strict=True
-        ):
-            self._maxima[name] = max(self._maxima[name], value)
+        self._sums["engine_tokens"] += told
+        for name, value in zip(("mismatch", "ratio"), torch.stack([off_K, ratio_K]).amax(-1), strict=True):
+            self._maxima[name] = _larger(self._maxima[name], value)
 
     def balance(self, loss: float, busiest: float) -> None:
         """Adds the load-balance loss of a minibatch, and the share of the busiest expert against an equal one."""
@@ -64,16 +71,14 @@ class TokenFigures:
 
     def compare_unforced(self, log_ratio_K: Tensor) -> None:
         """Adds the mismatch of tokens that were computed with the routers' own choice."""
-        known_K = log_ratio_K[torch.isfinite(log_ratio_K)].double().abs()
-        for name, value in (
-            ("unforced_tokens", known_K.numel()),
-            ("unforced_mismatch", known_K.sum().item()),
-        ):
+        told_K = torch.isfinite(log_ratio_K)
+        off_K = torch.where(told_K, log_ratio_K, 0.0).double().abs()
+        for name, value in (("unforced_tokens", told_K.sum().double()), ("unforced_mismatch", off_K.sum())):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_entropy(self, entropy_K: Tensor) -> None:
         """Adds the entropies of a micro-batch's tokens."""
-        self._sums["entropy"] += float(entropy_K.sum())
+        self._sums["entropy"] += entropy_K.sum().double()
 
     def merge(self, other: TokenFigures) -> None:
         """Adds another's."""
@@ -82,7 +87,7 @@ class TokenFigures:
         for name, value in other._own.items():
             self._own[name] = self._own.get(name, 0.0) + value
         for name, value in other._maxima.items():
-            self._maxima[name] = max(self._maxima[name], value)
+            self._maxima[name] = _larger(self._maxima[name], value)
 
     @classmethod
     def of(cls, sums: Mapping[str, float], maxima: Mapping[str, float]) -> TokenFigures:
@@ -96,8 +101,23 @@ class TokenFigures:
 
     def sums(self) -> dict[str, float]:
         """Sums by name; the algorithm's own are prefixed "own."."""
-        return self._sums | {f"own.{name}": value for name, value in self._own.items()}
+        return _read(self._sums | {f"own.{name}": value for name, value in self._own.items()})
 
     def maxima(self) -> dict[str, float]:
         """Maxima by name."""
-        return dict(self._maxima)
+        return _read(self._maxima)
+
+
+def _larger(one: Figure, other: Figure) -> Figure:
+    if not isinstance(one, Tensor) and not isinstance(other, Tensor):
+        return max(one, other)
+    device = one.device if isinstance(one, Tensor) else other.device if isinstance(other, Tensor) else None
+    pair = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (one, other)]
+    return torch.maximum(*pair)
+
+
+def _read(figures: Mapping[str, Figure]) -> dict[str, float]:
+    """Numbers, of which those on the device come in one transfer."""
+    waiting = [value for value in figures.values() if isinstance(value, Tensor)]
+    found = iter(torch.stack(waiting).tolist() if waiting else ())
+    return {name: next(found) if isinstance(value, Tensor) else value for name, value in figures.items()}

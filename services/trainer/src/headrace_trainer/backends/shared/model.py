@@ -40,6 +40,7 @@ from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW
 from headrace_trainer.backends.shared.warmup import SupervisedBatches
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Columns, Rows
 
 LossOf = Callable[[Forward, MicroBatch], Tensor]
@@ -99,6 +100,11 @@ class LearnedModel(Backend):
         """After an optimizer step."""
 
     # What all do
+
+    @property
+    @override
+    def costs(self) -> Costs:
+        return Costs()
 
     @property
     @override

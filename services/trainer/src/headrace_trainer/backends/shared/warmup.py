@@ -10,7 +10,7 @@ from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import TrainerConfig, WarmupExample
 
 from headrace_trainer.errors import invalid
-from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.planning import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Rows, Sequence
 
 
