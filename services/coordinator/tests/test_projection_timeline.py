@@ -219,7 +219,7 @@ def test_rest_ends_with_new_work_and_stays_the_stages_time():
 def run_of(name, state):
     return RunState(
         id=name,
-        spec={},
+        spec={"rollout": {"engine": "transformers"}},
         directory="",
         state=state,
         created_at=0.0,
