@@ -51,7 +51,7 @@ def test_what_fits_nowhere_is_refused_with_what_was_tried(tmp_path):
     file = RECIPES / "qwen-7b-grpo.yaml"
     config = config_of(file, tmp_path, ranks=8, micro_batch_tokens=28672)
     with pytest.raises(Refusal) as caught:
-        layout_on(config, 8 * 2**30, 64 * 2**30, 8)
+        layout_on(config, 8 * 2**30, HOST, 8)
     message = caught.value.message
     assert caught.value.reason == "INVALID" and "trainer.ranks: a rank needs at least" in message
     table = message[message.index("Tried, the cheapest first:") :].splitlines()[1:]
