@@ -134,7 +134,7 @@ def write_shape(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = _Models.from_config(config, dtype=dtype)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count: int = sum(parameter.numel() for parameter in model.parameters())
     save_model(model, codec, directory)
     return count
 
