@@ -155,17 +155,18 @@ def test_options_must_suit_one_of_the_releases_that_run():
 
 
 def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_submission():
+    """One of somebody else's: of the built-in ones the schema says so."""
     trainer = {
         **FLEET.capabilities["trainer"],
-        "algorithms": frozenset({"grpo", "opo"}),
+        "algorithms": frozenset({"grpo", "mine"}),
         "algorithm_features": frozenset({"grpo:off_policy"}),
     }
     fleet = replace(FLEET, capabilities={**FLEET.capabilities, "trainer": trainer})
     placement = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["h/cpu:1"]}
-    found = problems({"algorithm": {"name": "opo", "max_staleness": 1}, "placement": placement}, fleet)
+    found = problems({"algorithm": {"name": "mine", "max_staleness": 1}, "placement": placement}, fleet)
     assert list(found) == ["algorithm.max_staleness"]
-    assert "opo is right" in found["algorithm.max_staleness"] and "grpo" in found["algorithm.max_staleness"]
-    assert problems({"algorithm": {"name": "opo"}, "placement": placement}, fleet) == {}
+    assert "mine is right" in found["algorithm.max_staleness"] and "grpo" in found["algorithm.max_staleness"]
+    assert problems({"algorithm": {"name": "mine"}, "placement": placement}, fleet) == {}
     assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}, fleet) == {}
     # Trainers that register no features say it when the run opens.
     assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}
