@@ -194,9 +194,7 @@ def weight_sync(bench: Bench) -> Finding:
 
         leg("write_shared_memory", size, write)
         back = torch.from_file(file.name, shared=True, size=count, dtype=torch.bfloat16)
-        again = leg(
-            "digest_of_mapped", size, lambda: digest_bytes(memoryview(back.view(torch.uint8).numpy()))
-        )
+        again = leg("digest_of_mapped", size, lambda: digest_bytes(back.view(torch.uint8).numpy().data))
         leg("mapped_to_device", size, lambda: back.to(device, copy=True))
     wrong = () if again == digest else ("what came out of shared memory is not what went in",)
     return Finding({"bytes": float(size), **legs}, wrong)

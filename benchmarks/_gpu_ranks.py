@@ -83,7 +83,7 @@ def train(model: str, name: str, rank: int, world: int, rendezvous: str, tokens:
                     figures["awake_bytes"] = used()
                 norm = backend.commit(float(_answer(tokens) * world), 1e-3).grad_norm
             figures["suspended_norm" if suspends else "straight_norm"] = norm
-            plan: Any = backend.memory_plan()
+            plan: Any = backend.memory_plan(trainer_group.least_rooms()[0])
             figures["planned_device_bytes"] = float(sum(plan.device.values()))
             figures["planned_host_bytes"] = float(sum(plan.host.values()))
             if not suspends and device.type == "cuda":

@@ -130,10 +130,11 @@ def run(kind: str, heads: list[Any], segments: Segments) -> None:
     from headrace_trainer.backends.shared.attention import attend_segments, by_mask
     from headrace_trainer.learning.segments import Segments
 
+    query, key, value = heads
     if kind == "packed":
-        found = attend_segments(*heads, segments)
+        found: Any = attend_segments(query, key, value, segments)
     else:
-        found = by_mask(*heads, Segments.of(segments.parts).to(heads[0].device), WIDTH**-0.5)
+        found = by_mask(query, key, value, Segments.of(segments.parts).to(query.device), WIDTH**-0.5)
     found.backward(found.detach())
     for each in heads:
         each.grad = None
@@ -144,9 +145,9 @@ def peak_bytes() -> Any:
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Peak(TorchDispatchMode):
+    class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.most = self.now = 0
             self._known: set[int] = set()
 

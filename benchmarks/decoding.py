@@ -20,6 +20,7 @@ from typing import Any
 from _harness import emit, say, table
 from _transfers import MEASUREMENTS, load
 from headrace_planner import Lengths, Point, Profile, Workload, fit
+from headrace_planner.cluster import simulate, simulate_elastic
 from headrace_planner.profiling.fitting import two_costs
 
 CURVES = Path(__file__).parent / "data" / "decode_curves.json"
@@ -84,11 +85,10 @@ def elastic_under() -> Iterator[tuple[str, float]]:
     costs, rows = elastic.move_costs(data), []
     for power in SHOWN:
         with_power = under(elastic, data, power)
-        static = min(elastic.simulate(with_power, tree, 1, 1).step_s for _, tree in elastic.modes(with_power))
+        static = min(simulate(with_power, tree, 1, 1).step_s for _, tree in elastic.modes(with_power))
         both = elastic.resident(with_power)
         moved = min(
-            elastic.simulate_elastic(both, tree, costs, 1, 1, 8).step_s
-            for _, tree in elastic.elastic_trees(64)
+            simulate_elastic(both, tree, costs, 1, 1, 8).step_s for _, tree in elastic.elastic_trees(64)
         )
         generate = with_power.profiles["generate"]
         rows.append(

@@ -41,7 +41,8 @@ def main() -> None:
     options = parse()
     say(machine())
     figures: dict[str, float] = {}
-    rows, errors = [HEAD], []
+    rows: list[tuple[str, ...]] = [HEAD]
+    errors: list[float] = []
     for model in options.models:
         for ranks in options.ranks:
             for kind in options.kinds:
@@ -50,7 +51,7 @@ def main() -> None:
                     found = measure(case)
                 except Refusal as refusal:
                     say(f"{model} on {ranks}, {kind}: {refusal.message}")
-                    rows.append((model, str(ranks), kind, "fits in none", *("-" for _ in HEAD[4:])))
+                    rows.append((model, str(ranks), kind, "fits in none", *["-"] * len(HEAD[4:])))
                     continue
                 _, plan = planned(case)
                 name, error = f"{model}_{ranks}_{kind}", sum(plan.device.values()) / found.peak() - 1

@@ -299,7 +299,9 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
     if config.trainer.lora is not None:
         add_adapters(model, config.trainer.lora, config.seed)
-    take_routers(model)  # as the trainer computes experts; transformers' products take no fake tensors in fp32
+    take_routers(
+        model
+    )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
     _attend_as_on_a_gpu(model)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
