@@ -97,7 +97,7 @@ LINT = [
     _script("words", "-m", "ci.words"),
 ]
 
-_UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS.items()]
+_UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name, folder in UNITS.items()]
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 

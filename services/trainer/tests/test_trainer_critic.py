@@ -59,12 +59,17 @@ def copied(tensors):
     return {name: tensor.clone() for name, tensor in tensors}
 
 
+def critic_weights(backend):
+    """Every parameter and buffer of the critic, whole."""
+    return {name: backend._sharded.gather(name) for name in backend._sharded.critic_names}
+
+
 class Plain:
     """Policy and critic of a backend, as plain modules without sharding or packing."""
 
     def __init__(self, backend, directory, kind):
         section = ModelSection(path=str(directory), dtype="float32")
-        whole = dict(backend._sharded.critic_weights())
+        whole = critic_weights(backend)
         self.policy = load_model(section)
         load_weights(self.policy, dict(backend.weights()))
         self.body = self.policy.base_model
@@ -190,7 +195,7 @@ def test_the_critic_learns_at_its_own_rate_and_is_never_published(make_backend, 
     backend = make_backend(algorithm=ppo(critic=kind, value_coefficient=1.0))
     plain = make_backend()
     assert backend.weight_layout() == plain.weight_layout()
-    weights, critic = copied(backend.weights()), copied(backend._sharded.critic_weights())
+    weights, critic = copied(backend.weights()), copied(critic_weights(backend).items())
     assert weights.keys() == dict(plain.weights()).keys()
     group = with_columns(sequences(1))
     accumulate(backend, [group], 512)
@@ -198,7 +203,7 @@ def test_the_critic_learns_at_its_own_rate_and_is_never_published(make_backend, 
     assert report.finite and report.critic_grad_norm > 0 and report.grad_norm > 0
     assert all(torch.equal(weights[name], value) for name, value in backend.weights())
     moved = {
-        name for name, value in backend._sharded.critic_weights() if not torch.equal(critic[name], value)
+        name for name, value in critic_weights(backend).items() if not torch.equal(critic[name], value)
     }
     assert set(HEAD.values()) <= moved
     sums = report.token_sums
@@ -237,7 +242,7 @@ def test_warm_up_leaves_a_critic_that_begins_as_the_policy(make_backend):
     )
     before = copied(backend.weights())
     assert backend.warm_up().steps == 2
-    weights, critic = copied(backend.weights()), copied(backend._sharded.critic_weights())
+    weights, critic = copied(backend.weights()), copied(critic_weights(backend).items())
     assert not torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     body = {n.removeprefix(f"{CRITIC}body."): v for n, v in critic.items() if ".body." in n}
     assert len(body) > 10 and all(torch.equal(weights[f"model.{name}"], v) for name, v in body.items())
