@@ -72,7 +72,7 @@ async def test_groups_assigned_later_on_the_same_stream_are_filled(rollout, assi
 
 async def test_a_chat_prompt_goes_through_the_template(rollout, codec):
     chat = rollout_pb2.ChatPrompt(
-        messages=[rollout_pb2.ChatMessage(role="user", content="copy 12")], prefill=" ="
+        messages=[common_pb2.ChatMessage(role="user", content="copy 12")], prefill=" ="
     )
     group = rollout_pb2.GroupAssignment(
         prompt=rollout_pb2.Prompt(chat=chat), samples=[rollout_pb2.SampleAssignment(attempt=1)]

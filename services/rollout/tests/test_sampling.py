@@ -132,9 +132,11 @@ def test_greedy_rows_take_the_best_and_report_temperature_one():
 def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, data):
     batch = Batch(12)
     batch.trajectories = [f"s{row}" for row in range(count)]
+    batch.routes = [bytearray([row]) for row in range(count)]
     batch.length[:count] = np.arange(count)
     gone = data.draw(st.sets(st.integers(0, count - 1)))
     targets, sources = batch.remove(list(gone))
     assert len(targets) == len(sources) <= len(gone)
     kept = {name: int(batch.length[row]) for row, name in enumerate(batch.trajectories)}
     assert kept == {f"s{row}": row for row in range(count) if row not in gone}
+    assert [f"s{own[0]}" for own in batch.routes] == batch.trajectories

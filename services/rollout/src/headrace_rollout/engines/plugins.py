@@ -21,6 +21,7 @@ TRANSFORMERS = Plugin(
         "inflight_update",
         "score_processed",
         "suspend_frees_memory",
+        "routed_experts",
         *_DISTRIBUTIONS,
     ),
 )
@@ -29,7 +30,7 @@ VLLM = Plugin(
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
-    features=("resume_from_prefix", "inflight_update", "tensor_parallel", *_DISTRIBUTIONS),
+    features=("resume_from_prefix", "inflight_update", "tensor_parallel", "routed_experts", *_DISTRIBUTIONS),
 )
 SGLANG = Plugin(
     "headrace_rollout.engines.hosted.building:build_sglang",
