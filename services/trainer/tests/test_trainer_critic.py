@@ -202,9 +202,7 @@ def test_the_critic_learns_at_its_own_rate_and_is_never_published(make_backend, 
     report = backend.commit(10.0, 0.0, critic_rate=1e-2)
     assert report.finite and report.critic_grad_norm > 0 and report.grad_norm > 0
     assert all(torch.equal(weights[name], value) for name, value in backend.weights())
-    moved = {
-        name for name, value in critic_weights(backend).items() if not torch.equal(critic[name], value)
-    }
+    moved = {name for name, value in critic_weights(backend).items() if not torch.equal(critic[name], value)}
     assert set(HEAD.values()) <= moved
     sums = report.token_sums
     assert sums["own.value_loss"] > 0 and sums["own.value_error_square"] > 0

@@ -80,8 +80,8 @@ class Case:
         )
 
     def rows(self) -> Rows:
-        """Answers as long as rows, the last 64 of each trained."""
-        length, trained = self.row_tokens, self.row_tokens // 32
+        """Rows of an answer each, of which all but the first 32nd is trained: plans assume that most tokens are."""
+        length, trained = self.row_tokens, self.row_tokens - self.row_tokens // 32
         columns = dict.fromkeys(
             build_algorithm(self.config(Path("none")).algorithm).columns, [-1.0] * trained
         )

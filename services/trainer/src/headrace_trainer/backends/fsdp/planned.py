@@ -204,7 +204,7 @@ def plan_memory(
         if frozen_whole
         else -(-sizes.frozen // layout.shard_ranks) * width,
         "gathered weights": whole,
-        **_work(sizes, layout, largest, adapters=adapters),
+        **_work(sizes, layout, largest, width, adapters=adapters),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
     host = {
@@ -232,13 +232,14 @@ _OFFLOADED = {
 }
 
 
-def _work(sizes: Sizes, layout: Layout, largest: Unit, *, adapters: bool) -> dict[str, int]:
+def _work(sizes: Sizes, layout: Layout, largest: Unit, width: int, *, adapters: bool) -> dict[str, int]:
     """What a micro-batch needs beside all that stays, at the moment when it is most: as the loss's gradient reaches the
     head, in the first layer that a backward recomputes, or as the root's gradients are reduced, last of all.
     """
     outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
     inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
-    tiles = 5 * sizes.tile * FP32
+    # Logits of a chunk, what they become, and their gradients; of fp32 factors a copy more than of bf16 ones.
+    tiles = (5 if width == FP32 else 4) * sizes.tile * FP32
     # The head's gradient before it is added to others: its weights are multiplied as they are.
     head = sizes.head * FP32 * (0 if adapters else 1) + tiles
     *_, root = sizes.units

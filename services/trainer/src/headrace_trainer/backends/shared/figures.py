@@ -109,11 +109,11 @@ class TokenFigures:
 
 
 def _larger(one: Figure, other: Figure) -> Figure:
-    if not isinstance(one, Tensor) and not isinstance(other, Tensor):
-        return max(one, other)
-    device = one.device if isinstance(one, Tensor) else other.device if isinstance(other, Tensor) else None
-    pair = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (one, other)]
-    return torch.maximum(*pair)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other)
+    if isinstance(one, Tensor):
+        return one.clamp(min=other)
+    return other.clamp(min=one) if isinstance(other, Tensor) else max(one, other)
 
 
 def _read(figures: Mapping[str, Figure]) -> dict[str, float]:
