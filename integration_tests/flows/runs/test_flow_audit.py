@@ -8,7 +8,7 @@ import pytest
 from harness.ledger import audit
 from headrace.client import Certificate, Event, Run
 
-SPEC = {"algorithm": {"group_size": 2, "prompts_per_step": 1}}
+SPEC = {"algorithm": {"group_size": 2, "prompts_per_step": 1, "max_staleness": 0}}
 
 
 def certificate(ordinal, **changes):
@@ -26,7 +26,11 @@ def certificate(ordinal, **changes):
 
 def check(*certificates, **counts):
     restored = Event.from_json(
-        {"id": 1, "type": "version_restored", "data": {"number": 1, "parent": 0, "frontier_step": 0}}
+        {
+            "id": 1,
+            "type": "version_restored",
+            "data": {"number": 1, "parent": 0, "ordinal": 0, "frontier_step": 0},
+        }
     )
     found = {"trained": 4, "dropped": 0, "duplicates": 0, "frontier": 4, **counts}
     client = SimpleNamespace(certificates=lambda run: list(certificates))

@@ -15,7 +15,7 @@ def test_an_exported_policy_has_the_trained_weights_and_its_tokenizer(tmp_path):
     (tmp_path / "begun" / "tokenizer.json").write_text("{}")
     config = TrainerConfig.model_validate({"model": {"path": str(tmp_path / "begun"), "dtype": "float32"}})
     trained = dict(state_tensors(policy_config(POLICY).build(1)))
-    run_kind(config).export(trained, tmp_path / "export", {})
+    run_kind(config).export(iter(trained.items()), tmp_path / "export")
     for name, tensor in state_tensors(load_policy(tmp_path / "export")):
         assert tensor.equal(trained[name]), name
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
