@@ -191,15 +191,16 @@ class Rollout(Instance):
                 if self.paused:
                     done.put_nowait(_partial(key, sample.attempt, () if episode or mine else made))
                     return
+                number = self.version.number  # A pause waits for the token in hand, which is of this version.
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
                 if self.stops != stops or (mine and not self._stands(mine)):
                     done.put_nowait(_partial(key, sample.attempt, () if episode or mine else made))
                     return
                 last, count = made[-1] if made else (0, 0)
-                if last == self.version.number:
+                if last == number:
                     made[-1] = last, count + 1
                 else:
-                    made.append((self.version.number, 1))
+                    made.append((number, 1))
         finally:
             self.running -= 1
         failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
@@ -277,6 +278,7 @@ class Rollout(Instance):
         self.fence(request.header, lease=False)
         if not self.paused:
             raise CallRefused(self.incarnation, "NOT_PAUSED", "pause first")
+        self.stop()  # What has not noticed the pause would go on after the next wake.
         self.version, self.memory = common.PolicyVersion(), SUSPENDED
         return rollout.SuspendResponse()
 
