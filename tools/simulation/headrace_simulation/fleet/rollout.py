@@ -188,7 +188,8 @@ class Rollout(Instance):
         self.running += 1
         try:
             for _ in range(len(sample.resume.token_ids), length):
-                if self.paused:
+                # What is assigned as a revocation comes finds an engine without weights.
+                if self.paused or not self.version.number:
                     done.put_nowait(_partial(key, sample.attempt, () if episode or mine else made))
                     return
                 number = self.version.number  # A pause waits for the token in hand, which is of this version.
