@@ -143,7 +143,8 @@ class Bench:
         )
         await context.staffing.staff()
         for member in context.workers.rollouts:
-            member.awake = True  # It has no device to take first.
+            # It has no device and no weights to take first.
+            member.awake, member.installed = True, VERSION.number
         found = [await self._step(context, pattern) for _ in range(steps)]
         await context.staffing.score_streams.end()
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))

@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -15,6 +16,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_rollout.runs.opening import open_run
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, RUN, refused
 
@@ -341,12 +343,22 @@ async def test_close_while_suspended_and_without_a_lease_gives_everything_back(r
     await refused(rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER)), "NOT_OPEN")
 
 
-async def test_close_while_the_run_is_being_opened(new_rollout, tiny_directory):
-    rollout = await new_rollout()
+async def test_close_while_the_run_is_being_opened(new_rollout, tiny_directory, monkeypatch):
+    rollout, go_on = await new_rollout(), threading.Event()
+
+    def slow_open(*parts):
+        assert go_on.wait(60)
+        return open_run(*parts)
+
+    monkeypatch.setattr("headrace_rollout.service.open_run", slow_open)
     opening = asyncio.ensure_future(rollout.open(tiny_directory))
     while not rollout.instance.open_runs.names():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER), timeout=60)
+    closing = rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER), timeout=60)
+    while rollout.instance.open_runs.reports()[0].phase != common_pb2.OPEN_PHASE_CLOSING:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    go_on.set()
+    await closing
     await refused(opening, "OPENING_STALE")
     assert rollout.instance.open_runs.names() == [] and rollout.servicer._run is None
     await rollout.open(tiny_directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -34,8 +36,11 @@ def rig(request, tmp_path_factory):
     model = make_moe(1)
     save_model(model, character_tokenizer(), directory)
     section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
-    config = EngineConfig(section, load_tokenizer(section), 16, routed_experts=True)
-    engine = ENGINES.choose(request.param, OPTIONS.get(request.param, {})).build(config)
+    config = EngineConfig(section, load_tokenizer(section), 16)
+    chosen, options = request.param, OPTIONS.get(request.param, {})
+    engine = ENGINES.choose(chosen, options).build(config)
+    if engine.capabilities.routed_experts:
+        engine = ENGINES.choose(chosen, options).build(replace(config, routed_experts=True))
 
     async def place() -> None:
         await engine.place((torch.device("cpu"),), 1)
@@ -76,11 +81,14 @@ async def test_tokens_and_routes_are_hugging_faces_also_after_an_install(rig):
             places = range(len(output.prompt_ids), len(ids))
             wanted = [float(scores[at - 1, ids[at]]) for at in places]
             assert output.whole.log_probs == pytest.approx(wanted, abs=1e-4)
-            assert np.array_equal(told(output, model), routes_of(model, ids[:-1])), rig.name
+            if rig.engine.capabilities.routed_experts:
+                assert np.array_equal(told(output, model), routes_of(model, ids[:-1])), rig.name
 
 
 async def test_a_sample_that_goes_on_elsewhere_keeps_the_routes_that_it_has(rig):
     """Whatever weights go on: what was sampled under others was routed by those."""
+    if not rig.engine.capabilities.routed_experts:
+        pytest.skip("the engine tells no routes on this machine")
     await rig.install(rig.model_a)
     first = (await rig.generate([group(0, PROMPTS[0])], Distribution(0.0), max_new_tokens=4))[SlotKey(0, 0)]
     assert len(first.whole.token_ids) == 4

@@ -19,6 +19,7 @@ from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -41,7 +42,7 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
-        routed_experts=True,
+        routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
 
@@ -249,7 +250,6 @@ def _engine_cores() -> set[int]:
 def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str, str]:
     # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
     variables = {
-        # Routes of tokens are told by this model runner alone.
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",

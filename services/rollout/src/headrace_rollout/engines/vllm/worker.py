@@ -107,6 +107,8 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def _begin(self) -> None:
         self._wanted = {name for name, _ in self.model.named_parameters()}
+        if self.device.type == "cpu":
+            _pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
 
     def _finish(self) -> None:
@@ -125,6 +127,17 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """Has the reload pack experts for the CPU's kernels, which vLLM 0.32 does at the first load alone.
+
+    The second would put tensors that are not packed in the place of packed ones.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
