@@ -46,12 +46,14 @@ class _Entry:
 class Phase:
     """What happened in one part of a step: the most bytes that were alive, by device and then kind, and collectives.
 
-    `moved` are the bytes of whole tensors (what an all-gather gives, what a reduce-scatter takes), on this rank.
+    `moved` are the bytes of whole tensors (what an all-gather gives, what a reduce-scatter takes), on this rank;
+    `carried` those that go from a device to another one of the same rank, such as "cpu to gpu".
     """
 
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
+    carried: Counter[str] = field(default_factory=Counter)
 
     def peak(self, device: str) -> int:
         """Bytes at this device's peak."""
@@ -134,6 +136,7 @@ class Tracker(TorchDispatchMode):
             return torch.zeros((args[0].numel(), args[0].dim()), dtype=torch.int64, device=args[0].device)
         self._count(func, args)
         found = func(*args, **kwargs)
+        self._carry(name, args, found)
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
@@ -149,6 +152,14 @@ class Tracker(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         self._phase.calls[kind] += 1
         self._phase.moved[kind] += max(tensor.nbytes for tensor in tensors)
+
+    def _carry(self, name: str, args: tuple[Any, ...], found: Any) -> None:
+        if name not in ("_to_copy", "copy_") or not isinstance(found, Tensor):
+            return
+        source = args[1] if name == "copy_" else args[0]
+        ways = source.device.type, found.device.type
+        if ways[0] != ways[1] and "meta" not in ways:
+            self._phase.carried[" to ".join(ways)] += source.nbytes
 
     def _track(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta" or isinstance(tensor, DTensor):
