@@ -108,7 +108,8 @@ def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
 
 def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
     """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
-    key = config.model_dump_json()
+    own = config.trainer.model_copy(update={"ranks": 1})  # how many there are changes none of these sizes
+    key = config.model_copy(update={"trainer": own}).model_dump_json()
     if key not in _known:
         _known.clear()
         _known[key] = Sizes.of(config, algorithm)
@@ -296,10 +297,12 @@ def _work(
     # The head's gradient before it is added to others: its weights are multiplied as they are.
     head = sizes.head * FP32 if root.learned >= sizes.head else 0
     waiting = 0 if summed else root.learned * FP32
-    # What the layer before has given to its reduction, in fp32, and this one's gradients.
-    reduced = 0 if summed else largest.learned * (FP32 + gradient)
-    # What a layer that is computed again keeps, and gradients of about as much at a time.
+    # What the layer before has given to its reduction.
+    reduced = 0 if summed else largest.learned * FP32
+    # A layer that is computed again keeps its activations, with gradients of about half as much at a time; they go as
+    # the gradients of its weights come.
     again = sizes.layer + sizes.layer // 2 if layout.checkpointing else 0
+    again = max(again, 0 if summed else largest.learned * gradient)
     moments = [
         # The layer that was gathered last leaves its place when the next one is.
         {"gathered weights": whole.root + whole.layer, "activations": kept, "head": head + tiles},
