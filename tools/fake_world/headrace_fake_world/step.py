@@ -166,9 +166,9 @@ def _models() -> tempfile.TemporaryDirectory[str]:
 
 
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
-    peaks = {name: _linear(few.peaks.get(name, {}), own, times) for name, own in more.peaks.items()}
+    moments = {name: _linear(few.moments.get(name, {}), own, times) for name, own in more.moments.items()}
     counts = [(few.calls, more.calls), (few.moved, more.moved), (few.carried, more.carried)]
-    return Phase(peaks, *(Counter(_linear(*both, times)) for both in counts))
+    return Phase(moments, *(Counter(_linear(*both, times)) for both in counts))
 
 
 def _linear(few: Any, more: Any, times: float) -> dict[str, int]:

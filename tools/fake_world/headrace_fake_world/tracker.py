@@ -44,16 +44,26 @@ class _Entry:
 
 @dataclass
 class Phase:
-    """What happened in one part of a step: the most bytes that were alive, by device and then kind, and collectives.
+    """What happened in one part of a step: the most bytes that were alive, and collectives.
 
     `moved` are the bytes of whole tensors (what an all-gather gives, what a reduce-scatter takes), on this rank;
     `carried` those that go from a device to another one of the same rank, such as "cpu to gpu".
     """
 
-    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    moments: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    """Of each moment in turn, by device and moment: see `Tracker.moment`."""
     calls: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
     carried: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind at each device's peak."""
+        found: dict[str, dict[str, int]] = {}
+        for (device, _), own in self.moments.items():
+            if sum(own.values()) >= sum(found.get(device, {}).values()):
+                found[device] = own
+        return found
 
     def peak(self, device: str) -> int:
         """Bytes at this device's peak."""
@@ -68,7 +78,9 @@ class Tracker(TorchDispatchMode):
         self._entries: Any = WeakIdKeyDictionary()
         self._live: dict[str, Counter[str]] = defaultdict(Counter)
         self._totals: Counter[str] = Counter()
-        self._tops: Counter[str] = Counter()
+        self._tops: Counter[tuple[str, str]] = Counter()
+        self.moment = ""
+        """A part of a phase whose peak grows otherwise with a model's layers than that of the rest."""
         self.phases: dict[str, Phase] = {}
         self._phase = Phase()
         self._resize: Any = None
@@ -78,6 +90,7 @@ class Tracker(TorchDispatchMode):
         """Measures what happens in the body under a name; a second time takes the place of the first."""
         self._phase = self.phases[name] = Phase()
         self._tops.clear()
+        self.moment = ""
         for device in list(self._live):
             self._note(device)
         yield
@@ -183,9 +196,10 @@ class Tracker(TorchDispatchMode):
             self._note(entry.device)
 
     def _note(self, device: str) -> None:
-        if self._totals[device] > self._tops[device]:
-            self._tops[device] = self._totals[device]
-            self._phase.peaks[device] = self.alive(device)
+        key = device, self.moment
+        if self._totals[device] > self._tops[key]:
+            self._tops[key] = self._totals[device]
+            self._phase.moments[key] = self.alive(device)
 
 
 def _one(tensor: Tensor) -> Any:
