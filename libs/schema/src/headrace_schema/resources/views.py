@@ -53,7 +53,8 @@ class StepView(Resource):
     tokens: int
     tokens_per_s: float
     stage_s: dict[str, float] = Field(
-        description="seconds by stage: generate, score, learn, sync, switch, protocol"
+        description="seconds by stage: generate, score, learn, sync, switch, protocol; with max_staleness above 0 "
+        "generate is the time in which devices had answers to make, in the mean over them"
     )
     devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
     trained: int
