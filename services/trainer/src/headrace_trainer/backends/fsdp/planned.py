@@ -14,10 +14,11 @@ from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
-from headrace_modelkit.lora import add_adapters
+from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import LoraSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedModel
@@ -97,7 +98,9 @@ class Unit:
     learned: int
     frozen: int
     experts: int
-    """How many of either are of experts."""
+    """How many of either are of experts, without their adapters."""
+    expert_adapters: int
+    """How many of those that learn are adapters of experts."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Sizes:
     """Weights of the reference model that the run has beside the policy."""
     tensor: int
     """Elements of the largest weight."""
+    merged: int
+    """Elements of the largest tensor of experts that an adapter is merged into for a product."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -142,6 +147,7 @@ class Sizes:
             sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
             sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
             0,
+            0,
         )
         base, layer = _activations(config)
         tokens = _tokens(config)
@@ -156,6 +162,7 @@ class Sizes:
             tokens * text.hidden_size * width,
             reference,
             max(weight.numel() for weight in policy.parameters()),
+            _largest_merged(policy),
         )
 
     @property
@@ -189,7 +196,8 @@ def plan_memory(
         """Bytes of a unit as it is computed with."""
         whole = unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
         # Of experts that are divided over ranks, each gathers its own.
-        return whole - unit.experts * width * (expert_parallel - 1) // expert_parallel
+        divided = unit.experts * width + unit.expert_adapters * FP32
+        return whole - divided * (expert_parallel - 1) // expert_parallel
 
     *layers, root = sizes.units
     largest = max(layers, key=gathered, default=root)
@@ -207,6 +215,8 @@ def plan_memory(
         **_work(sizes, layout, largest, width, adapters=adapters),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if sizes.merged:
+        device["merged experts"] = sizes.merged * width // expert_parallel
     host = {
         # Of what rollouts install, the base and the current version: in shared memory of the leader's host.
         "published versions": 2 * (sizes.learned + sizes.frozen) * width,
@@ -262,8 +272,18 @@ def _unit(module: nn.Module) -> Unit:
     learned = sum(weight.numel() for weight in weights if weight.requires_grad)
     untyped: Any = module
     experts = [block.experts for block in expert_blocks(untyped)]
-    own = sum(weight.numel() for block in experts for weight in block.parameters())
-    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
+    named = [each for block in experts for each in block.named_parameters()]
+    adapters = sum(weight.numel() for name, weight in named if is_adapter(name))
+    own = sum(weight.numel() for _, weight in named) - adapters
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own, adapters)
+
+
+def _largest_merged(policy: PreTrainedModel) -> int:
+    adapted = {name for name, _ in adapted_layers(policy)}
+    named = policy.named_parameters()
+    return max(
+        (own.numel() for name, own in named if own.dim() == 3 and adapter_of(name) in adapted), default=0
+    )
 
 
 def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
@@ -298,8 +318,8 @@ def _tokens(config: TrainerConfig) -> int:
 
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
-    if config.trainer.lora is not None:
-        add_adapters(model, config.trainer.lora, config.seed)
+    if (lora := config.trainer.lora) is not None:
+        add_adapters(model, _in_any_layer(lora, model), config.seed)
     take_routers(
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
@@ -316,6 +336,17 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _in_any_layer(lora: LoraSection, model: PreTrainedModel) -> LoraSection:
+    """Targets that a model with fewer layers has: of a layer that it has not, those of the same name in all layers."""
+    if isinstance(lora.targets, str):
+        return lora
+    alone = {target: lora.model_copy(update={"targets": [target]}) for target in lora.targets}
+    found = [
+        target.rpartition(".")[2] if targets_problem(model, own) else target for target, own in alone.items()
+    ]
+    return lora.model_copy(update={"targets": found})
 
 
 def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
