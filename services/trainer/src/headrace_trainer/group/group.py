@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
 from headrace_trainer.group.liveness import Liveness
 from headrace_trainer.group.meeting import Member
@@ -88,13 +90,16 @@ class TrainerGroup:
         """
         own = rooms_on(self.device)
         device = own.device or Room("", 0, 0)
-        bodies = self.gather(
-            msgspec.msgpack.encode(
-                (socket.gethostname(), own.host.free, own.host.total, device.free, device.total)
-            )
-        )
-        hosts, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
-        host_free, host_total, free, total = map(min, sizes)
+        resident, host = resident_bytes(), socket.gethostname()
+        facts = host, resident, own.host.free - resident, own.host.total, device.free, device.total
+        bodies = self.gather(msgspec.msgpack.encode(facts))
+        hosts, residents, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
+        available, host_total, free, total = map(min, sizes)
+        # What any rank of a host holds is dropped before anything is loaded anew.
+        own_bytes: Counter[str] = Counter()
+        for name, size in zip(hosts, residents, strict=True):
+            own_bytes[name] += size
+        host_free = min(host_total, available + min(own_bytes.values()))
         least = Rooms(
             Room(own.host.name, host_free, host_total),
             None if own.device is None else Room(own.device.name, free, total),
