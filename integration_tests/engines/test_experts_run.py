@@ -93,16 +93,14 @@ def test_vllm_takes_every_version_of_the_mixture_of_experts(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(LONGEST_S + 180)
-@pytest.mark.parametrize("name", ["fsdp", "megatron"])
-def test_replayed_routes_bring_trainer_and_engine_together_in_bf16(name, tmp_path):
-    """Both round to bf16, each in its own order of products, and routers make another expert of it."""
-    if CASES[name].environment not in ("", HERE) or HERE == "ENGINE":
-        pytest.skip("another environment's")
-    found = learn(name, tmp_path, bound=0.1, dtype="bfloat16", steps=12).figures
+@pytest.mark.skipif(bool(HERE), reason="another environment's")
+def test_replayed_routes_bring_trainer_and_engine_together_in_bf16(tmp_path):
+    """Both round to bf16, each in its own order of products, and now and then a router makes another expert of it."""
+    found = learn("fsdp", tmp_path, bound=0.1, dtype="bfloat16", steps=12).figures
     with_replay, without, changed = (
         [step[figure] for step in found]
         for figure in ("log_prob_mismatch_mean", "log_prob_mismatch_without_replay", "routes_changed")
     )
-    print(json.dumps({"case": name, "with": with_replay, "without": without, "changed": changed}))
-    assert max(changed) < 0.1 and min(changed) > 0.0
+    print(json.dumps({"with": with_replay, "without": without, "changed": changed}))
+    assert 0.0 < max(changed) < 0.1
     assert sum(with_replay) < sum(without)
