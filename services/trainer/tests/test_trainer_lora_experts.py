@@ -204,6 +204,7 @@ def walked(tmp_path_factory, models) -> dict[str, SimpleNamespace]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_two_ranks_train_as_one(walked, name, relative_l2):
     found, alone = walked[name], walked["alone"]
