@@ -60,7 +60,13 @@ def walk(tmp_path, make_config):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.nightly),
+    ],
+)
 def test_one_rank_two_four_two_apart_and_one_hold_the_same_bits(walk, trainer):
     found = walk(trainer=trainer)
     assert found["moved"] and found["other"] == []

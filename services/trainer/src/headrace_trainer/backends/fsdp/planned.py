@@ -132,6 +132,8 @@ def plan_memory(
         ),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if sizes.merged:
+        device["merged experts"] = sizes.merged * width // expert_parallel
     host = {
         # Of what rollouts install, the base and the current version, and one that a commit casts or whose memory is
         # used again for it: in shared memory of the leader's host.

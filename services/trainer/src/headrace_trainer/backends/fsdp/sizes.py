@@ -15,10 +15,11 @@ from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
-from headrace_modelkit.lora import add_adapters
+from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import LoraSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedModel
@@ -35,17 +36,20 @@ class Unit:
     learned: int
     frozen: int
     experts: int
-    """How many of either are of experts."""
+    """How many of either are of experts, without their adapters."""
+    expert_adapters: int
+    """How many of those that learn are adapters of experts."""
 
     def of_rank(self, expert_parallel: int) -> Unit:
         """With the experts of one rank of those that divide them."""
         if expert_parallel == 1 or not self.experts:
             return self
-        away = self.experts - self.experts // expert_parallel
+        experts, adapters = self.experts // expert_parallel, self.expert_adapters // expert_parallel
+        away = self.experts - experts
         # Experts learn or are frozen as a whole: an adapter's weights are few.
-        learned = self.learned - (away if self.learned >= self.experts else 0)
-        frozen = self.frozen - (0 if self.learned >= self.experts else away)
-        return Unit(learned, frozen, self.experts - away)
+        whole = self.learned >= self.experts
+        learned = self.learned - (away if whole else self.expert_adapters - adapters)
+        return Unit(learned, self.frozen - (0 if whole else away), experts, adapters)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Sizes:
     """Weights of the reference model that the run has beside the policy."""
     tensors: int
     """Elements of the two largest weights that follow each other."""
+    merged: int
+    """Elements of the largest tensor of experts that an adapter is merged into for a product."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -90,6 +96,7 @@ class Sizes:
             sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
             sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
             0,
+            0,
         )
         base, layer = _activations(config)
         tokens = _tokens(config)
@@ -104,6 +111,7 @@ class Sizes:
             tokens * text.hidden_size * width,
             reference,
             max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())]))),
+            _largest_merged(policy),
         )
 
     @property
@@ -135,8 +143,18 @@ def _unit(module: nn.Module) -> Unit:
     learned = sum(weight.numel() for weight in weights if weight.requires_grad)
     untyped: Any = module
     experts = [block.experts for block in expert_blocks(untyped)]
-    own = sum(weight.numel() for block in experts for weight in block.parameters())
-    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
+    named = [each for block in experts for each in block.named_parameters()]
+    adapters = sum(weight.numel() for name, weight in named if is_adapter(name))
+    own = sum(weight.numel() for _, weight in named) - adapters
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own, adapters)
+
+
+def _largest_merged(policy: PreTrainedModel) -> int:
+    adapted = {name for name, _ in adapted_layers(policy)}
+    named = policy.named_parameters()
+    return max(
+        (own.numel() for name, own in named if own.dim() == 3 and adapter_of(name) in adapted), default=0
+    )
 
 
 def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
@@ -162,8 +180,8 @@ def _tokens(config: TrainerConfig) -> int:
 
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
-    if config.trainer.lora is not None:
-        add_adapters(model, config.trainer.lora, config.seed)
+    if (lora := config.trainer.lora) is not None:
+        add_adapters(model, _in_any_layer(lora, model), config.seed)
     take_routers(
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
@@ -180,6 +198,17 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _in_any_layer(lora: LoraSection, model: PreTrainedModel) -> LoraSection:
+    """Targets that a model with fewer layers has: of a layer that it has not, those of the same name in all layers."""
+    if isinstance(lora.targets, str):
+        return lora
+    alone = {target: lora.model_copy(update={"targets": [target]}) for target in lora.targets}
+    found = [
+        target.rpartition(".")[2] if targets_problem(model, own) else target for target, own in alone.items()
+    ]
+    return lora.model_copy(update={"targets": found})
 
 
 def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
