@@ -314,13 +314,13 @@ def test_how_trainers_hold_the_model_is_shown_with_the_memory_of_their_hosts(hea
         "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    sets = [f"model.path={tmp_path}", "trainer.ranks=8"]
+    sets = [f"model.path={tmp_path}", "trainer.ranks=4"]
     given = [str(EXAMPLES / "smollm2.yaml"), *(word for each in sets for word in ("--set", each))]
     given += ["--devices", "8", "--profile", str(PLANS / "profile_reasoning_7b_h100.yaml")]
     done = headrace("plan", *given, "--gpu-gib", "80", "--json", HEADRACE_URL="")
     assert done.returncode == 0, done.stderr
     layout = json.loads(done.stdout)["layout"]
-    assert layout["layout"] == "shard: state, shard_ranks: 8" and not layout["saves_in_place"]
+    assert layout["layout"] == "shard: state, shard_ranks: 4" and not layout["saves_in_place"]
     assert layout["host"]["checkpoint copy"] == layout["device"]["masters"] + layout["device"]["moments"] > 0
     words = headrace("plan", *given, "--gpu-gib", "80", HEADRACE_URL="").stdout
     assert "of its host, a rank: " in words and "checkpoint copy 0.0" in words
