@@ -193,7 +193,7 @@ class ShardedModel:
         for name, shard in reduced.items():
             if isinstance(shard, DTensor):
                 local = shard.to_local()
-                self.parameters[name].grad = _with_local(shard, local if stays else move(local))
+                self.parameters[name].grad = _away(shard, local if stays else move(local))
 
     def _accumulated(self) -> Iterator[tuple[Any, str, Tensor]]:
         """Whole gradients that wait for their reduction: (who keeps it, under which attribute, gradient)."""
@@ -314,6 +314,13 @@ def _with_local(like: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _away(like: DTensor, local: Tensor) -> DTensor:
+    """A tensor sharded like another whose shard stays where it is: `from_local` takes it to the mesh's device."""
+    untyped: Any = DTensor
+    found: DTensor = untyped(local, like._spec, requires_grad=False)
+    return found
 
 
 class Policy(nn.Module):
