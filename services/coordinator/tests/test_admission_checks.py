@@ -465,3 +465,11 @@ def test_heads_that_an_installed_engine_does_not_take_leave_the_built_in_one(tmp
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
     spec, note = decided(GPUS, model={"path": str(tmp_path)})
     assert spec.rollout.engine == "transformers" and "heads have 16 numbers" in note
+
+
+def test_a_run_that_works_ahead_needs_devices_for_both_sides_where_auto_chooses():
+    one = replace(FLEET, devices=["h/cpu:0"])
+    assert "placement.mode" not in problems(fleet=one), "in turns one is enough"
+    found = problems({"algorithm": {"max_staleness": 1}}, one)["placement.mode"]
+    assert "needs 2 devices (1 to generate and 1 to learn) and there are 1" in found
+    assert "set algorithm.max_staleness: 0 and placement.mode: collocated" in found
