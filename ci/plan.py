@@ -164,6 +164,16 @@ NIGHTLY = [
         (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
         timeout_s=3600,
     ),
+    # In the environment that vllm-two-ranks makes.
+    Part(
+        "vllm-experts",
+        (
+            *("env", "ENGINE=vllm", "HF_HUB_OFFLINE=1", sys.executable, "-m", "pytest"),
+            *("integration_tests/engines/test_experts_run.py", "-m", "nightly"),
+        ),
+        timeout_s=1800,
+        needs="integration_tests/engines",
+    ),
     # In the environment that the part megatron of `test` makes; made here where it is not there.
     Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),
     Part("megatron-experts", ("sh", "ci/test_megatron.sh", "-m", "nightly"), timeout_s=1800),

@@ -6,7 +6,8 @@ shapes and no elements, and what autograd keeps of them is counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,25 +15,24 @@ from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
-from headrace_modelkit.lora import add_adapters
+from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import LoraSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.layout import Layout, candidates
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, candidates
 from headrace_trainer.backends.fsdp.sharding import layers_of
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.memory import MemoryPlan, Rooms, Tried, kept_bytes
+from headrace_trainer.memory import COPY, MemoryPlan, Rooms, Tried, host_bytes, kept_bytes
 
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
-LEADERS = {"published versions", "kept groups"}
-"""Parts that the leader alone has."""
 MARGIN = 1.1
 """A layout is taken where so many times its bytes fit into a GPU: plans are true within a tenth, and a CUDA context,
 communicators and what the allocator cannot use come to it."""
@@ -47,6 +47,25 @@ def choose_layout(
     rooms: Rooms,
 ) -> tuple[Layout, MemoryPlan]:
     """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
+    layout, plan = _chosen(config, algorithm, options, ranks, ranks_per_host, rooms)
+    if plan.tried[-1].fits:
+        return layout, plan
+    for more in (2 * ranks, 4 * ranks, 8 * ranks, 16 * ranks):
+        per_host = max(ranks_per_host, min(more, GPUS_PER_HOST))
+        other, found = _chosen(config, algorithm, options, more, per_host, rooms)
+        if found.tried[-1].fits:
+            return layout, replace(plan, would_fit=f"trainer.ranks: {more} fits, with {other}")
+    return layout, replace(plan, would_fit=None)
+
+
+def _chosen(
+    config: TrainerConfig,
+    algorithm: Algorithm,
+    options: FsdpOptions,
+    ranks: int,
+    ranks_per_host: int,
+    rooms: Rooms,
+) -> tuple[Layout, MemoryPlan]:
     sizes = _sizes(config, algorithm)
     tried: list[Tried] = []
     plans: list[tuple[int, Layout, MemoryPlan]] = []
@@ -60,13 +79,25 @@ def choose_layout(
             on_gpu=rooms.device is not None,
             expert_parallel=options.expert_parallel,
         )
+        plan = with_room_to_save(config, plan, rooms, min(ranks, ranks_per_host))
         fits = _fits(plan, rooms, min(ranks, ranks_per_host))
         tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
         plans.append((tried[-1].device or tried[-1].host, layout, plan))
         if fits:
             break
     _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
-    return layout, MemoryPlan(plan.host, plan.device, str(layout), tuple(tried))
+    return layout, replace(plan, layout=str(layout), tried=tuple(tried))
+
+
+def with_room_to_save(config: TrainerConfig, plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> MemoryPlan:
+    """The plan, without the copy that checkpoints are written from where the host has no room for it now.
+
+    Adapters' copy stays: what is saved of their model is made of both, and is nowhere in memory.
+    """
+    without = {part: size for part, size in plan.host.items() if part != COPY}
+    if config.trainer.lora is not None or host_bytes(plan, ranks_here) <= rooms.host.free:
+        return plan
+    return replace(plan, host=without, saves_in_place=COPY in plan.host)
 
 
 def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
@@ -74,11 +105,6 @@ def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
     if rooms.device is None:  # Of the whole memory, so that a run lies alike whatever else the host does.
         return host <= rooms.host.total
     return host <= rooms.host.free and MARGIN * sum(plan.device.values()) <= rooms.device.free
-
-
-def host_bytes(plan: MemoryPlan, ranks_here: int) -> int:
-    """Of the leader's host, which has so many ranks: what only the leader keeps is there once."""
-    return sum(size * (1 if part in LEADERS else ranks_here) for part, size in plan.host.items())
 
 
 def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -97,7 +123,20 @@ class Unit:
     learned: int
     frozen: int
     experts: int
-    """How many of either are of experts."""
+    """How many of either are of experts, without their adapters."""
+    expert_adapters: int
+    """How many of those that learn are adapters of experts."""
+
+    def of_rank(self, expert_parallel: int) -> Unit:
+        """With the experts of one rank of those that divide them."""
+        if expert_parallel == 1 or not self.experts:
+            return self
+        experts, adapters = self.experts // expert_parallel, self.expert_adapters // expert_parallel
+        away = self.experts - experts
+        # Experts learn or are frozen as a whole: an adapter's weights are few.
+        whole = self.learned >= self.experts
+        learned = self.learned - (away if whole else self.expert_adapters - adapters)
+        return Unit(learned, self.frozen - (0 if whole else away), experts, adapters)
 
 
 @dataclass(frozen=True)
@@ -118,8 +157,10 @@ class Sizes:
     """Of a layer's input: what recomputation keeps of it."""
     reference: int
     """Weights of the reference model that the run has beside the policy."""
-    tensor: int
-    """Elements of the largest weight."""
+    tensors: int
+    """Elements of the two largest weights that follow each other."""
+    merged: int
+    """Elements of the largest tensor of experts that an adapter is merged into for a product."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -142,6 +183,7 @@ class Sizes:
             sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
             sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
             0,
+            0,
         )
         base, layer = _activations(config)
         tokens = _tokens(config)
@@ -155,7 +197,8 @@ class Sizes:
             layer,
             tokens * text.hidden_size * width,
             reference,
-            max(weight.numel() for weight in policy.parameters()),
+            max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())]))),
+            _largest_merged(policy),
         )
 
     @property
@@ -187,15 +230,12 @@ def plan_memory(
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
-        whole = unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
-        # Of experts that are divided over ranks, each gathers its own.
-        return whole - unit.experts * width * (expert_parallel - 1) // expert_parallel
+        return unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
 
-    *layers, root = sizes.units
+    # Of experts that are divided over ranks, each gathers and reduces its own.
+    *layers, root = [unit.of_rank(expert_parallel) for unit in sizes.units]
     largest = max(layers, key=gathered, default=root)
-    # Of divided weights a layer while the next one comes, and the root's, which stay for the whole of a backward.
-    divided = layout.shard == "weights"
-    whole = gathered(root) + 2 * gathered(largest) if divided else sum(map(gathered, sizes.units))
+    whole = _Whole(gathered(root), gathered(largest), sum(map(gathered, [*layers, root])))
     device = {
         "masters": shard * FP32,
         "moments": shard * MOMENTS_BYTES,
@@ -203,24 +243,31 @@ def plan_memory(
         "frozen weights": sizes.frozen * width
         if frozen_whole
         else -(-sizes.frozen // layout.shard_ranks) * width,
-        "gathered weights": whole,
-        **_work(sizes, layout, largest, width, adapters=adapters),
+        **_work(sizes, layout, whole, largest, FP32 if adapters else width, width),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if sizes.merged:
+        device["merged experts"] = sizes.merged * width // expert_parallel
     host = {
-        # Of what rollouts install, the base and the current version: in shared memory of the leader's host.
-        "published versions": 2 * (sizes.learned + sizes.frozen) * width,
+        # Of what rollouts install, the base and the current version, and one that a commit casts or whose memory is
+        # used again for it: in shared memory of the leader's host.
+        "published versions": 3 * (sizes.learned + sizes.frozen) * width,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm),
     }
+    if config.checkpoint.enabled:
+        host[COPY] = shard * (FP32 + MOMENTS_BYTES) + device["frozen weights"]
     if not on_gpu:
         return MemoryPlan(device | host, {})
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
-    # Weights come from files and go to rollouts one by one.
-    host["one weight"] = sizes.tensor * FP32
+    # Weights come from files and go to rollouts one by one; one is dropped as the next one is there.
+    host["weights in transit"] = sizes.tensors * FP32
     for part in _OFFLOADED[layout.offload]:
         host[part] = device.pop(part)
+    if config.placement.mode != "disaggregated" and config.placement.memory != "resident":
+        # While rollouts have the GPU. A step may be open then, whose gradients wait.
+        host["asleep"] = sum(device.get(part, 0) for part in _OFFLOADED["parameters"])
     return MemoryPlan(host, device)
 
 
@@ -232,28 +279,51 @@ _OFFLOADED = {
 }
 
 
-def _work(sizes: Sizes, layout: Layout, largest: Unit, width: int, *, adapters: bool) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Whole:
+    """Bytes of gathered weights: the root's, the largest layer's, and all."""
+
+    root: int
+    layer: int
+    all: int
+
+
+def _work(
+    sizes: Sizes, layout: Layout, whole: _Whole, largest: Unit, gradient: int, width: int
+) -> dict[str, int]:
     """What a micro-batch needs beside all that stays, at the moment when it is most: as the loss's gradient reaches the
-    head, in the first layer that a backward recomputes, or as the root's gradients are reduced, last of all.
+    head, in the first layer of a backward, or as the root's gradients are reduced, last of all.
+
+    `gradient`: bytes of an element of a layer's gradient before it is reduced.
     """
+    divided, summed = layout.shard == "weights", layout.shard == "state"
     outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
     inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
+    kept = outside + inputs if layout.checkpointing else sizes.kept
     # Logits of a chunk, what they become, and their gradients; of fp32 factors a copy more than of bf16 ones.
     tiles = (5 if width == FP32 else 4) * sizes.tile * FP32
-    # The head's gradient before it is added to others: its weights are multiplied as they are.
-    head = sizes.head * FP32 * (0 if adapters else 1) + tiles
     *_, root = sizes.units
-    kept = outside + inputs if layout.checkpointing else sizes.kept
-    moments = [{"activations": kept, "head": head, "reductions": 0}]
-    waiting = root.learned * FP32 if layout.shard != "state" else 0
-    reduced = 2 * largest.learned * FP32 if layout.shard != "state" else 0
-    if layout.checkpointing:
-        # What the layer keeps, and gradients of about as much at a time.
-        layer = sizes.layer + sizes.layer // 2
-        moments.append(
-            {"activations": kept + layer, "head": min(waiting, sizes.head * FP32), "reductions": reduced}
-        )
-    moments.append({"activations": outside, "head": waiting, "reductions": waiting + reduced // 2})
+    # The head's gradient before it is added to others: its weights are multiplied as they are.
+    head = sizes.head * FP32 if root.learned >= sizes.head else 0
+    waiting = 0 if summed else root.learned * FP32
+    # What the layer before has given to its reduction, in fp32, and this one's gradients.
+    reduced = 0 if summed else largest.learned * (FP32 + gradient)
+    # What a layer that is computed again keeps, and gradients of about as much at a time.
+    again = sizes.layer + sizes.layer // 2 if layout.checkpointing else 0
+    moments = [
+        # The layer that was gathered last leaves its place when the next one is.
+        {"gathered weights": whole.root + whole.layer, "activations": kept, "head": head + tiles},
+        # A layer while the next one comes, and the root's, which stay for the whole of a backward.
+        {
+            "gathered weights": whole.root + 2 * whole.layer,
+            "activations": kept + again,
+            "head": min(waiting, head),
+            "reductions": reduced,
+        },
+        {"gathered weights": 0, "activations": outside, "head": waiting, "reductions": waiting},
+    ]
+    if not divided:
+        moments = [moment | {"gathered weights": whole.all} for moment in moments]
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
@@ -262,8 +332,18 @@ def _unit(module: nn.Module) -> Unit:
     learned = sum(weight.numel() for weight in weights if weight.requires_grad)
     untyped: Any = module
     experts = [block.experts for block in expert_blocks(untyped)]
-    own = sum(weight.numel() for block in experts for weight in block.parameters())
-    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
+    named = [each for block in experts for each in block.named_parameters()]
+    adapters = sum(weight.numel() for name, weight in named if is_adapter(name))
+    own = sum(weight.numel() for _, weight in named) - adapters
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own, adapters)
+
+
+def _largest_merged(policy: PreTrainedModel) -> int:
+    adapted = {name for name, _ in adapted_layers(policy)}
+    named = policy.named_parameters()
+    return max(
+        (own.numel() for name, own in named if own.dim() == 3 and adapter_of(name) in adapted), default=0
+    )
 
 
 def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
@@ -298,8 +378,8 @@ def _tokens(config: TrainerConfig) -> int:
 
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
-    if config.trainer.lora is not None:
-        add_adapters(model, config.trainer.lora, config.seed)
+    if (lora := config.trainer.lora) is not None:
+        add_adapters(model, _in_any_layer(lora, model), config.seed)
     take_routers(
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
@@ -316,6 +396,17 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _in_any_layer(lora: LoraSection, model: PreTrainedModel) -> LoraSection:
+    """Targets that a model with fewer layers has: of a layer that it has not, those of the same name in all layers."""
+    if isinstance(lora.targets, str):
+        return lora
+    alone = {target: lora.model_copy(update={"targets": [target]}) for target in lora.targets}
+    found = [
+        target.rpartition(".")[2] if targets_problem(model, own) else target for target, own in alone.items()
+    ]
+    return lora.model_copy(update={"targets": found})
 
 
 def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
