@@ -69,7 +69,8 @@ def runs_alike(client: Client, spec: RunSpec) -> list[Run]:
 
 def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]:
     """Runs one after the other, each with another batch, of one step to start and `steps` that count."""
-    made, placement = [], spec.placement.mode
+    made: list[Run] = []
+    placement: str = spec.placement.mode
     if placement == "auto":
         placement = "disaggregated" if spec.algorithm.max_staleness else "collocated"
     for factor in BATCHES:

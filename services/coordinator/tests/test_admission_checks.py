@@ -244,3 +244,11 @@ def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks
     found = {name: text for name, text in problems(robots, fleet).items() if name.startswith("environment")}
     assert [*found] == ([key] if key else [])
     assert words in found.get(key, "")
+
+
+def test_a_run_that_works_ahead_needs_devices_for_both_sides_where_auto_chooses():
+    one = replace(FLEET, devices=["h/cpu:0"])
+    assert "placement.mode" not in problems(fleet=one), "in turns one is enough"
+    found = problems({"algorithm": {"max_staleness": 1}}, one)["placement.mode"]
+    assert "needs 2 devices (1 to generate and 1 to learn) and there are 1" in found
+    assert "set algorithm.max_staleness: 0 and placement.mode: collocated" in found

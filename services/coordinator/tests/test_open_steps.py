@@ -178,7 +178,7 @@ def played(staleness, placement, **rollout):
         "algorithm": {"max_staleness": staleness, "options": {}},
         "placement": {"mode": "disaggregated", "flow": None, **placement},
         "rollout": {"instances": 1, **rollout},
-        "trainer": {"helpers": 0},
+        "trainer": {"helpers": 0, "ranks": 1},
         "data": {"curriculum": None, "heldout": 0},
         "evaluation": {"every": 0},
     }

@@ -43,8 +43,6 @@ CASES = {
     "tensor-pipeline": (4, "llama", {**TENSOR, **PIPELINE}),
     "tensor-data": (4, "qwen3", TENSOR),
     "experts": (2, "qwen3_moe", EXPERTS),
-    "routed": (2, "qwen3_moe", EXPERTS),
-    "experts-routed": (4, "qwen3_moe", {**EXPERTS, **TENSOR}),
     "experts-context": (2, "qwen3_moe", {**EXPERTS, "context_parallel": 2}),
     "experts-tensor": (4, "mixtral", {**EXPERTS, **TENSOR}),
     "experts-sequence": (4, "qwen3_moe", {**EXPERTS, **TENSOR, "sequence_parallel": True}),
@@ -54,18 +52,11 @@ CASES = {
 NAMES = [
     pytest.param(name, marks=(pytest.mark.nightly,) if name.startswith("experts-") else ()) for name in CASES
 ]
-ROUTED = ("routed", "experts-routed")
-"""The cases that replay routes beside a load-balance loss."""
 RECOMPUTED = ("sequence", "experts-pipeline")
 """The cases that recompute layers in the backward pass."""
 MODELS = ("qwen3", "llama", "qwen2", "qwen3_moe", "mixtral")
 GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
 """Relative. After commits Adam has divided noise by noise in some weights, which then differ by up to the rate."""
-
-
-def alone(name: str) -> str:
-    """What a case is compared with."""
-    return CASES[name][1] + ("-routed" if name in ROUTED else "")
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +103,9 @@ def run_cases(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(run_cases, models):
-    """The fsdp backend's, on one rank, by model; once more with routes."""
-    configs = {name: config(models[name]) for name in MODELS}
-    configs["qwen3_moe-routed"] = config(models["qwen3_moe"], routed=True)
-    found = run_cases(1, {name: {"config": own, "saved": ""} for name, own in configs.items()})
-    cases = {f"{name}-on": {"config": own, "saved": found[name].file} for name, own in configs.items()}
+    """The fsdp backend's, on one rank, by model."""
+    found = run_cases(1, {name: {"config": config(models[name]), "saved": ""} for name in MODELS})
+    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in MODELS}
     for name, resumed in run_cases(1, cases).items():
         found[name.removesuffix("-on")].third = part(resumed.tensors, "third")
     return found
@@ -132,14 +121,8 @@ def walked(request, run_cases, models, expected):
     for ranks in sorted({CASES[name][0] for name in chosen & CASES.keys()}):
         cases = {
             name: {
-                "config": config(
-                    models[model],
-                    ranks,
-                    options,
-                    routed=name in ROUTED,
-                    gradient_checkpointing=name in RECOMPUTED,
-                ),
-                "saved": expected[alone(name)].file,
+                "config": config(models[model], ranks, options, gradient_checkpointing=name in RECOMPUTED),
+                "saved": expected[model].file,
             }
             for name, (own, model, options) in CASES.items()
             if own == ranks and name in chosen
@@ -150,7 +133,7 @@ def walked(request, run_cases, models, expected):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expected, relative_l2):
-    found, fsdp = walked[name], expected[alone(name)]
+    found, fsdp = walked[name], expected[CASES[name][1]]
     gradient = part(fsdp.tensors, "gradient")
     assert part(found.tensors, "gradient").keys() == gradient.keys()
     assert relative_l2(part(found.tensors, "gradient"), gradient) < GRADIENT_L2
@@ -163,7 +146,7 @@ def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expecte
 
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expected):
-    found, fsdp = walked[name], expected[alone(name)]
+    found, fsdp = walked[name], expected[CASES[name][1]]
     for shares, [whole] in zip(found.log_probs, fsdp.log_probs, strict=False):
         in_order = [None] * len(whole)
         for replica, share in enumerate(shares):
@@ -179,7 +162,7 @@ def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expecte
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walked, expected, relative_l2):
-    found, fsdp = walked[name].tensors, expected[alone(name)].tensors
+    found, fsdp = walked[name].tensors, expected[CASES[name][1]].tensors
     assert relative_l2(part(found, "weights"), part(fsdp, "weights")) < WEIGHTS_L2
     assert relative_l2(part(found, "moments"), part(fsdp, "moments")) < 1e-4
     assert all(value.isfinite().all() for value in part(found, "weights").values())
@@ -187,7 +170,7 @@ def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walk
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_another_layout_is_taken_up_to_the_last_bit(name, walked, expected, relative_l2):
-    found, fsdp = walked[name], expected[alone(name)]
+    found, fsdp = walked[name], expected[CASES[name][1]]
     assert found.resumed
     assert relative_l2(part(found.tensors, "third"), fsdp.third) < WEIGHTS_L2
     assert found.norms[-1] == pytest.approx(fsdp.norms[2], rel=1e-4)
@@ -233,6 +216,6 @@ def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, mo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_published_has_the_names_types_and_order_of_the_fsdp_backend(name, walked, expected):
-    found, fsdp = walked[name], expected[alone(name)]
+    found, fsdp = walked[name], expected[CASES[name][1]]
     assert found.layout == fsdp.layout
     assert found.initial == fsdp.initial == [entry[0] for entry in found.layout]

@@ -276,11 +276,10 @@ def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor
     """Rows times the weights of one name: as they are, or with their adapter."""
     weight_EOI: Tensor = getattr(experts, name)
     adapter = getattr(experts, f"{name}{ADAPTER}", None)
-    return (
-        grouped_product(rows_SI, weight_EOI, ends_E)
-        if adapter is None
-        else adapter(rows_SI, weight_EOI, ends_E)
-    )
+    if adapter is None:
+        return grouped_product(rows_SI, weight_EOI, ends_E)
+    found_SO: Tensor = adapter(rows_SI, weight_EOI, ends_E)
+    return found_SO
 
 
 def grouped_product(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:

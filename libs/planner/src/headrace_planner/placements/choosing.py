@@ -196,7 +196,7 @@ def _scaled(known: Mapping[int, float], devices: int, alone: float) -> float:
         return known[devices]
     if len(known) == 1:
         ((count, seconds),) = known.items()
-        return seconds * (devices / count) ** alone
+        return float(seconds * (devices / count) ** alone)
     low, high = sorted(sorted(known, key=lambda count: abs(math.log(count / devices)))[:2])
     power = math.log(max(known[high], TICK) / max(known[low], TICK)) / math.log(high / low)
     return float(known[low] * (devices / low) ** min(0.0, max(-1.0, power)))
