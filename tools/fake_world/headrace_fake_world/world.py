@@ -206,7 +206,8 @@ def _balanced_experts() -> Iterator[None]:
 
     def mesh(*shape: Any, **options: Any) -> DeviceMesh:
         with outside():
-            return made(*shape, **options)
+            found: DeviceMesh = made(*shape, **options)
+            return found
 
     untyped._moved, own.init_device_mesh = moved, mesh
     try:
