@@ -16,7 +16,7 @@ from _harness import Fleet, machine, say, table
 from _tail_model import write_tail_model, write_tail_prompts
 
 BOUNDS = (1, 4)
-WAITS = ("wait for answers", "wait for tail")
+WAITS = ("wait for data", "wait for tail")
 
 
 @dataclass(frozen=True)

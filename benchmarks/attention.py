@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 import weakref
+from contextlib import nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from _harness import emit, machine, say, table
 if TYPE_CHECKING:
     from headrace_trainer.learning.segments import Segments
 
-HEADS, GROUPS, WIDTH = 14, 2, 64
+HEADS, WIDTH = 7, 64
+"""Query heads of a key head; their width."""
 SHAPES = {"answers": (16, 1022, 8), "prompt": (7168, 128, 8)}
 """Tokens of the prompt, tokens of each answer, answers."""
 COLUMNS = ("shape", "nodes", "packed, s", "dense, s", "time", "packed, MiB", "dense, MiB", "bytes")
@@ -38,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=1, help="measured turns of each kind")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for a quick look")
+    parser.add_argument("--groups", type=int, default=2, help="key heads; a CPU needs half the time for one")
     parser.add_argument("--head", action="store_true", help="measure the errors of a bf16 model's head too")
     options = parser.parse_args()
     import torch  # not at the top: --help must not wait for it
@@ -45,14 +48,15 @@ def main() -> None:
     torch.set_num_threads(1)
     say(machine())
     for kind in ("packed", "dense"):
-        measure(kind, of_group(32, 16, 4))  # loads and chooses kernels
+        measure(kind, of_group(32, 16, 4), options.groups)  # loads and chooses kernels
     figures: dict[str, float] = {}
     rows: list[tuple[object, ...]] = []
     for name, shape in SHAPES.items():
         prompt, answer, count = shape[0] // options.shrink or 1, shape[1] // options.shrink or 1, shape[2]
         segments = of_group(prompt, answer, count)
         found = {
-            kind: [measure(kind, segments) for _ in range(options.turns)] for kind in ("packed", "dense")
+            kind: [measure(kind, segments, options.groups) for _ in range(options.turns)]
+            for kind in ("packed", "dense")
         }
         seconds = {kind: median(each.seconds for each in turns) for kind, turns in found.items()}
         peaks = {kind: max(each.peak for each in turns) for kind, turns in found.items()}
@@ -95,8 +99,8 @@ class Measured:
         self.seconds, self.peak = seconds, peak
 
 
-def measure(kind: str, segments: Segments) -> Measured:
-    """Once for the time, on a CPU once more for the bytes: what counts them takes time."""
+def measure(kind: str, segments: Segments, groups: int) -> Measured:
+    """One turn, in which a CPU's bytes are counted too: some microseconds an operation, of which there are hundreds."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -107,22 +111,21 @@ def measure(kind: str, segments: Segments) -> Measured:
         torch.randn(
             segments.queries, count, WIDTH, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32
         ).requires_grad_()
-        for count in (HEADS, GROUPS, GROUPS)
+        for count in (HEADS * groups, groups, groups)
     ]
     if on_gpu:
         run(kind, heads, placed)  # compiles, and chooses kernels
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if on_gpu else 0
+    counted: Any = nullcontext() if on_gpu else peak_bytes()
     start = time.perf_counter()
-    run(kind, heads, placed)
+    with counted:
+        run(kind, heads, placed)
     if on_gpu:
         torch.cuda.synchronize()
         return Measured(time.perf_counter() - start, torch.cuda.max_memory_allocated() - before)
-    seconds = time.perf_counter() - start
-    with peak_bytes() as peak:
-        run(kind, heads, placed)
-    return Measured(seconds, peak.most)
+    return Measured(time.perf_counter() - start, counted.most)
 
 
 def run(kind: str, heads: list[Any], segments: Segments) -> None:

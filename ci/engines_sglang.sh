@@ -11,7 +11,7 @@ shims=$(pwd)/integration_tests/engines/sglang_cpu
 echo "engines: making $env takes some minutes the first time"
 rm -rf "$env"
 "$python" -m venv "$env"
-pip="$env/bin/python -m pip install -q --no-deps"
+pip="$env/bin/python -m pip install -q --no-compile --no-deps"
 torch=$(grep '^torch==' constraints/sglang.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/sglang.txt

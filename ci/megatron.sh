@@ -10,7 +10,7 @@ stamp=$env/.complete
 echo "megatron: making $env takes some minutes the first time"
 rm -rf "$env"
 "$python" -m venv "$env"
-pip="$env/bin/python -m pip install -q --no-deps"
+pip="$env/bin/python -m pip install -q --no-compile --no-deps"
 torch=$(grep '^torch==' constraints/megatron.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/megatron.txt

@@ -158,11 +158,23 @@ NIGHTLY = [
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
     _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
     _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
+    _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),
+    _script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
         "vllm-two-ranks",
         (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
         timeout_s=3600,
+    ),
+    # In the environment that vllm-two-ranks makes.
+    Part(
+        "vllm-experts",
+        (
+            *("env", "ENGINE=vllm", "HF_HUB_OFFLINE=1", sys.executable, "-m", "pytest"),
+            *("integration_tests/engines/test_experts_run.py", "-m", "nightly"),
+        ),
+        timeout_s=1800,
+        needs="integration_tests/engines",
     ),
     # In the environment that the part megatron of `test` makes; made here where it is not there.
     Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),

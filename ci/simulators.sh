@@ -15,7 +15,7 @@ if [ ! -e "$environment/.complete" ] || [ "$pins" -nt "$environment/.complete" ]
   || [ services/simulator/pyproject.toml -nt "$environment/.complete" ]; then
   rm -rf "$environment"
   "$python" -m venv "$environment"
-  pip="$environment/bin/python -m pip install -q -c $pins"
+  pip="$environment/bin/python -m pip install -q --no-compile -c $pins"
   $pip hatchling editables
   # shellcheck disable=SC2086 # several options
   if [ "$sim" != metaworld ]; then $pip --no-deps ${TORCH_FROM:-} torch; fi

@@ -299,3 +299,30 @@ def test_replies_with_devices_are_a_leaf_of_their_own(tmp_path):
     assert "    reply on 1 cpu[2]" in plan["tree_text"]
     more = planned("two_policies.yaml", {**placement, "reply": "2-5"}, profile)
     assert more["step_s"] < plan["step_s"]
+
+
+def test_how_trainers_hold_the_model_is_shown_with_the_memory_of_their_hosts(headrace, tmp_path):
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sets = [f"model.path={tmp_path}", "trainer.ranks=8"]
+    given = [str(EXAMPLES / "smollm2.yaml"), *(word for each in sets for word in ("--set", each))]
+    given += ["--devices", "8", "--profile", str(PLANS / "profile_reasoning_7b_h100.yaml")]
+    done = headrace("plan", *given, "--gpu-gib", "80", "--json", HEADRACE_URL="")
+    assert done.returncode == 0, done.stderr
+    layout = json.loads(done.stdout)["layout"]
+    assert layout["layout"] == "shard: state, shard_ranks: 8" and not layout["saves_in_place"]
+    assert layout["host"]["checkpoint copy"] == layout["device"]["masters"] + layout["device"]["moments"] > 0
+    words = headrace("plan", *given, "--gpu-gib", "80", HEADRACE_URL="").stdout
+    assert "of its host, a rank: " in words and "checkpoint copy 0.0" in words
+    alone = headrace("plan", *given, "--host-gib", "80", HEADRACE_URL="")
+    assert alone.returncode == 2 and "--gpu-gib" in alone.stderr

@@ -24,17 +24,14 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
+from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,
-    DeviceView,
     EvaluationView,
     EventView,
-    HealthView,
-    InstanceView,
-    LeaseView,
     PolicyView,
     RunView,
     StepView,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
-HOST_GIB, GPUS_PER_HOST = 2000, 8
+HOST_GIB, GPUS_PER_HOST = 1800.0, 8
 """What the trainers' layout is planned for where nothing says otherwise."""
 LAYOUT_S = 120.0
 HOST = "host"
@@ -82,9 +82,10 @@ def explain_file(
     return _explained(request)
 
 
-def trainer_layout(file: Path, sets: list[str], gpu_gib: float) -> dict[str, Any]:
-    """How the trainers would hold a run's model on GPUs of so many GiB, eight a host: the trainer's own plan, made in a
-    process of its own, or the `problem` in words. Needs the trainer's package, and the model's configuration.
+def trainer_layout(file: Path, sets: list[str], gpu_gib: float, host_gib: float = HOST_GIB) -> dict[str, Any]:
+    """How the trainers would hold a run's model on GPUs of so many GiB, eight a host with `host_gib`: the trainer's own
+    plan, made in a process of its own, or the `problem` in words. Needs the trainer's package, and the model's
+    configuration.
 
     CommandError (exit code 2) for a file that is no run spec of a language model on fsdp.
     """
@@ -110,7 +111,7 @@ def trainer_layout(file: Path, sets: list[str], gpu_gib: float) -> dict[str, Any
     asked = {
         "config": json.loads(TrainerConfig.of(run).model_dump_json()),
         "gpu_bytes": int(gpu_gib * 2**30),
-        "host_bytes": HOST_GIB * 2**30,
+        "host_bytes": int(host_gib * 2**30),
         "ranks_per_host": GPUS_PER_HOST,
     }
     command = [sys.executable, "-m", "headrace_trainer.layouts"]

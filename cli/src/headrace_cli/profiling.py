@@ -69,7 +69,10 @@ def runs_alike(client: Client, spec: RunSpec) -> list[Run]:
 
 def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]:
     """Runs one after the other, each with another batch, of one step to start and `steps` that count."""
-    made = []
+    made: list[Run] = []
+    placement: str = spec.placement.mode
+    if placement == "auto":
+        placement = "disaggregated" if spec.algorithm.max_staleness else "collocated"
     for factor in BATCHES:
         overrides = {
             "name": "profile",
@@ -80,7 +83,7 @@ def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]
             "evaluation.baseline_prefill": None,
             "data.heldout": 0,
             "algorithm.prompts_per_step": factor * spec.algorithm.prompts_per_step,
-            "placement.mode": "collocated" if spec.placement.mode == "auto" else spec.placement.mode,
+            "placement.mode": placement,
         }
         run = client.submit(spec.model_dump(mode="json"), overrides)
         say(f"{run.id}: {steps} steps of {factor * spec.slots_per_step} answers")

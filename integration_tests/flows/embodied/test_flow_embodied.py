@@ -98,6 +98,31 @@ def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet,
     assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
 
 
+@pytest.mark.parametrize("mode", ["disaggregated", "hybrid"])
+def test_episodes_are_made_while_a_step_is_learned(fleet: Fleet, tmp_path: Path, mode: str):
+    """Episodes of one version end before the next is installed; the next step's begin while this one is learned."""
+    steps, stale = 6, 2
+    algorithm = {**spec(tmp_path)["algorithm"], "max_staleness": stale}
+    run = fleet.submit(
+        spec(
+            tmp_path,
+            steps=steps,
+            algorithm=algorithm,
+            placement={"mode": mode},
+            evaluation={"every": 3},
+            export=False,
+        )
+    )
+    ended = fleet.succeed(run)
+    found = audit(fleet, ended)
+    assert len(found.trained) == steps * BATCH and not found.dropped
+    assert ended.recoveries == 0 and not found.rewinds
+    assert 1 <= max(item.max_staleness for item in found.live) <= stale, "no episode was of an older version"
+    figures = [step.figures for step in fleet.client.metrics(run.id)]
+    assert all(each["correction_weight"] > 0 for each in figures), "older actions are weighed"
+    assert all(each["staleness_max"] <= stale for each in figures)
+
+
 def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path):
     both = {"rollout": "0", "simulator": "1", "trainer": "all"}
     run = fleet.succeed(fleet.submit(spec(tmp_path, placement=both, export=False)))
@@ -159,6 +184,25 @@ def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fle
     assert len(found.trained) == STEPS * BATCH
     assert found.rewinds == 0 and not found.abandoned
     fleet.replaced("simulator-1", killed)
+
+
+def test_a_simulator_killed_while_a_version_is_installed_costs_no_episode(fleet: Fleet, tmp_path: Path):
+    """Held while the next step's episodes stand still, and the step before them has been learned."""
+    fleet.ready("simulator-0", "simulator-1")
+    given = spec(tmp_path, steps=6, data={"options": {"starts": 64}}, export=False)
+    given["environment"]["step_timeout_s"] = 300.0
+    given["algorithm"]["max_staleness"] = 1
+    run = fleet.submit({**given, "placement": {"mode": "disaggregated"}})
+    fleet.reach(run, 1)
+    (tmp_path / "hold").touch()
+    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
+    killed = fleet.kill("simulator-1")
+    (tmp_path / "hold").unlink()
+    fleet.replaced("simulator-1", killed)
+    found = audit(fleet, fleet.succeed(run))
+    assert len(found.trained) == 6 * BATCH and not found.dropped
+    assert found.rewinds == 0 and not found.abandoned
+    assert max(item.max_staleness for item in found.live) == 1
 
 
 def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from headrace_modelkit.experts import grouped_product
 from headrace_modelkit.lora import (
     BLOCK_ELEMENTS,
+    LoraExperts,
     LoraLinear,
     adapted_layers,
     add_adapters,
@@ -16,11 +18,12 @@ from headrace_modelkit.lora import (
     standing_in,
     targets_problem,
 )
-from headrace_modelkit.presets.tiny import tiny_model
+from headrace_modelkit.presets.tiny import tiny_model, tiny_moe
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.learning import LoraSection
 from torch import nn
 from torch.nn import functional as F
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 
 def adapted(dtype=torch.float32, **lora):
@@ -144,3 +147,66 @@ def test_a_frozen_weight_of_the_model_costs_no_gradient_memory():
     assert all(
         math.isfinite(parameter.grad.norm()) for parameter in model.parameters() if parameter.requires_grad
     )
+
+
+EXPERTS = ["gate_up_proj_adapter", "down_proj_adapter"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        ("all-linear", []),
+        (["experts"], EXPERTS * 2),
+        (["q_proj", "down_proj"], EXPERTS[1:] * 2),
+        (["layers.1.mlp.experts"], EXPERTS),
+        (["layers.1.mlp.experts.gate_up_proj"], EXPERTS[:1]),
+    ],
+)
+def test_experts_get_an_adapter_where_they_are_named(targets, adapted):
+    model = tiny_moe()
+    add_adapters(model, LoraSection(targets=targets), seed=0)
+    found = [
+        name.rpartition(".")[2] for name, layer in adapted_layers(model) if isinstance(layer, LoraExperts)
+    ]
+    assert found == adapted
+    own = {name for name, _ in state_tensors(tiny_moe())}
+    assert {name for name, _ in state_tensors(model) if not is_adapter(name)} == own
+
+
+def test_experts_that_are_not_computed_here_get_none():
+    shape = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    small = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **small, num_key_value_heads=1))
+    problem = targets_problem(model, LoraSection(targets=["experts"]))
+    assert "'experts' is of experts" in problem and "mixtral, qwen3_moe" in problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_compute_with_the_merged_weights_and_learn_as_the_sum_of_both_products(dtype):
+    """One of three experts gets no row."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 8, 16, generator=generator).to(dtype)
+    layer = LoraExperts(weight, 4, 0.7, generator)
+    layer.lora_B.data.normal_(generator=generator)
+    rows = torch.randn(6, 16, generator=generator).to(dtype).requires_grad_()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    upstream = torch.randn(6, 8, generator=generator).to(dtype)
+    product = layer(rows, weight, ends)
+    assert product.equal(grouped_product(rows, merged_weight(weight, layer.lora_A, layer.lora_B, 0.7), ends))
+    own = rows, layer.lora_A, layer.lora_B
+    found = torch.autograd.grad(product, own, upstream)
+    parts = [(rows[:2].double(), 0), (rows[2:].double(), 2)]
+    exact = torch.cat(
+        [
+            x @ (weight[e].double() + 0.7 * layer.lora_B[e].double() @ layer.lora_A[e].double()).T
+            for x, e in parts
+        ]
+    )
+    wanted = torch.autograd.grad(exact, own, upstream.double())
+    loose = {"rtol": 2e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(found[0], wanted[0], **loose)
+    for each, expected in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)  # fp32 whatever the weights' type
+        assert not each[1].any() and each[0].any()
+    with standing_in(layer, {}):
+        assert layer(rows, weight, ends).equal(grouped_product(rows, weight, ends))

@@ -141,3 +141,13 @@ def test_a_promising_layout_is_chosen_to_be_tried():
 def test_what_rests_on_nothing_measured_is_no_candidate():
     found = candidates(STREAMED, 2, (1, 1), ALL, {TURNS: StepTime(1, 1, 2)})
     assert {one.layout for one in found} == {TURNS, Layout(2, 2, *RESIDENT)}
+
+
+def test_a_step_whose_answers_are_made_ahead_takes_as_long_as_its_slower_side():
+    """Three devices a side were measured: what learning has less, generating has more, and 0.3 s stay beyond it."""
+    ahead = Shape(8, 4, streams=True, ahead=True)
+    tried = {Layout(3, 3, *APART): StepTime(2.0, 6.0, 6.3)}
+    best = choose(candidates(ahead, 6, (1, 1), (APART,), tried))
+    assert best.layout == Layout(2, 4, *APART) and not best.tried
+    assert (best.time.generate, best.time.learn) == pytest.approx((3.0, 4.5))
+    assert best.time.step == pytest.approx(4.5 + 0.3)

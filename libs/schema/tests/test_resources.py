@@ -2,14 +2,8 @@
 
 import math
 
-from headrace_schema.resources.views import (
-    CertificateView,
-    CountsView,
-    LeaseListView,
-    PolicyView,
-    RunView,
-    StepView,
-)
+from headrace_schema.resources.fleet import LeaseListView
+from headrace_schema.resources.views import CertificateView, CountsView, PolicyView, RunView, StepView
 
 
 def test_what_is_absent_is_empty_and_what_is_unknown_is_in_raw():

@@ -77,11 +77,9 @@ def test_a_strict_run_has_no_way_to_install_beside_answers():
     assert "set algorithm.max_staleness to 1 or more" in found["rollout.install"]
 
 
-def test_auto_gives_each_side_devices_of_its_own_and_other_modes_stay():
-    assert made(STALE).placement.mode == "disaggregated"
-    assert made({**STALE, "placement.mode": "auto"}).placement.mode == "disaggregated"
+def test_every_mode_but_turns_stays_as_it_is_given():
+    assert made(STALE).placement.mode == "auto"
     assert made({**STALE, "placement.mode": "hybrid"}).placement.mode == "hybrid"
-    assert made({"algorithm.max_staleness": 0}).placement.mode == "auto"
     named = made({**STALE, "placement.rollout": "0", "placement.trainer": "1"}).placement
     assert named.mode == "disaggregated" and named.rollout == ["0"]
 

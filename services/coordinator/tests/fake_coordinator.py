@@ -16,17 +16,14 @@ from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import CurvesView, FlowView
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,
-    DeviceView,
     EvaluationView,
     EventView,
-    HealthView,
-    InstanceView,
-    LeaseView,
     PolicyView,
     RunView,
     StepView,

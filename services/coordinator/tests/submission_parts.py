@@ -1,8 +1,36 @@
 """Submissions without a coordinator, for tests of their rules."""
 
+from dataclasses import replace
+
+from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data.dataset import Dataset
-from headrace_schema.problems import Impossible
+from headrace_schema.problems import Impossible, sentence
+from headrace_schema.spec import RunSpec
+
+SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
+OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})
+FLEET = FleetView(
+    capabilities={
+        "rollout": {"engines": frozenset({"transformers", "vllm"})},
+        "trainer": {
+            "backends": frozenset({"fsdp"}),
+            "algorithms": frozenset({"grpo"}),
+            "algorithm_options": OPTIONS,
+        },
+        "reward": {"scorers": frozenset({"exact", "last_number"})},
+    },
+    instances={"rollout": 2, "trainer": 1, "reward": 1},
+    devices=["h/cpu:0", "h/cpu:1"],
+)
+ENGINES = {
+    "engines": frozenset({"transformers", "vllm"}),
+    "engine_features": frozenset({"transformers:deterministic", "vllm:resume_from_prefix"}),
+}
+BOTH = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": ENGINES})
+GPUS = replace(BOTH, devices=["h/gpu:0", "h/gpu:1"])
+ONE = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": {"engines": frozenset({"transformers"})}})
 
 
 async def checked(coordinator, asked):
@@ -21,3 +49,25 @@ def submission_of(spec, fleet, **more):
     except Impossible as error:
         data = error
     return Submission(spec, fleet, data, **more)
+
+
+def spec_of(**changes):
+    """A small spec with some sections changed."""
+    made = {
+        "model": {"path": "owner/model"},
+        "data": {"source": "copy_digits"},
+        "reward": {"scorers": [{"name": "exact"}]},
+    }
+    return RunSpec.model_validate(made | changes)
+
+
+def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str, str]:
+    """What a fleet cannot satisfy of a small spec with some sections changed, by key."""
+    spec = {
+        "model": {"path": "owner/model"},
+        "data": {"source": "copy_digits", "heldout": 10},
+        "reward": {"scorers": [{"name": "exact"}]},
+        **(changes or {}),
+    }
+    found = problems_of(submission_of(RunSpec.model_validate(spec), fleet))
+    return {item.key: sentence(item) for item in found}

@@ -43,7 +43,15 @@ class Scene(World):
     """
 
     def __init__(
-        self, steps=14, learn=2.0, slow_from=None, slower=1.0, stages=("trainer",), drift=None, **placement
+        self,
+        steps=14,
+        learn=2.0,
+        slow_from=None,
+        slower=1.0,
+        stages=("trainer",),
+        drift=None,
+        stale=0,
+        **placement,
     ):
         super().__init__(11, faults=False)
         self.drift = drift
@@ -53,7 +61,12 @@ class Scene(World):
         sections = {
             "rollout": {"instances": 1},
             "trainer": {"ranks": 1},
-            "algorithm": {"prompts_per_step": 6, "group_size": 4, "options": {}},
+            "algorithm": {
+                "prompts_per_step": 6,
+                "group_size": 4,
+                "options": {},
+                "max_staleness": stale,
+            },
             "placement": {"mode": "auto", "flow": "pipelined", "measure_steps": 1, "replan": "auto"}
             | placement,
             "evaluation": {"every": 0},
@@ -261,3 +274,26 @@ def test_devices_are_not_named_beside_auto():
     fields["placement"] = {"mode": "auto", "rollout": ["cpu:0"]}
     with pytest.raises(ValidationError, match=r"placement\.rollout.*chooses its devices"):
         type(Scene().specs[0]).model_validate(fields)
+
+
+def test_a_run_that_works_ahead_divides_its_devices_by_the_slower_side():
+    """Six devices, a half each at first; learning takes most of the work, and the step is the slower side alone."""
+    scene = played(Scene(steps=30, learn=4.0, stale=2))
+    plans = scene.log(ev.PlanAdopted)
+    assert {plan.mode for plan in plans} == {"disaggregated"}, "in turns nothing is made ahead"
+    last = plans[-1]
+    assert last.predicted_s and len(last.trainer) > DEVICES // 2, (last.trainer, last.reason)
+    assert last.predicted_s["step"] < 0.9 * scene.step_s(3, plans[0].from_step), "no faster than a half each"
+    later = scene.step_s(last.from_step + 4, 30)
+    assert later == pytest.approx(last.predicted_s["step"], rel=0.15)
+    assert last.predicted_s["step"] >= max(last.predicted_s["generate"], last.predicted_s["learn"])
+
+
+def test_without_time_to_measure_a_run_that_works_ahead_keeps_a_half_each():
+    scene = played(Scene(steps=6, stale=1, measure_steps=0))
+    assert not scene.log(ev.PlanAdopted)
+    state, (submitted,) = State(), scene.log(ev.RunSubmitted)
+    state.apply(submitted)
+    (view,) = map(plan_view, state.runs.values())
+    assert (view.mode, view.chosen_by) == ("disaggregated", "auto")
+    assert view.reason == "disaggregated: placement.measure_steps is 0"

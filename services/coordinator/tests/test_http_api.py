@@ -10,7 +10,7 @@ import pytest
 import yaml
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.openapi import description
-from headrace_schema.resources.views import HealthView
+from headrace_schema.resources.fleet import HealthView
 from http_parts import problems
 
 

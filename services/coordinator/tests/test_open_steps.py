@@ -170,15 +170,15 @@ def test_the_queue_has_the_groups_of_the_step_that_is_learned(ledger):
 # --- the run loop
 
 
-def ended(staleness, **rollout):
-    """A calm world of one run: the steps that began before the step in front of them was committed, and all commits."""
+def played(staleness, placement, **rollout):
+    """The events of a calm world of one run, and its groups of a step."""
     world = World(5, faults=False)
     spec = world.spec
     changes = {
         "algorithm": {"max_staleness": staleness, "options": {}},
-        "placement": {"mode": "disaggregated", "flow": None},
+        "placement": {"mode": "disaggregated", "flow": None, **placement},
         "rollout": {"instances": 1, **rollout},
-        "trainer": {"helpers": 0},
+        "trainer": {"helpers": 0, "ranks": 1},
         "data": {"curriculum": None, "heldout": 0},
         "evaluation": {"every": 0},
     }
@@ -186,12 +186,18 @@ def ended(staleness, **rollout):
     world.spec = spec.model_copy(update={"steps": 10, "deterministic": False, **sections})
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and outcome.recoveries == 0
+    return world.store.log, spec.algorithm.prompts_per_step
+
+
+def ended(staleness, **rollout):
+    """The steps that began before the step in front of them was committed, and all commits."""
     steps, early = [], set()
-    for event in world.store.log:
+    log, groups = played(staleness, {}, **rollout)
+    for event in log:
         if isinstance(event, ev.StepCommitted):
             steps.append(event)
         elif isinstance(event, ev.SlotsAssigned):
-            begun = {prompt // spec.algorithm.prompts_per_step for prompt, *_ in event.slots}
+            begun = {prompt // groups for prompt, *_ in event.slots}
             early |= {step for step in begun if step > len(steps)}
     return early, steps
 
@@ -205,6 +211,14 @@ def test_answers_of_the_next_step_are_made_while_a_step_is_learned():
         waited = [step.view["stage_s"].get("wait for tail", 0.0) for step in steps]
         assert max(waited) > 0, "the trainer is faster here"
         assert all(seconds < step.view["wall_s"] for seconds, step in zip(waited, steps, strict=True))
+
+
+def test_a_trainer_takes_no_devices_from_rollouts_that_make_the_next_answers():
+    """Hybrid, where learning begins once the step's answers are complete: those of the next one go on beside it."""
+    log, _ = played(2, {"mode": "hybrid", "flow": "sequential"})
+    stopped = [slot for event in log if isinstance(event, ev.SlotsReturned) for slot in event.slots]
+    assert not stopped, "answers in hand were stopped for it"
+    assert max(e.certificate.max_staleness for e in log if isinstance(e, ev.StepCommitted)) >= 1
 
 
 def test_a_world_with_answers_of_older_versions_holds_its_guarantees():

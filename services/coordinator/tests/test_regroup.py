@@ -26,6 +26,9 @@ def test_a_group_grows_and_shrinks_without_losing_a_step_or_reading_a_checkpoint
     assert len(steps) == STEPS and all(step.certificate.max_staleness == 0 for step in steps)
     assert sum("regroup" in step.view["stage_s"] for step in steps) == 2
     assert scene.ended.ranks == 1 and scene.ended.wanted_ranks == 0
+    layouts = [event.layout for event in scene.log(ev.LayoutChosen)]
+    assert layouts == ["shard_ranks: 2", "shard_ranks: 1"], "of each group that took up what was carried"
+    assert scene.ended.layout == "shard_ranks: 1"
 
 
 CALLS = ["LeaveTrainerGroup", "OpenRun", "JoinTrainerGroup", "Restore", "PublishPolicy", "CloseRun"]

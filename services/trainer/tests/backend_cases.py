@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 WALK_S = 300.0
+ROUTED = {"routing_replay": True, "balance_loss_coef": 0.3}
 
 
 def walk_cases(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> dict[str, SimpleNamespace]:
@@ -50,16 +51,20 @@ def config(
     dtype: str = "float32",
     *,
     backend: str = "megatron",
+    routed: bool = False,
     **trainer: Any,
 ) -> dict[str, Any]:
-    """What OpenRun tells a trainer: `options` are the backend's; without any it is fsdp's with its own."""
+    """What OpenRun tells a trainer: `options` are the backend's; without any it is fsdp's with its own.
+
+    `routed`: the routes of trajectories are replayed, beside a load-balance loss.
+    """
     chosen = {} if options is None else {"backend": backend, "backend_options": options}
     return {
         "model": {"path": str(model), "dtype": dtype},
         "algorithm": {
             "group_size": 4,
             "prompts_per_step": 4,
-            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1},
+            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1, **(ROUTED if routed else {})},
         },
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
         "trainer": {"micro_batch_tokens": 512, "ranks": ranks, **chosen, **trainer},

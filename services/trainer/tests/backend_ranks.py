@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms._base import balance_loss_of, replays_routing
 from headrace_trainer.backends import build_backend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
@@ -64,15 +66,26 @@ class Walk:
     def __init__(self, case: dict[str, Any], trainer_group: TrainerGroup) -> None:
         config = TrainerConfig.model_validate(case["config"])
         self.trainer_group = trainer_group
-        self.backend: Any = build_backend(config, build_algorithm(config.algorithm), trainer_group)
+        self.warms_up = config.trainer.warmup.steps > 0
+        self.algorithm = build_algorithm(config.algorithm)
+        self.backend: Any = build_backend(config, self.algorithm, trainer_group)
         self.tensors: dict[str, torch.Tensor] = {}
         self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
         self.grouped = case.get("grouped", False)
         """Whether a row has a whole group, which may be a tree, in place of one sequence."""
 
     def all_rows(self) -> Rows:
-        groups = [random_sequences(seed) for seed in (2, 3)]
+        groups = [[self.routed(sequence) for sequence in random_sequences(seed)] for seed in (2, 3)]
         return groups if self.grouped else [[sequence] for group in groups for sequence in group]
+
+    def routed(self, sequence: Sequence) -> Sequence:
+        """With experts drawn for each token but the last, where routes are replayed."""
+        if not replays_routing(self.algorithm):
+            return sequence
+        shape = self.backend._expert_shape
+        drawn = np.random.default_rng(0).random((len(sequence.tokens) - 1, shape.layers, shape.experts))
+        routes = np.argsort(drawn, -1)[..., : shape.chosen].astype(np.uint8)
+        return msgspec.structs.replace(sequence, routes=routes.tobytes())
 
     def learn(self) -> None:
         """Accumulates this rank's share, whose reference is a little off the policy."""
@@ -84,6 +97,9 @@ class Walk:
         self.figures["log_probs"].append([by_replica[replica] for replica in sorted(by_replica)])
         references = iter([value - 0.1 for value in values["reference_log_probs"]] for values in own)
         moved = [[with_column(sequence, next(references)) for sequence in row] for row in rows]
+        if balance_loss_of(self.algorithm):
+            self.backend.count_experts(moved)
+            self.backend.balance_experts(DENOMINATOR)
         assert self.backend.micro(moved).finite
 
     def commit(self) -> None:
@@ -103,6 +119,8 @@ class Walk:
     def go(self, saved: str) -> None:
         backend = self.backend
         backend.load_initial()
+        if self.warms_up:
+            backend.warm_up()
         backend.load_reference()
         self.figures["layout"] = backend.weight_layout()
         self.figures["initial"] = [name for name, _ in backend.weights()]

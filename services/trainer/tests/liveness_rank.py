@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from headrace_trainer.errors import Refusal
+from headrace_trainer.group import forming
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.meeting import Member, own_facts
@@ -37,6 +38,7 @@ class Rank:
         """Joins, says so, and does what it is told."""
         job, rank = self._job, self._job["rank"]
         self.say("joins", pid=os.getpid())
+        forming.LEAST_FORMING_S = min(forming.LEAST_FORMING_S, job["timeout_s"])
         try:
             group = join_trainer_group(
                 1,
@@ -65,6 +67,8 @@ class Rank:
                     dist.all_reduce(torch.ones(1 << 16))
                 case "header":
                     group.announce(None)
+                case "announce":
+                    group.announce(b"a header")
                 case "compute":
                     compute(float(more))
                 case "leave":

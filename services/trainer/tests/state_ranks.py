@@ -68,7 +68,9 @@ def go(job: dict[str, Any], runs: Path, generation: int, number: int, stage: dic
     if group.leads:
         directory.mkdir()
     group.all_true(True)
-    copy: Any = rank.execute(SnapshotRound(directory.name))
+    copy: Any = rank.execute(SnapshotRound(directory.name, in_place=stage["in_place"]))
+    if group.leads and stage["in_place"]:
+        assert copy.files and not copy.weights, "it is written, and nothing of it is kept"
     if group.leads:
         version = Version(1, 0, 0, "")
         write_state(directory, Snapshot(version, copy, {}, "store", b"", parts=stage["ranks"]))

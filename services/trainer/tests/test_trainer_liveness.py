@@ -170,6 +170,18 @@ def test_a_rank_that_computes_for_long_is_not_lost(ranks):
     assert not [each for each in first.said + second.said if each["what"] == "lost"]
 
 
+def test_a_leader_may_be_idle_for_longer_than_the_meeting_was_given(ranks):
+    """As while an engine starts: Gloo's own limit of what a rank waits for another one is the meeting's."""
+    meeting_s = 6.0
+    first, second = ranks(2, silent_s=30.0, timeout_s=meeting_s)
+    for child in (first, second):
+        child.heard("formed")
+    second.tell("header")
+    time.sleep(meeting_s + 1)
+    first.tell("announce")
+    assert second.heard("done", "failed")["what"] == "done"
+
+
 def test_ranks_that_leave_in_order_lose_nobody(ranks):
     first, second = ranks(2)
     for child in (first, second):

@@ -13,7 +13,17 @@ from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.memory import GIB, Room, Rooms, check_room, kept_bytes
+from headrace_trainer.memory import (
+    COPY,
+    GIB,
+    MemoryPlan,
+    Room,
+    Rooms,
+    check_host,
+    check_room,
+    check_rooms,
+    kept_bytes,
+)
 
 PASSES = {"epochs": 2, "minibatches": 2}
 KL = {"kl_loss_coef": 0.1}
@@ -75,8 +85,48 @@ def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
     assert two.host["gradients"] == one.host["gradients"], "whole until they are reduced"
     assert planned(config, ranks=2, shard="gradients").host["gradients"] < one.host["gradients"]
     gpu = planned(config, rooms=GPU)
-    assert set(gpu.host) == {"hold", "kept groups", "reference", "published versions", "one weight"}
+    assert set(gpu.host) == {
+        *("hold", "kept groups", "reference", "published versions", "weights in transit", COPY, "asleep"),
+    }
     assert gpu.device["reference"] == gpu.host["reference"] and "hold" not in gpu.device
+    state = gpu.device["masters"] + gpu.device["moments"]
+    assert gpu.host[COPY] == state and gpu.host["asleep"] == state + gpu.device["gradients"]
+    apart = planned(config | {"placement": {"mode": "disaggregated"}}, rooms=GPU)
+    assert "asleep" not in apart.host, "whose GPU is never another's"
+    assert COPY not in planned(config | {"checkpoint": {"enabled": False}}, rooms=GPU).host
+
+
+def test_a_host_without_room_for_the_copy_saves_in_place(make_config):
+    config = make_config()
+    plan = planned(config)
+    short = sum(plan.host.values()) - 1
+    found = planned(config, rooms=Rooms(Room("host memory", short, 2**50), None))
+    assert found.saves_in_place and COPY not in found.host and found.layout == plan.layout
+    assert "training waits while a checkpoint is written" in found.reason
+    assert not plan.saves_in_place and "training waits" not in plan.reason
+    adapters = make_config(trainer={"ranks": 1, "lora": {"rank": 4}})
+    assert COPY in planned(adapters, rooms=Rooms(Room("host memory", 1, 2**50), None)).host
+
+
+def test_a_refusal_says_how_many_ranks_would_fit_or_that_none_do(make_config):
+    config = make_config(trainer={"ranks": 1, "micro_batch_tokens": 16})
+    four = planned(config, ranks=4, rooms=GPU, shard="weights", offload="none")
+    room = Room("GPU memory", *[int(1.11 * sum(four.device.values()))] * 2)
+    plan = planned(config, rooms=Rooms(ROOMY.host, room), shard="weights", offload="none")
+    with pytest.raises(Refusal, match=r"trainer\.ranks: 4 fits, with shard: weights, shard_ranks: 4"):
+        check_rooms(plan, Rooms(ROOMY.host, Room("GPU memory", 1, 1)))
+    none = planned(config, rooms=Rooms(ROOMY.host, Room("GPU memory", 1, 1)))
+    with pytest.raises(Refusal, match="more ranks alone do not help"):
+        check_rooms(none, Rooms(ROOMY.host, Room("GPU memory", 1, 1)))
+
+
+def test_what_all_ranks_of_a_host_need_is_refused_before_anything_is_loaded():
+    plan = MemoryPlan({"moments": 3 * GIB, "published versions": 2 * GIB}, {})
+    check_host(plan, Rooms(Room("host memory", 14 * GIB, 16 * GIB), None), 4)
+    with pytest.raises(Refusal) as caught:
+        check_host(plan, Rooms(Room("host memory", 13 * GIB, 16 * GIB), None), 4)
+    assert caught.value.reason == "MEMORY_SHORT"
+    assert "its 4 ranks need at least 14.00 GiB of host memory" in caught.value.message
 
 
 def test_kept_groups_grow_with_columns_answers_and_groups(make_config):
@@ -114,7 +164,7 @@ async def test_a_run_is_refused_for_each_part_that_does_not_fit(client, make_con
     """Memory for all but that part: before anything is loaded, and the next restore may go well."""
     config = ppo(make_config)
     needs = planned(config).host
-    without = sum(needs.values()) - needs[part]
+    without = sum(needs.values()) - needs[part] - needs[COPY]  # which no run has to have
     monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
     monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2 * GIB, without))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -122,6 +172,6 @@ async def test_a_run_is_refused_for_each_part_that_does_not_fit(client, make_con
     assert reason_of(caught.value) == "MEMORY_SHORT"
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert part in caught.value.details()
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2 * GIB, without + needs[part]))
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2 * GIB, sum(needs.values())))
     restored = await client.restore("", 1)
     assert restored.figures["planned_host_bytes"] == sum(needs.values())

@@ -103,8 +103,8 @@ async def weights(client, number) -> np.ndarray:
     ("algorithm", "options", "lora"),
     [
         ("grpo", {}, None),
-        ("ppo", {**PASSES, "critic": "model"}, None),
-        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}, None),
+        pytest.param("ppo", {**PASSES, "critic": "model"}, None, marks=pytest.mark.nightly),
+        pytest.param("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}, None, marks=pytest.mark.nightly),
         ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}, {"rank": 4}),
     ],
     ids=["one pass", "critic", "reference", "adapters"],

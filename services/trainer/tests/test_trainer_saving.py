@@ -6,9 +6,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from headrace.common.v1 import weights_pb2, weights_pb2_grpc
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_servicekit import failpoints
+from headrace_servicekit.process.capacity import HostMemory
+from headrace_trainer import memory
 from safetensors.numpy import load_file
 from trainer_calls import refused
 
@@ -57,6 +60,43 @@ async def test_a_save_runs_beside_the_next_step_one_at_a_time(client):
         failpoints.arm("")
     names = [entry.name for entry in (await client.checkpoints()).checkpoints]
     assert names == ["lineage-1/step-2", "lineage-1/step-1"]
+
+
+async def test_a_host_without_room_for_a_copy_saves_in_place_to_the_same_bits(
+    client, make_config, monkeypatch
+):
+    config = make_config(deterministic=True)
+    version = await client.train((await client.open(config)).version, 1)
+    copied = await client.save(version.number)
+    before = files_of(client.directory / "checkpoints" / copied.checkpoint.name)
+    await client.close_run()
+
+    plan = (await client.open(config, number=20)).figures["planned_host_bytes"]
+    await client.close_run()
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2**40, int(plan) - 1))
+    opened = await client.open(config, number=30)
+    assert "training waits while a checkpoint is written" in opened.layout
+    assert opened.figures["planned_host_bytes"] < plan
+    version = await client.train(opened.version, 1)
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "to", _noted(torch.Tensor.to, copies))
+    saved = await client.save(version.number)
+    assert saved.durable and not copies
+    assert files_of(client.directory / "checkpoints" / saved.checkpoint.name) == before
+
+
+def files_of(directory):
+    return {file.name: file.read_bytes() for file in directory.glob("*.safetensors")}
+
+
+def _noted(to, copies):
+    def noted(tensor, *args, **options):
+        if options.get("copy"):
+            copies.append(tensor)
+        return to(tensor, *args, **options)
+
+    return noted
 
 
 async def test_a_full_disk_fails_the_save_and_not_the_training(client, monkeypatch):

@@ -21,8 +21,8 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.checkpoints.files import write_safetensors
 from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, collect_reports, part_files
 
-RANKS = [(1, False), (2, False), (4, False), (2, True), (1, False)]
-"""Ranks of each stage, and whether the followers see no disk."""
+RANKS = [(1, False, False), (2, False, False), (4, False, True), (2, True, True), (1, False, False)]
+"""Ranks of each stage, whether the followers see no disk, and whether they save in place."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def walk(tmp_path, make_config):
             "result": str(tmp_path / "result"),
             "port": port if port < 65_000 else port - 1000,
             "config": make_config(**sections),
-            "stages": [{"ranks": ranks, "apart": apart} for ranks, apart in RANKS],
+            "stages": [dict(zip(("ranks", "apart", "in_place"), stage, strict=True)) for stage in RANKS],
         }
         (tmp_path / "job").write_text(json.dumps(job))
         script = Path(__file__).parent / "state_ranks.py"
@@ -46,7 +46,7 @@ def walk(tmp_path, make_config):
                 [sys.executable, str(script), str(tmp_path / "job"), str(rank)],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            for rank in range(max(ranks for ranks, _ in RANKS))
+            for rank in range(max(ranks for ranks, *_ in RANKS))
         ]
         try:
             assert [child.wait(240) for child in children] == [0] * len(children)
@@ -60,11 +60,17 @@ def walk(tmp_path, make_config):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.nightly),
+    ],
+)
 def test_one_rank_two_four_two_apart_and_one_hold_the_same_bits(walk, trainer):
     found = walk(trainer=trainer)
     assert found["moved"] and found["other"] == []
-    for (ranks, _), files in zip(RANKS, found["files"], strict=True):
+    for (ranks, *_), files in zip(RANKS, found["files"], strict=True):
         assert files == sorted(name for rank in range(ranks) for name in part_files(rank, ranks))
 
 

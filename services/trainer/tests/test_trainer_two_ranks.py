@@ -133,10 +133,10 @@ LORA = {"rank": 4, "alpha": 8}
     ("algorithm", "options", "lora"),
     [
         ("grpo", {}, None),
-        ("grpo", PASSES, None),
-        ("ppo", {**PASSES, "critic_lr": 1e-3}, None),
+        pytest.param("grpo", PASSES, None, marks=pytest.mark.nightly),
+        pytest.param("ppo", {**PASSES, "critic_lr": 1e-3}, None, marks=pytest.mark.nightly),
         ("ppo", {**PASSES, "critic": "model"}, None),
-        ("grpo", KL, None),
+        pytest.param("grpo", KL, None, marks=pytest.mark.nightly),
         ("ppo", {**PASSES, "critic_lr": 1e-3}, LORA),
         ("grpo", KL, {"rank": 1}),
     ],

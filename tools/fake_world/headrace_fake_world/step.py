@@ -1,6 +1,6 @@
 """What a rank goes through in a run (restore, micro-batches, commit, publication, checkpoint, suspend, wake), measured.
 
-A model of many alike layers is measured with four and with six of them, and the rest is multiplied out: bytes and
+A model of many alike layers is measured with three and with four of them, and the rest is multiplied out: bytes and
 collectives of each phase are linear in the layers (`whole=True` measures them all).
 """
 
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,17 +25,17 @@ from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, check_rooms
+from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS, write_model
 from headrace_fake_world.tracker import Phase, Tracker
 from headrace_fake_world.world import fake_world, rooms_of
 
-FEW, MORE = 4, 6
+FEW, MORE = 3, 4
 """Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer
 computes is not all there."""
 
@@ -44,7 +45,7 @@ class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
     `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model
-    that is cut to so many.
+    that is cut to so many. `saves_in_place`: where a layout is given.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Case:
     dtype: str = "bfloat16"
     layout: Layout | None = None
     layers: int | None = None
+    saves_in_place: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ class Case:
         if (own := self.layout) is not None:
             trainer["gradient_checkpointing"] = own.checkpointing
             trainer["backend_options"] = {
+                **trainer.get("backend_options", {}),
                 "shard": own.shard,
                 "shard_ranks": own.shard_ranks,
                 "offload": own.offload,
@@ -125,7 +128,8 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     """
     started = time.monotonic()
     if case.layout is None:
-        case = replace(case, layout=planned(case)[0])
+        layout, plan = planned(case)
+        case = replace(case, layout=layout, saves_in_place=plan.saves_in_place)
     layers = case.layers or MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
@@ -143,22 +147,28 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
 
     Raises Refusal where no layout fits.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        config = case.config(write_model(Path(directory), case.model, layers=case.layers))
-        chosen = choose_backend(config.trainer)
-        algorithm = build_algorithm(config.algorithm)
-        assert isinstance(chosen.options, FsdpOptions)
-        ranks_here = min(case.ranks, GPUS_PER_HOST)
-        layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
+    config = case.config(write_model(Path(_models().name), case.model, layers=case.layers))
+    chosen = choose_backend(config.trainer)
+    algorithm = build_algorithm(config.algorithm)
+    assert isinstance(chosen.options, FsdpOptions)
+    ranks_here = min(case.ranks, GPUS_PER_HOST)
+    layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
     if case.layout is None:
+        check_host(plan, rooms_of(), ranks_here)
         check_rooms(plan, rooms_of())
     return layout, plan
 
 
+@cache
+def _models() -> tempfile.TemporaryDirectory[str]:
+    """One place in a process, so that the sizes of a model are found once."""
+    return tempfile.TemporaryDirectory()
+
+
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
-    peaks = {name: _linear(few.peaks.get(name, {}), own, times) for name, own in more.peaks.items()}
-    calls = Counter(_linear(few.calls, more.calls, times))
-    return Phase(peaks, calls, Counter(_linear(few.moved, more.moved, times)))
+    moments = {name: _linear(few.moments.get(name, {}), own, times) for name, own in more.moments.items()}
+    counts = [(few.calls, more.calls), (few.moved, more.moved), (few.carried, more.carried)]
+    return Phase(moments, *(Counter(_linear(*both, times)) for both in counts))
 
 
 def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
@@ -170,42 +180,42 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
     with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
         config = case.config(directory)
         backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
-        with outside():  # the plan makes fake models of its own
-            _ = backend.layout
+        if case.layout is not None:  # chosen for the whole model: what fits one of few layers says nothing
+            backend._layout, backend.saves_in_place = case.layout, case.saves_in_place
         with tracker.phase("restore"):
             backend.load_initial()
             backend.load_reference()
         _label(tracker, backend)
         rows = case.rows()
         columns = build_algorithm(config.algorithm).columns
-        for step in (
-            ("first step",),
-            ("first micro-batch", "micro-batch"),
-        ):  # moments come with a first commit
-            if columns:
-                with tracker.phase("infer"):
-                    backend.infer(rows, columns)
-                _label(tracker, backend)
-            for name in step:
-                with tracker.phase(name):
-                    backend.micro(rows)
-                _label(tracker, backend)
-            with tracker.phase("commit"):
-                backend.commit(10.0, 1e-6)
-            _label(tracker, backend)
-        kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
+        with tracker.phase("first commit"):  # which moments come with
+            backend.commit(10.0, 1e-6)
+        _label(tracker, backend)
         with tracker.phase("publish"):
             _exhaust(backend.weights())
         with tracker.phase("checkpoint"):
-            _exhaust(backend.weight_parts())
-            _exhaust(backend.moment_parts())
+            rank = Rank(config, group)
+            rank._backend = backend
+            copy = rank._copy(in_place=backend.saves_in_place)
+        if columns:
+            with tracker.phase("infer"):
+                backend.infer(rows, columns)
+            _label(tracker, backend)
+        for name in ("first micro-batch", "micro-batch"):
+            with tracker.phase(name):
+                backend.micro(rows)
+            _label(tracker, backend)
         with tracker.phase("suspend"):
             backend.suspend()
         with tracker.phase("asleep"):
-            pass
+            del copy, rank
         with tracker.phase("wake"):
             backend.wake()
         _label(tracker, backend)
+        with tracker.phase("commit"):
+            backend.commit(10.0, 1e-6)
+        _label(tracker, backend)
+        kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
         return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
 
 

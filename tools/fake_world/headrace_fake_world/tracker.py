@@ -44,14 +44,26 @@ class _Entry:
 
 @dataclass
 class Phase:
-    """What happened in one part of a step: the most bytes that were alive, by device and then kind, and collectives.
+    """What happened in one part of a step: the most bytes that were alive, and collectives.
 
-    `moved` are the bytes of whole tensors (what an all-gather gives, what a reduce-scatter takes), on this rank.
+    `moved` are the bytes of whole tensors (what an all-gather gives, what a reduce-scatter takes), on this rank;
+    `carried` those that go from a device to another one of the same rank, such as "cpu to gpu".
     """
 
-    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    moments: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    """Of each moment in turn, by device and moment: see `Tracker.moment`."""
     calls: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
+    carried: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind at each device's peak."""
+        found: dict[str, dict[str, int]] = {}
+        for (device, _), own in self.moments.items():
+            if sum(own.values()) >= sum(found.get(device, {}).values()):
+                found[device] = own
+        return found
 
     def peak(self, device: str) -> int:
         """Bytes at this device's peak."""
@@ -66,7 +78,9 @@ class Tracker(TorchDispatchMode):
         self._entries: Any = WeakIdKeyDictionary()
         self._live: dict[str, Counter[str]] = defaultdict(Counter)
         self._totals: Counter[str] = Counter()
-        self._tops: Counter[str] = Counter()
+        self._tops: Counter[tuple[str, str]] = Counter()
+        self.moment = ""
+        """A part of a phase whose peak grows otherwise with a model's layers than that of the rest."""
         self.phases: dict[str, Phase] = {}
         self._phase = Phase()
         self._resize: Any = None
@@ -76,6 +90,7 @@ class Tracker(TorchDispatchMode):
         """Measures what happens in the body under a name; a second time takes the place of the first."""
         self._phase = self.phases[name] = Phase()
         self._tops.clear()
+        self.moment = ""
         for device in list(self._live):
             self._note(device)
         yield
@@ -134,6 +149,7 @@ class Tracker(TorchDispatchMode):
             return torch.zeros((args[0].numel(), args[0].dim()), dtype=torch.int64, device=args[0].device)
         self._count(func, args)
         found = func(*args, **kwargs)
+        self._carry(name, args, found)
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
@@ -149,6 +165,14 @@ class Tracker(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         self._phase.calls[kind] += 1
         self._phase.moved[kind] += max(tensor.nbytes for tensor in tensors)
+
+    def _carry(self, name: str, args: tuple[Any, ...], found: Any) -> None:
+        if name not in ("_to_copy", "copy_") or not isinstance(found, Tensor):
+            return
+        source = args[1] if name == "copy_" else args[0]
+        ways = source.device.type, found.device.type
+        if ways[0] != ways[1] and "meta" not in ways:
+            self._phase.carried[" to ".join(ways)] += source.nbytes
 
     def _track(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta" or isinstance(tensor, DTensor):
@@ -172,9 +196,10 @@ class Tracker(TorchDispatchMode):
             self._note(entry.device)
 
     def _note(self, device: str) -> None:
-        if self._totals[device] > self._tops[device]:
-            self._tops[device] = self._totals[device]
-            self._phase.peaks[device] = self.alive(device)
+        key = device, self.moment
+        if self._totals[device] > self._tops[key]:
+            self._tops[key] = self._totals[device]
+            self._phase.moments[key] = self.alive(device)
 
 
 def _one(tensor: Tensor) -> Any:

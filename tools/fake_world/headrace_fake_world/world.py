@@ -11,14 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from headrace_trainer.backends.fsdp import models
+from headrace_trainer.backends.fsdp import experts, models
 from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST
+from headrace_trainer.backends.shared import exchange
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.memory import Room, Rooms
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from transformers import masking_utils
@@ -109,8 +111,10 @@ def fake_world(
             FakeTensorMode() as mode,
             Tracker() as tracker,
             _device_attention(where),
-            _data_that_moves(),
+            _data_that_moves(mode),
             _packed(mode),
+            _balanced_experts(),
+            _end_of_backward(tracker),
         ):
             yield group, tracker
     finally:
@@ -118,10 +122,18 @@ def fake_world(
 
 
 @contextmanager
-def _data_that_moves() -> Iterator[None]:
-    """Lets `tensor.data = …` take a tensor of another device, as it may between the host and CUDA."""
+def _data_that_moves(mode: FakeTensorMode) -> Iterator[None]:
+    """Lets `tensor.data = …` take a tensor of another device, as it may between the host and CUDA, and a module's
+    parameters change places with fake ones, which the mode remembers by weak references.
+    """
     untyped: Any = FakeTensor
     plain: Any = torch.Tensor.data
+    utils: Any = torch.utils
+    swap = utils.swap_tensors
+
+    def swap_tensors(one: Tensor, other: Tensor) -> None:
+        mode.fake_tensor_converter.tensor_memo.clear()
+        swap(one, other)
 
     def assign(tensor: Tensor, value: Tensor) -> None:
         if tensor.device.type == value.device.type:
@@ -134,10 +146,12 @@ def _data_that_moves() -> Iterator[None]:
         torch._C._swap_tensor_impl(tensor, taken)
 
     untyped.data = property(plain.__get__, assign)
+    utils.swap_tensors = swap_tensors
     try:
         yield
     finally:
         del untyped.data
+        utils.swap_tensors = swap
 
 
 @contextmanager
@@ -157,6 +171,48 @@ def _packed(mode: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         untyped.pack = plain
+
+
+@contextmanager
+def _end_of_backward(tracker: Tracker) -> Iterator[None]:
+    """Calls the reduction of the root's gradients a moment of its own: no layer has a part in its peak."""
+    group: Any = FSDPParamGroup
+    plain = group.post_backward
+
+    def post_backward(own: Any, *unused: Any) -> None:
+        tracker.moment = "end" if "layers" not in (own._module_fqn or "") else ""
+        plain(own, *unused)
+        tracker.moment = ""
+
+    group.post_backward = post_backward
+    try:
+        yield
+    finally:
+        group.post_backward = plain
+
+
+@contextmanager
+def _balanced_experts() -> Iterator[None]:
+    """Gives each rank that divides experts as many rows as each other one: where tokens go is not known."""
+    untyped: Any = exchange
+    own: Any = experts
+    plain, made = untyped._moved, own.init_device_mesh
+
+    def moved(rows_SD: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
+        each, more = divmod(len(rows_SD), len(sent))
+        even = [each + (rank < more) for rank in range(len(sent))]
+        found_SD: Tensor = plain(rows_SD, even, even, group)
+        return found_SD
+
+    def mesh(*shape: Any, **options: Any) -> DeviceMesh:
+        with outside():
+            return made(*shape, **options)
+
+    untyped._moved, own.init_device_mesh = moved, mesh
+    try:
+        yield
+    finally:
+        untyped._moved, own.init_device_mesh = plain, made
 
 
 def _faked(value: Any, mode: FakeTensorMode) -> Any:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from headrace_fake_world.device import NAME
+from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, measure, planned
 from headrace_fake_world.world import fake_world
 from headrace_trainer.backends.fsdp.layout import Layout
@@ -20,6 +21,7 @@ from headrace_trainer.backends.fsdp.layout import Layout
 pytestmark = pytest.mark.timeout(600)
 LAYERS = 3
 SMALL = Case("qwen2.5-0.5b", 8, tokens=2048, row_tokens=2048, layers=LAYERS)
+EXPERTS = Case("qwen3-30b-a3b", 8, tokens=2048, row_tokens=2048, layers=LAYERS)
 DIVIDED = Layout("weights", 8, checkpointing=True)
 GIB = 2**30
 
@@ -51,7 +53,8 @@ def test_a_divided_model_is_gathered_twice_and_reduced_once_in_a_micro_batch():
     weights = found.kept[NAME]["masters"] * 8
     assert micro.moved["all_gather"] == pytest.approx(weights, rel=0.01), "bf16, twice"
     assert found.kept[NAME]["moments"] == pytest.approx(2 * found.kept[NAME]["masters"], rel=0.01)
-    assert found.phases["asleep"].peak(NAME) == 0, "a suspended trainer leaves nothing on its GPU"
+    asleep = found.phases["asleep"]
+    assert asleep.peak(NAME) < 1024, "of a step within which it sleeps its figures alone are on the GPU"
     _, plan = planned(case)
     assert abs(sum(plan.device.values()) / found.peak() - 1) < 0.1
 
@@ -64,6 +67,32 @@ def test_parameters_that_are_away_lie_on_the_host():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 16}}], ids=["all weights", "adapters"])
+def test_a_layer_of_experts_is_gathered_whole(trainer):
+    case = replace(EXPERTS, trainer=trainer, layout=DIVIDED)
+    found = measure(case)
+    micro = found.phases["micro-batch"]
+    assert micro.calls["all_gather"] == 2 * (LAYERS + 1) and "all_to_all" not in micro.calls
+    assert plan_error(case) < 0.1
+
+
+def test_experts_that_are_divided_get_their_tokens_by_an_exchange():
+    case = replace(EXPERTS, trainer={"backend_options": {"expert_parallel": 8}}, layout=DIVIDED)
+    found = measure(case)
+    micro, shape = found.phases["micro-batch"], MODELS[EXPERTS.model]
+    # How many rows go where, the rows, and back; recomputation makes both again, and a backward sends the rows twice.
+    assert micro.calls["all_to_all"] == LAYERS * (2 * 3 + 2)
+    rows = EXPERTS.tokens * shape["num_experts_per_tok"]
+    exchanged = LAYERS * 6 * rows * 2 * shape["hidden_size"]
+    assert micro.moved["all_to_all"] == pytest.approx(exchanged, rel=0.01), "bf16, six times"
+    # Head and embedding, queries and outputs, keys and values, routers.
+    per_layer = 2 * 4096 + 2 * 512 + shape["num_experts"]
+    outside = shape["hidden_size"] * (2 * shape["vocab_size"] + LAYERS * per_layer)
+    assert micro.moved["all_gather"] == pytest.approx(2 * 2 * outside, rel=0.01), "experts' weights stay here"
+    assert plan_error(case) < 0.1
+
+
+@pytest.mark.nightly
 def test_a_few_layers_stand_for_all():
     case = replace(SMALL, layout=DIVIDED, layers=None)
     few, whole = measure(case), measure(case, whole=True)
@@ -72,13 +101,3 @@ def test_a_few_layers_stand_for_all():
         assert few.phases[name].calls == phase.calls, name
         for kind, moved in phase.moved.items():
             assert few.phases[name].moved[kind] == pytest.approx(moved, rel=0.01), (name, kind)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 16}}], ids=["all weights", "adapters"])
-@pytest.mark.parametrize(
-    ("model", "ranks"),
-    [("qwen2.5-7b", 1), ("qwen2.5-7b", 32), ("qwen2.5-32b", 8), ("llama-3-70b", 64), ("qwen3-30b-a3b", 8)],
-)
-def test_plans_at_size_are_true_within_a_tenth(model, ranks, trainer):
-    assert plan_error(Case(model, ranks, trainer=trainer)) < 0.1

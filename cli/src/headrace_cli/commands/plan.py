@@ -47,6 +47,10 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    host_gib: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Memory of a host of eight such GPUs; default: 1800.", show_default=False),
+    ] = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Run the plan on a simulated cluster as well, with drawn lengths."),
@@ -61,15 +65,18 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the fastest use of devices, and say why it is. Needs no GPU, model or fleet."""
-    from headrace_cli.planning import explain_file, trainer_layout, write_trace
+    from headrace_cli.errors import user_error
+    from headrace_cli.planning import HOST_GIB, explain_file, trainer_layout, write_trace
     from headrace_cli.show.plan import plan_lines
 
+    if host_gib is not None and gpu_gib is None:
+        raise user_error("--host-gib", "is of the hosts of the GPUs that --gpu-gib names", "give both")
     wanted = None
     if simulate or chrome_trace is not None:
         wanted = {"iterations": iterations, "seed": seed, "chrome_trace": chrome_trace is not None}
     found = explain_file(file, sets or [], devices, cluster, profile, wanted, DataDir.at(data_dir).profiles)
     if gpu_gib is not None:
-        found["layout"] = trainer_layout(file, sets or [], gpu_gib)
+        found["layout"] = trainer_layout(file, sets or [], gpu_gib, host_gib or HOST_GIB)
     if chrome_trace is not None:
         write_trace(found["simulation"].pop("chrome_trace"), chrome_trace)
     if as_json:

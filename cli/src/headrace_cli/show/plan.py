@@ -70,10 +70,10 @@ def layout_lines(layout: dict[str, Any], width: int) -> Iterator[str]:
         yield from table
         return
     yield from wrapped(f"trainers: {layout['reason']}", width)
-    parts = sorted(((size, name) for name, size in layout["device"].items() if size), reverse=True)
-    yield from wrapped(
-        "on a GPU: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for size, name in parts), width
-    )
+    for where, part in (("on a GPU", "device"), ("of its host, a rank", "host")):
+        sizes = sorted(((size, name) for name, size in layout[part].items() if size), reverse=True)
+        words = ", ".join(f"{name} {size / 2**30:.2f} GiB" for size, name in sizes)
+        yield from wrapped(f"{where}: {words}", width)
 
 
 def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:

@@ -4,7 +4,7 @@
 count, and to add the gradient of the load-balance loss. Knows no ranks: an exchange between them is an attribute.
 
 Shapes: N tokens, K experts of a token, E experts of a layer, M layers of experts, S = N * K rows, D hidden, I inner, O
-outputs, R rank of an adapter.
+outputs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 FAMILIES = ("mixtral", "qwen3_moe")
 """By `model_type`: those whose routers this module computes."""
 NAME = "headrace_experts"
+PROJECTIONS = ("gate_up_proj", "down_proj")
+"""Tensors of an experts module in transformers, of all experts of a layer, in the order in which it has them."""
+ADAPTER = "_adapter"
+"""Behind the name of such a tensor: the module beside it that computes with an adapter (`lora.LoraExperts`)."""
 OWN = 65535
 """In place of a recorded expert: the router chooses itself. No model has so many experts."""
 
@@ -258,13 +262,9 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     counts_E = flat_S.new_zeros(total).scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
     def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        return expert_products(
-            rows_SD,
-            counts_E,
-            weight_of(experts, "gate_up_proj"),
-            weight_of(experts, "down_proj"),
-            experts.act_fn,
-        )
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        gate_SI, up_SI = _product(experts, "gate_up_proj", rows_SD, ends_E).chunk(2, -1)
+        return _product(experts, "down_proj", experts.act_fn(gate_SI) * up_SI, ends_E)
 
     found_SD = compute(rows_SD, counts_E) if exchange is None else exchange(rows_SD, counts_E, compute)
     weighted_SD = found_SD * weights_NK.flatten()[order_S][:, None].to(found_SD.dtype)
@@ -272,20 +272,18 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     return weighted_SD[back_S].view(-1, count, hidden_ND.shape[-1]).sum(1).to(hidden_ND.dtype)
 
 
-def expert_products(
-    rows_SD: Tensor,
-    counts_E: Tensor,
-    gate_up_EOD: Tensor,
-    down_EDI: Tensor,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """(S, D) of rows in the order of their experts, `counts_E` of each: down(activation(gate) * up)."""
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    gate_SI, up_SI = _grouped(rows_SD, gate_up_EOD, ends_E).chunk(2, -1)
-    return _grouped(activation(gate_SI) * up_SI, down_EDI, ends_E)
+def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows times the weights of one name: as they are, or with their adapter."""
+    weight_EOI: Tensor = getattr(experts, name)
+    adapter = getattr(experts, f"{name}{ADAPTER}", None)
+    if adapter is None:
+        return grouped_product(rows_SI, weight_EOI, ends_E)
+    found_SO: Tensor = adapter(rows_SI, weight_EOI, ends_E)
+    return found_SO
 
 
-def _grouped(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_product(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """(S, O) of rows in the order of their experts; `ends_E` is the place behind each expert's last row."""
     weight_EIO = weight_EOI.transpose(-2, -1)
     if rows_SI.dtype is torch.bfloat16:
         found_SO: Tensor = F.grouped_mm(rows_SI, weight_EIO, offs=ends_E)
@@ -294,10 +292,3 @@ def _grouped(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     operators: Any = torch.ops
     found_SO = operators.transformers.grouped_mm_fallback(rows_SI, weight_EIO, ends_E)
     return found_SO
-
-
-def weight_of(experts: Any, name: str) -> Tensor:
-    """The weights that an experts module computes with: its own, or with an adapter merged."""
-    weight: Tensor = getattr(experts, name)
-    adapter = getattr(experts, f"{name}_adapter", None)
-    return weight if adapter is None else adapter(weight)

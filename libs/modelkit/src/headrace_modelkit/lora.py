@@ -1,17 +1,17 @@
-"""LoRA (arXiv 2106.09685): adapters of low rank beside frozen linear layers, without dropout.
+"""LoRA (arXiv 2106.09685): adapters of low rank beside frozen linear layers and layers of experts, without dropout.
 
 A layer computes with W + alpha/R · B A, rounded once to the type of W: the very weight that is published. So engine and
 trainer agree in every step, also where the type is bf16 and a change of W is smaller than its rounding. An adapter's
 gradient needs products with A and B alone; that of W is never made. Adapters are written as peft writes them, without
 peft. Knows no sharding and no optimizer.
 
-Shapes: N positions, O outputs, I inputs of a layer, R rank.
+Shapes: N positions, O outputs, I inputs of a layer, R rank; E experts, S rows in the order of their experts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,50 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace_modelkit.experts import expert_blocks
+from headrace_modelkit.experts import (
+    ADAPTER,
+    FAMILIES,
+    PROJECTIONS,
+    expert_blocks,
+    expert_shape,
+    grouped_product,
+)
 from headrace_modelkit.loading import sync_directory
 
-EXPERT_NAMES = frozenset({"experts", "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj"})
-"""What layers of experts and their routers are called."""
+EXPERTS = "experts"
+"""What a layer of experts is called: as a target, both of its tensors."""
 A, B = "lora_A", "lora_B"
-"""Names of a layer's adapter, beside its `weight`."""
+"""Names of a layer's adapter, beside its `weight`; of experts', in a module of its own beside theirs."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements of a weight that are merged at a time: what exists of it in fp32."""
 
 Adapter = tuple[Tensor, Tensor] | None
-"""(A_RI, B_OR); none: the layer computes with its own weight alone."""
+"""(A_RI, B_OR), of experts (A_ERI, B_EOR); none: the layer computes with its own weight alone."""
 
 
-class LoraLinear(nn.Linear):
+class Adapted(nn.Module):
+    """What has an adapter: a linear layer, or what stands beside a tensor of experts."""
+
+    scale: float
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    _stand_ins: list[Adapter]
+
+    def _give(self, a: Tensor, b: Tensor, scale: float, generator: torch.Generator) -> None:
+        """A is drawn as nn.Linear draws its own weight, and peft this one; B is 0."""
+        self.scale, self._stand_ins = scale, []
+        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        if a.device.type != "meta":
+            bound = a.shape[-1] ** -0.5
+            self.lora_A.data.uniform_(-bound, bound, generator=generator)
+
+    @property
+    def adapter(self) -> Adapter:
+        """What it computes with now."""
+        return self._stand_ins[-1] if self._stand_ins else (self.lora_A, self.lora_B)
+
+
+class LoraLinear(nn.Linear, Adapted):
     """A linear layer that shares the frozen weight and bias of another one, with an adapter in fp32."""
 
     def __init__(
@@ -51,18 +80,13 @@ class LoraLinear(nn.Linear):
     ) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.scale = scale
-        device = device or base.weight.device
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
-        if device.type != "meta":
-            bound = base.in_features**-0.5  # as nn.Linear draws its own, and peft this one
-            self.lora_A.data.uniform_(-bound, bound, generator=generator)
-        self._stand_ins: list[Adapter] = []
+        place: Any = {"dtype": torch.float32, "device": device or base.weight.device}
+        a_RI = torch.empty(rank, base.in_features, **place)
+        self._give(a_RI, torch.zeros(base.out_features, rank, **place), scale, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, O) of (…, I)."""
-        adapter = self._stand_ins[-1] if self._stand_ins else (self.lora_A, self.lora_B)
+        adapter = self.adapter
         if adapter is None:
             return F.linear(x, self.weight, self.bias)
         function: Any = _MergedLinear
@@ -103,14 +127,86 @@ class _MergedLinear(torch.autograd.Function):
         return of_x, None, None, of_a_RI, of_b_OR, None
 
 
-def merged_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """W + scale · B A in the type of W: added up in fp32, a block of rows at a time, and rounded once."""
-    found_OI = torch.empty_like(weight_OI)
+class LoraExperts(Adapted):
+    """An adapter in fp32 for each expert of a layer, beside one frozen tensor (E, O, I) of all of them."""
+
+    def __init__(
+        self,
+        weight_EOI: Tensor,
+        rank: int,
+        scale: float,
+        generator: torch.Generator,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        experts, outputs, inputs = weight_EOI.shape
+        place: Any = {"dtype": torch.float32, "device": device or weight_EOI.device}
+        a_ERI = torch.empty(experts, rank, inputs, **place)
+        self._give(a_ERI, torch.zeros(experts, outputs, rank, **place), scale, generator)
+
+    def forward(self, rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """(S, O); `ends_E` as in `grouped_product`."""
+        adapter = self.adapter
+        if adapter is None:
+            return grouped_product(rows_SI, weight_EOI, ends_E)
+        function: Any = _MergedExperts
+        found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
+        return found
+
+
+class _MergedExperts(torch.autograd.Function):
+    """As `_MergedLinear`, of experts: the gradient is that of the product with A and then with B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_SI: Tensor,
+        weight_EOI: Tensor,
+        ends_E: Tensor,
+        a_ERI: Tensor,
+        b_EOR: Tensor,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(rows_SI, weight_EOI, ends_E, a_ERI, b_EOR)
+        ctx.scale = scale
+        return grouped_product(rows_SI, merged_weight(weight_EOI, a_ERI, b_EOR, scale), ends_E)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream_SO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_SI, weight_EOI, ends_E, a_ERI, b_EOR = ctx.saved_tensors
+        # On a GPU in bf16, for which it has one kernel: of fp32 it would be one for each expert.
+        kind = torch.float32 if rows_SI.device.type == "cpu" else rows_SI.dtype
+        own = [each.detach().to(kind).requires_grad_() for each in (rows_SI, a_ERI, b_EOR)]
+        with torch.enable_grad():
+            low_SO = grouped_product(grouped_product(own[0], own[1], ends_E), own[2], ends_E)
+        of_low, of_a, of_b = torch.autograd.grad(low_SO, own, upstream_SO.to(kind))
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_product(upstream_SO, weight_EOI.transpose(-2, -1), ends_E)
+            of_rows = of_rows.add_(of_low.to(of_rows.dtype), alpha=ctx.scale)
+        return of_rows, None, None, of_a.float().mul_(ctx.scale), of_b.float().mul_(ctx.scale), None
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale · B A in the type of W: added up in fp32, a block of rows at a time, and rounded once.
+
+    Of experts: W (E, O, I), B (E, O, R) and A (E, R, I), each expert's with its own.
+    """
+    found = torch.empty_like(weight)
+    if weight.dim() == 2:
+        _merge(found, weight, a, b, scale)
+        return found
+    for expert in range(len(weight)):
+        _merge(found[expert], weight[expert], a[expert], b[expert], scale)
+    return found
+
+
+def _merge(found_OI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     size = max(1, BLOCK_ELEMENTS // weight_OI.shape[1])
     for first in range(0, len(weight_OI), size):
         rows = slice(first, first + size)
         found_OI[rows] = torch.addmm(weight_OI[rows].float(), b_OR[rows], a_RI, alpha=scale)
-    return found_OI
 
 
 def add_adapters(
@@ -126,11 +222,17 @@ def add_adapters(
         raise ValueError(problem)
     model.requires_grad_(False)
     generator = torch.Generator("cpu").manual_seed(seed)
+    scale = lora.alpha / lora.rank
     for name in _targeted(model, lora):
         owner, _, attribute = name.rpartition(".")
         holder = model.get_submodule(owner)
-        layer = LoraLinear(getattr(holder, attribute), lora.rank, lora.alpha / lora.rank, generator, device)
+        layer = LoraLinear(getattr(holder, attribute), lora.rank, scale, generator, device)
         setattr(holder, attribute, layer)
+    for name in _targeted_experts(model, lora):
+        owner, _, attribute = name.rpartition(".")
+        experts = model.get_submodule(owner)
+        beside = LoraExperts(getattr(experts, attribute), lora.rank, scale, generator, device)
+        setattr(experts, f"{attribute}{ADAPTER}", beside)
 
 
 def targets_problem(model: PreTrainedModel, lora: LoraSection) -> str:
@@ -140,23 +242,35 @@ def targets_problem(model: PreTrainedModel, lora: LoraSection) -> str:
         return "the model has no linear layer but its head; remove trainer.lora"
     if isinstance(lora.targets, str):
         return ""
+    tensors = _expert_tensors(model)
     for target in lora.targets:
-        if not any(_is(name, target) for name in names):
-            if target.rpartition(".")[2] in EXPERT_NAMES and any(True for _ in expert_blocks(model)):
-                return (
-                    f"{target!r} is of experts, which get no adapter: they and their routers stay frozen; name layers "
-                    f"of the attention, such as q_proj, or write all-linear"
-                )
-            fix = choose(target, {name.rpartition(".")[2] for name in names})
-            return f"no linear layer of the model is called {target!r} (the head gets no adapter); {fix}"
+        if any(_is(name, target) for name in names) or any(_is_of_experts(name, target) for name in tensors):
+            continue
+        if any(_is_of_experts(name, target) for name in _expert_tensors(model, known=False)):
+            return (
+                f"{target!r} is of experts, which get an adapter in the families {', '.join(FAMILIES)} alone; name "
+                "layers of the attention, such as q_proj, or write all-linear"
+            )
+        there = {name.rpartition(".")[2] for name in [*names, *tensors]} | ({EXPERTS} if tensors else set())
+        beside = ", nor do routers of experts; their gate and up are one tensor" if tensors else ""
+        fix = choose(target, there)
+        return f"no linear layer of the model is called {target!r} (the head gets no adapter{beside}); {fix}"
     return ""
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """Name and layer of everything that has an adapter."""
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """Name and module of everything that has an adapter: linear layers, and what stands beside tensors of experts."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, Adapted):
             yield name, module
+
+
+def adapter_of(weight: str) -> str:
+    """The name that `adapted_layers` gives what has the adapter of a weight, if it has one; empty for a bias."""
+    layer, _, kind = weight.rpartition(".")
+    if kind in PROJECTIONS:
+        return f"{weight}{ADAPTER}"
+    return layer if kind == "weight" else ""
 
 
 def is_adapter(name: str) -> bool:
@@ -184,6 +298,25 @@ def _targeted(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     return [name for name in names if any(_is(name, target) for target in lora.targets)]
 
 
+def _targeted_experts(model: PreTrainedModel, lora: LoraSection) -> list[str]:
+    if isinstance(lora.targets, str):
+        return []
+    names = _expert_tensors(model)
+    return [name for name in names if any(_is_of_experts(name, target) for target in lora.targets)]
+
+
+def _expert_tensors(model: PreTrainedModel, *, known: bool = True) -> list[str]:
+    """Names of what has the weights of a layer's experts; `known`: of models whose experts `experts` computes."""
+    if known and expert_shape(model.config) is None:
+        return []
+    modules = {module: name for name, module in model.named_modules()}
+    return [f"{modules[block.experts]}.{name}" for block in expert_blocks(model) for name in PROJECTIONS]
+
+
+def _is_of_experts(name: str, target: str) -> bool:
+    return _is(name, target) or _is(name.rpartition(".")[0], target)
+
+
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Names of all but the head, which computes log-probs a tile at a time."""
     untyped: Any = model
@@ -200,11 +333,18 @@ def _is(name: str, target: str) -> bool:
 def save_adapter(directory: Path, lora: LoraSection, adapters: Mapping[str, Tensor], base: str) -> None:
     """Writes the adapters of a model, by the names that its layers give them, into a new directory.
 
-    `base` is where the model below them was read from.
+    `base` is where the model below them was read from. Those of experts need peft 0.17 or later (`target_parameters`).
     """
     directory.mkdir()
+    layers = {name.rpartition(".")[0] for name in adapters}
+    tensors = {name.removesuffix(ADAPTER) for name in layers if name.endswith(ADAPTER)}
     save_file(
-        {_peft_name(name): tensor.contiguous() for name, tensor in adapters.items()},
+        {
+            f"base_model.model.{_peft_layer(layer, tensors)}.{part}.weight": _as_peft_has(
+                tensor, part
+            ).contiguous()
+            for (layer, part), tensor in ((_parted(name), tensor) for name, tensor in adapters.items())
+        },
         directory / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
@@ -218,13 +358,30 @@ def save_adapter(directory: Path, lora: LoraSection, adapters: Mapping[str, Tens
         "bias": "none",
         "inference_mode": True,
         # Whole names: the last part of one may be that of the head or of a layer without adapter too.
-        "target_modules": sorted({name.rpartition(".")[0] for name in adapters}),
+        "target_modules": sorted(name for name in layers if not name.endswith(ADAPTER)),
+        **({"target_parameters": sorted(tensors)} if tensors else {}),
     }
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     sync_directory(directory)
 
 
-def _peft_name(name: str) -> str:
+def _parted(name: str) -> tuple[str, str]:
     layer, _, part = name.rpartition(".")
     assert part in (A, B)
-    return f"base_model.model.{layer}.{part}.weight"
+    return layer, part
+
+
+def _peft_layer(layer: str, tensors: Set[str]) -> str:
+    """peft wraps a layer of experts once for each of its tensors with an adapter: the last one is outermost."""
+    if not layer.endswith(ADAPTER):
+        return layer
+    owner, _, name = layer.removesuffix(ADAPTER).rpartition(".")
+    outer = [each for each in PROJECTIONS[PROJECTIONS.index(name) + 1 :] if f"{owner}.{each}" in tensors]
+    return owner + ".base_layer" * len(outer)
+
+
+def _as_peft_has(tensor: Tensor, part: str) -> Tensor:
+    """Of experts (E · R, I) and (O, R · E), whose columns go through the experts for each of the ranks."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, 1) if part == A else tensor.permute(1, 2, 0).flatten(1)

@@ -21,6 +21,7 @@ from headrace_schema.sections.learning import (
     TrainerSection,
 )
 from headrace_schema.sections.replying import ReplySection
+from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
 
@@ -86,6 +87,7 @@ class TrainerConfig(Opening):
     trainer: TrainerSection = TrainerSection()
     sampling: SamplingSection = SamplingSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    placement: PlacementSection = PlacementSection()
     seed: Seed = 0
     steps: Count = 10
     deterministic: bool = False

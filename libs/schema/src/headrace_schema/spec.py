@@ -13,7 +13,6 @@ from pydantic import model_validator
 from headrace_schema.problems import Impossible
 from headrace_schema.rules.combinations import impossible_combinations
 from headrace_schema.rules.embodied import with_defaults
-from headrace_schema.rules.staleness import side_by_side
 from headrace_schema.sections.run import RunSections
 
 
@@ -23,8 +22,8 @@ class RunSpec(RunSections):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, given: Any) -> Any:
-        """An embodied run's start states and rewards follow from its environment; a placement from its staleness."""
-        return side_by_side(with_defaults(given))
+        """An embodied run's start states and rewards follow from its environment."""
+        return with_defaults(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

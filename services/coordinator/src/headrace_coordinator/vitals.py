@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
-from headrace_schema.resources.views import HealthView
+from headrace_schema.resources.fleet import HealthView
 
 from headrace_coordinator.store.event_log import EventLog
 

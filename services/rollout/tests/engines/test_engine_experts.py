@@ -16,28 +16,65 @@ from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey
 from headrace_schema.sections.generating import ModelSection
 from rig import CONTEXT, ENGINES_HERE, OPTIONS, Rig, group
+from transformers import MixtralConfig, MixtralForCausalLM
 
 PROMPTS = ([3, 4, 5, 6, 7, 8], [9, 10, 11], [12] * 20)
 HERE = [name for name in ENGINES_HERE if name not in ("plain", "sglang")]
 
 
-def make_moe(seed: int):
-    model = tiny_moe(seed, head_dim=32, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2)
+SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
+
+
+def make_qwen3_moe(seed: int):
+    return widened(tiny_moe(seed, **SHAPE))
+
+
+def make_mixtral(seed: int):
+    """Its routers' weights are always normed, and a checkpoint names its experts w1, w2 and w3."""
+    torch.manual_seed(seed)
+    own = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    places = {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": CONTEXT,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return widened(MixtralForCausalLM(MixtralConfig(**own, **places, **SHAPE)).eval())
+
+
+def widened(model):
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
     return model
 
 
-@pytest.fixture(scope="module", params=HERE)
+FAMILIES = {"qwen3_moe": make_qwen3_moe, "mixtral": make_mixtral}
+
+
+RIGS = [
+    pytest.param(
+        (name, family),
+        id=f"{name}-{family}",
+        # A second engine of a kind that takes long to start.
+        marks=(pytest.mark.nightly,) if family == "mixtral" and name != "transformers" else (),
+    )
+    for name in HERE
+    for family in FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=RIGS)
 def rig(request, tmp_path_factory):
     import asyncio
 
+    chosen, family = request.param
+    make_moe = FAMILIES[family]
     directory = tmp_path_factory.mktemp("moe")
     model = make_moe(1)
     save_model(model, character_tokenizer(), directory)
     section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
     config = EngineConfig(section, load_tokenizer(section), 16)
-    chosen, options = request.param, OPTIONS.get(request.param, {})
+    options = OPTIONS.get(chosen, {})
     engine = ENGINES.choose(chosen, options).build(config)
     if engine.capabilities.routed_experts:
         engine = ENGINES.choose(chosen, options).build(replace(config, routed_experts=True))
@@ -46,7 +83,7 @@ def rig(request, tmp_path_factory):
         await engine.place((torch.device("cpu"),), 1)
 
     asyncio.run(place())
-    yield Rig(request.param, section, engine, model, make_moe(2))
+    yield Rig(chosen, section, engine, model, make_moe(2))
     asyncio.run(engine.close())
 
 
@@ -106,7 +143,7 @@ async def test_a_sample_that_goes_on_elsewhere_keeps_the_routes_that_it_has(rig)
 async def test_an_engine_that_is_not_asked_tells_no_routes(tmp_path):
     if "transformers" not in HERE:
         pytest.skip("the engine is chosen by ENGINE, and started for the other tests alone")
-    model = make_moe(1)
+    model = make_qwen3_moe(1)
     save_model(model, character_tokenizer(), tmp_path / "moe")
     section = ModelSection(path=str(tmp_path / "moe"), dtype="float32", max_context=CONTEXT)
     config = EngineConfig(section, load_tokenizer(section), 16)

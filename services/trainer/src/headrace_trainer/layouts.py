@@ -17,10 +17,9 @@ from pydantic import ValidationError
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.planned import choose_layout
-from headrace_trainer.backends.fsdp.planned import host_bytes as host_bytes_of
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.memory import Room, Rooms, check_rooms
+from headrace_trainer.memory import Room, Rooms, check_host, check_rooms
 
 
 def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_host: int) -> dict[str, Any]:
@@ -38,12 +37,12 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     device = Room("GPU memory", gpu_bytes, gpu_bytes) if gpu_bytes else None
     rooms = Rooms(Room("host memory", host_bytes, host_bytes), device)
     _, plan = choose_layout(config, algorithm, backend.options, ranks, ranks_per_host, rooms)
-    others = host_bytes_of(plan, ranks_here) - host_bytes_of(plan, 1)
-    left = max(0, host_bytes - others)
-    check_rooms(plan, Rooms(Room("host memory", left, left), device))
+    check_host(plan, rooms, ranks_here)
+    check_rooms(plan, rooms)
     return {
         "layout": plan.layout,
         "reason": plan.reason,
+        "saves_in_place": plan.saves_in_place,
         "device": dict(plan.device),
         "host": dict(plan.host),
         "tried": [vars(each) for each in plan.tried],

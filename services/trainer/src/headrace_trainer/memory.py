@@ -21,6 +21,10 @@ from headrace_trainer.errors import Refusal, invalid
 GIB = 2**30
 TOKEN_BYTES = 120
 """Of a kept answer's token: id, position, engine log-prob and version, as entries of lists and their objects."""
+COPY = "checkpoint copy"
+"""Part of the host's memory: what a rank writes behind training, as it was at the step's end."""
+LEADERS = {"published versions", "kept groups"}
+"""Parts that the leader alone has."""
 VALUE_BYTES = 40
 """Of a token's value of a column, an advantage or a return: entry and float in a list, a float64 in a tensor."""
 
@@ -39,13 +43,17 @@ class Tried:
 class MemoryPlan:
     """Bytes by what they are for. On a CPU `device` is empty: there everything is in host memory.
 
-    `tried` are the layouts that came before `layout` in the order of cost, and it: why it was chosen.
+    `tried` are the layouts that came before `layout` in the order of cost, and it: why it was chosen. With
+    `saves_in_place` the host has no room for COPY: a checkpoint is written from the state itself while training waits.
     """
 
     host: Mapping[str, int]
     device: Mapping[str, int]
     layout: str = ""
     tried: tuple[Tried, ...] = ()
+    saves_in_place: bool = False
+    would_fit: str | None = ""
+    """How many ranks would have room, where these have not; None where no number of them has."""
 
     @property
     def reason(self) -> str:
@@ -61,6 +69,8 @@ class MemoryPlan:
         if others:
             words += "; what costs less does not fit: "
             words += ", ".join(f"{each.layout} needs {_gib(each.device or each.host)}" for each in others)
+        if self.saves_in_place:
+            words += "; the host has no room for a copy of the state, so training waits while a checkpoint is written"
         return words
 
     def figures(self) -> dict[str, float]:
@@ -112,15 +122,36 @@ def kept_bytes(config: TrainerConfig, algorithm: Algorithm) -> int:
     return samples * config.sampling.max_new_tokens * each
 
 
+def host_bytes(plan: MemoryPlan, ranks_here: int) -> int:
+    """Of the leader's host, which has so many ranks: what only the leader keeps is there once."""
+    return sum(size * (1 if part in LEADERS else ranks_here) for part, size in plan.host.items())
+
+
+def check_host(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> None:
+    """Raises Refusal INVALID or MEMORY_SHORT where a host has not what its ranks need between them."""
+    needed = {part: size * (1 if part in LEADERS else ranks_here) for part, size in plan.host.items()}
+    who = f"its {ranks_here} ranks need" if ranks_here > 1 else ""
+    check_room(needed, rooms.host, plan.tried, who=who, would_fit=plan.would_fit)
+
+
 def check_rooms(plan: MemoryPlan, rooms: Rooms) -> None:
     """Raises Refusal INVALID where a plan can never fit, MEMORY_SHORT where it does not fit at the moment."""
-    check_room(plan.host, rooms.host, plan.tried)
+    check_room(plan.host, rooms.host, plan.tried, would_fit=plan.would_fit)
     if rooms.device is not None:
-        check_room(plan.device, rooms.device, plan.tried)
+        check_room(plan.device, rooms.device, plan.tried, would_fit=plan.would_fit)
 
 
-def check_room(needed: Mapping[str, int], room: Room, tried: Sequence[Tried] = ()) -> None:
-    """As `check_rooms`, of one memory; the message has the table of the layouts that were `tried`."""
+def check_room(
+    needed: Mapping[str, int],
+    room: Room,
+    tried: Sequence[Tried] = (),
+    *,
+    who: str = "",
+    would_fit: str | None = "",
+) -> None:
+    """As `check_rooms`, of one memory; the message has the table of the layouts that were `tried`. `who` needs it: by
+    default a rank.
+    """
     total = sum(needed.values())
     if total <= room.free:
         return
@@ -134,8 +165,8 @@ def check_room(needed: Mapping[str, int], room: Room, tried: Sequence[Tried] = (
         else f"{_gib(room.free)} of {_gib(room.total)} GiB are free"
     )
     message = (
-        f"trainer.ranks: a rank needs at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
-        f"{_fixes(needed)}"
+        f"trainer.ranks: {who or 'a rank needs'} at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
+        f"{_fixes(needed, would_fit)}"
     )
     if len(tried) > 1:
         message += f". Tried, the cheapest first:\n{_table(tried)}"
@@ -151,14 +182,17 @@ def _table(tried: Sequence[Tried]) -> str:
     )
 
 
-def _fixes(needed: Mapping[str, int]) -> str:
-    fixes = ["give more ranks, which share the model's state"]
+def _fixes(needed: Mapping[str, int], would_fit: str | None) -> str:
+    ranks = would_fit or "give more ranks, which share the model's state"
+    fixes = ["give GPUs with more memory: more ranks alone do not help" if would_fit is None else ranks]
     if needed.get("activations", 0) + needed.get("head", 0) > sum(needed.values()) // 4:
         fixes.append("a smaller trainer.micro_batch_tokens")
     if needed.get("reference"):
         fixes.append("a smaller trainer.reference, or model.dtype: bfloat16 for it")
     if needed.get("hold"):
         fixes.append("epochs: 1 and minibatches: 1, which hold nothing to go back to")
+    if needed.get(COPY):
+        fixes.append("checkpoint.enabled: false, which copies nothing")
     if needed.get("kept groups"):
         fixes.append("fewer algorithm.prompts_per_step or sampling.max_new_tokens")
     return "; or ".join(fixes)

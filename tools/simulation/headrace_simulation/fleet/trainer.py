@@ -102,7 +102,7 @@ class Trainer(TrainerCheckpoints):
             self._hold((), request.number, 0, 0)
         self.groups, self.attempt, self.carried = {}, (0, 0), None
         self.lineage = self.generation
-        return trainer.RestoreResponse(version=self.version)
+        return trainer.RestoreResponse(version=self.version, layout=self._layout)
 
     async def BeginStep(self, request: trainer.BeginStepRequest) -> trainer.BeginStepResponse:
         self.fence(request.header, lease=True)

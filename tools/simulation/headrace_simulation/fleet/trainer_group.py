@@ -94,7 +94,7 @@ class GroupedTrainer(Instance):
 
     async def _take_up(self, number: int) -> trainer.RestoreResponse:
         if self.carried is None and self.phase == trainer.STEP_PHASE_IDLE and self.version.number == number:
-            return trainer.RestoreResponse(version=self.version)
+            return trainer.RestoreResponse(version=self.version, layout=self._layout)
         if self.carried is None or self.carried[0].number != number:
             raise self._refuse("NOT_CARRIED", f"version {number} is not carried")
         await asyncio.sleep(0.5 * self.pace)
@@ -102,7 +102,11 @@ class GroupedTrainer(Instance):
         if self.carried is not None:
             (self.version, self.weights), self.carried = self.carried, None
             self.phase, self.groups, self.attempt = trainer.STEP_PHASE_IDLE, {}, (0, 0)
-        return trainer.RestoreResponse(version=self.version)
+        return trainer.RestoreResponse(version=self.version, layout=self._layout)
+
+    @property
+    def _layout(self) -> str:
+        return f"shard_ranks: {self.joined[2] if self.joined else 1}"
 
     def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
         self.weights = self.made[self.directory, number] = weights

@@ -55,6 +55,8 @@ class StepCosts:
       devices change hands as in turns that stay loaded.
     - *Another division* of devices takes what the planner's costs say of the stages' seconds, which follow the power
       law through two numbers of devices, and what the measured division took beyond these costs.
+    - *Ahead* (`max_staleness` above 0) a step costs its slower side alone. As long as one number of devices is known, a
+      stage is taken to be as fast as it has devices.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class StepCosts:
             learn=time.learn * change[1],
             after=time.after * change[1],
         )
-        if layout.mode == DISAGGREGATED and layout.style == PIPELINED:
+        if layout.mode == DISAGGREGATED and (layout.style == PIPELINED or self._shape.ahead):
             more = self._model(layout, made) - self._model(layout, time)
         else:
             beside = time.after if layout.mode == HYBRID else time.learn
@@ -146,7 +148,10 @@ class StepCosts:
             return None
         generated = {one.generate: time.generate for one, time in self._tried.items()}
         learned = {one.learn: time.learn for one, time in self._tried.items() if one.mode != HYBRID}
-        time = StepTime(_scaled(generated, layout.generate), _scaled(learned, layout.learn), 0.0)
+        alone = -1.0 if self._shape.ahead else 0.0
+        time = StepTime(
+            _scaled(generated, layout.generate, alone), _scaled(learned, layout.learn, alone), 0.0
+        )
         step = self._model(layout, time) + known[1].step - self._model(*known)
         after = min(time.learn, max(0.0, step - known[1].rest - time.generate))
         return replace(time, step=max(TICK, step), after=after, switch=known[1].switch)
@@ -158,6 +163,8 @@ class StepCosts:
 
     def _model(self, layout: Layout, time: StepTime) -> float:
         """Seconds that the planner predicts for a step whose stages take as long as `time` says."""
+        if self._shape.ahead and not layout.in_turns:
+            return max(time.generate, time.learn)
         items, group = self._shape.items, self._shape.group_size
         generate, learn = Leaf("generate", KIND, layout.generate), Leaf("learn", KIND, layout.learn)
         streams = self._shape.streams and layout.style == PIPELINED
@@ -180,10 +187,16 @@ def _profile(leaf: Leaf, items: int, seconds: float) -> Profile:
     return plain.measured_as(max(seconds, TICK), items, leaf.devices)
 
 
-def _scaled(known: Mapping[int, float], devices: int) -> float:
-    """Seconds on so many devices, by the power law through the nearest two that are known."""
-    if devices in known or len(known) == 1:
-        return known.get(devices, next(iter(known.values())))
+def _scaled(known: Mapping[int, float], devices: int, alone: float) -> float:
+    """Seconds on so many devices, by the power law through the nearest two that are known.
+
+    `alone`: the power where one number is known. What it promises is tried before it is believed.
+    """
+    if devices in known:
+        return known[devices]
+    if len(known) == 1:
+        ((count, seconds),) = known.items()
+        return float(seconds * (devices / count) ** alone)
     low, high = sorted(sorted(known, key=lambda count: abs(math.log(count / devices)))[:2])
     power = math.log(max(known[high], TICK) / max(known[low], TICK)) / math.log(high / low)
     return float(known[low] * (devices / low) ** min(0.0, max(-1.0, power)))

@@ -73,6 +73,8 @@ class Shape:
     groups: int
     group_size: int
     streams: bool
+    ahead: bool = False
+    """Whether answers of next steps are made meanwhile (`max_staleness` above 0): the slower side is the step."""
 
     @property
     def items(self) -> int:

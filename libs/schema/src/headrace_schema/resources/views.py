@@ -53,7 +53,8 @@ class StepView(Resource):
     tokens: int
     tokens_per_s: float
     stage_s: dict[str, float] = Field(
-        description="seconds by stage: generate, score, learn, sync, switch, protocol"
+        description="seconds by stage: generate, score, learn, sync, switch, protocol; with max_staleness above 0 "
+        "generate is the time in which devices had answers to make, in the mean over them"
     )
     devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
     trained: int
@@ -300,92 +301,11 @@ class CheckpointListView(Resource):
     next_page_token: str = ""
 
 
-class InstanceView(Resource):
-    """One running process of a service."""
-
-    name: str
-    incarnation: str
-    kind: str
-    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
-    host: str
-    address: str
-    devices: list[str]
-    capabilities: dict[str, list[str]]
-    run: str
-    resident_memory_bytes: int
-    last_heartbeat_age_s: float
-    silent_for_s: float = Field(
-        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
-    )
-
-
-class HealthView(Resource):
-    """How the coordinator is; served with 503 when it is unhealthy."""
-
-    status: str = Field(description="ok or unhealthy")
-    reason: str = Field(default="", description="what is wrong, or what the store had lost; empty: nothing")
-    store_writable: bool = Field(default=True, description="the store took the last write")
-    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
-    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
-    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
-
-
-class InstanceListView(Resource):
-    """Instances."""
-
-    instances: list[InstanceView]
-    next_page_token: str = ""
-
-
-class LeaseView(Resource):
-    """One lease."""
-
-    epoch: int
-    state: str = Field(description="GRANTED, HELD or REVOKING")
-    instance: str
-    run: str
-    stage: str
-    devices: list[str]
-    expires_in_s: float
-    since: float = Field(default=0.0, description="when it was granted, in seconds since the epoch")
-
-
-class DeviceView(Resource):
-    """One device."""
-
-    name: str
-    state: str = Field(description="FREE, LEASED or QUARANTINED")
-    holder: str
-    reason: str
-
-
-class LeaseListView(Resource):
-    """Leases and devices."""
-
-    leases: list[LeaseView]
-    devices: list[DeviceView]
-    next_page_token: str = ""
-
-
 class LinkView(Resource):
     """A one-time link to the dashboard."""
 
     path: str = Field(description="path on this coordinator, good once")
     expires_in_s: float
-
-
-class DrainView(Resource):
-    """An instance that was told to drain: it gets no new work, hands over what it holds, and ends."""
-
-    instance: str
-    incarnation: str = Field(description="the process that ends; one that replaces it has another")
-
-
-class ScaleView(Resource):
-    """The wanted number of processes of a kind."""
-
-    kind: str
-    count: int
 
 
 class KeyProblemView(Resource):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
@@ -13,26 +12,6 @@ ON_POLICY = frozenset({"opo"})
 """Built-in algorithms that are right only for answers of the version that learns from them; a trainer refuses others
 as a run opens, by their `on_policy_only`."""
 STRICT = ", or set algorithm.max_staleness: 0"
-
-
-def side_by_side(given: Any) -> Any:
-    """A spec in which `placement.mode: auto` is what runs with answers of older versions need: each side its devices.
-
-    In turns, nothing is generated while the trainer learns, so auto has nothing to choose.
-    """
-    if not isinstance(given, Mapping) or not isinstance(algorithm := given.get("algorithm"), Mapping):
-        return given
-    placement = given.get("placement", {})
-    stale = algorithm.get("max_staleness")
-    if not isinstance(stale, int) or stale < 1 or not isinstance(placement, Mapping):
-        return given
-    named = any("rollout" in str(key) or "trainer" in str(key) for key in placement)
-    implied = "mode" not in placement and (
-        named or placement.get("share") is True
-    )  # Its devices say the mode.
-    if implied or placement.get("mode", "auto") != "auto":
-        return given
-    return {**given, "placement": {**placement, "mode": "disaggregated"}}
 
 
 def staleness(spec: RunSections) -> Iterator[KeyProblemView]:

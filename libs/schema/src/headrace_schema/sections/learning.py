@@ -96,7 +96,8 @@ class LoraSection(Section):
         BeforeValidator(_no_lone_name),
     ] = Field(
         default="all-linear",
-        description="linear layers that get an adapter: all-linear (all but the head), or a list of names: [q_proj]",
+        description="layers that get an adapter: all-linear (linear ones but the head), or a list of names: [q_proj, "
+        "experts]",
     )
 
 

@@ -60,7 +60,8 @@ class PlacementSection(Section):
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = Field(
         default="auto",
         description="take turns on the same devices, or side by side; hybrid: side by side while answers are made, "
-        "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster. "
+        "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster; "
+        "with algorithm.max_staleness above 0 side by side, and a run that is long enough tries other divisions. "
         "Where devices are named, the default is what they say: the same ones in turns, others side by side",
     )
     flow: Literal["pipelined", "sequential"] | None = Field(

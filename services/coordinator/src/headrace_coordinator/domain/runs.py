@@ -215,6 +215,8 @@ class RunState(msgspec.Struct):
                 self.plan, self.proposal = event, ""
             case ev.TrainerGroupFormed():
                 self.trainer_group_generation, self.trainer_group = event.generation, list(event.trainers)
+            case ev.LayoutChosen():
+                self.layout = event.layout
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.layout = event.layout

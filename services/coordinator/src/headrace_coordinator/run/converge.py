@@ -85,12 +85,16 @@ async def _holds_base(context: RunContext) -> bool:
     if state_number(state) == base.number or state.carried_number != base.number:
         return state_number(state) == base.number
     try:
-        await leader.restore_carried(base.number)
+        layout = await leader.restore_carried(base.number)
     except CallRefused as refused:
         if refused.reason not in NOT_CARRIED:
             raise
         context.note(f"the state of the trainer group before is not used: {refused.message}")
         return False
+    if layout and layout != context.state.layout:
+        await context.event_log.commit(
+            ev.LayoutChosen(at=context.event_log.now(), run=context.run_id, layout=layout)
+        )
     return True
 
 

@@ -60,6 +60,8 @@ class RunLoop:
         self._checkpointer = Checkpointer(context)
         self._autoplan = Autoplan(context)
         self._regrouping = Regrouping(context)
+        self._plan: ev.PlanAdopted | None = None
+        """To be adopted at the boundary that it is the reason for."""
         self._steps = 0
         self._keeps_until = 0.0
 
@@ -162,8 +164,10 @@ class RunLoop:
     def _boundary_due(self) -> bool:
         """Whether something is to be done that needs the rollouts, or the devices, without answers in hand."""
         context = self.context
+        self._plan = self._plan or self._autoplan.due_move()
         over = context.finished or context.evaluation_due() or self._regrouping.due() is not None
-        return over or self._disk_due or self._at_boundary() is not None
+        over = over or self._disk_due or self._plan is not None
+        return over or self._at_boundary() is not None
 
     async def _step(self, pipeline: Pipeline) -> None:
         step = Step(pipeline)
@@ -183,12 +187,12 @@ class RunLoop:
             return
         with self._timer.stage("regroup"):
             self._published = await self._regrouping.change()
-        self._autoplan = Autoplan(self.context)
+        self._autoplan, self._plan = Autoplan(self.context), None
         self.context.agreement_due = True
 
     async def _follow_plan(self) -> None:
         """Between two steps: adopts a better placement, or proposes it."""
-        plan = self._autoplan.due()
+        plan, self._plan = self._plan or self._autoplan.due(), None
         if plan is None:
             return
         workers, before = self.context.workers, self.context.workers.section
@@ -326,6 +330,8 @@ class RunLoop:
         """Of a run with `auto`: adopts turns on the devices that are left; False where it takes turns already."""
         context = self.context
         if context.spec.placement.mode != "auto" or context.workers.in_turns:
+            return False
+        if context.spec.algorithm.max_staleness:
             return False
         plan = ev.PlanAdopted(
             at=self._event_log.now(),

@@ -132,7 +132,7 @@ class Regrouping:
         return await self._form_group()
 
     def _replan(self, change: ev.TrainersChanged) -> list[ev.PlanAdopted]:
-        """What `auto` measured is of another group: the run takes turns, and measures again."""
+        """What `auto` measured is of another group: the run measures again, from how it began."""
         context = self._context
         if context.spec.placement.mode != "auto" or context.state.plan is None:
             return []
@@ -140,7 +140,7 @@ class Regrouping:
             at=change.at,
             run=change.run,
             from_step=change.step,
-            mode="collocated",
+            mode="disaggregated" if context.spec.algorithm.max_staleness else "collocated",
             reason=f"the trainer group has {change.ranks} rank{'s' if change.ranks > 1 else ''} now",
         )
         return [plan]

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from headrace_modelkit.threads import Threads
+from headrace_servicekit.failpoints import failpoint_sync
 from typing_extensions import override
 
 from headrace_rollout.engines.base import (
@@ -132,6 +133,7 @@ class ThreadedHolder(PolicyHolder, ABC):
             goes_on = in_flight and self.policy is not None
             if goes_on:
                 self._go_on()
+                failpoint_sync("rollout.install.in_flight")
             seconds = self._held.install(policy, weights.views())
             if not goes_on:
                 self._begin_with(policy)

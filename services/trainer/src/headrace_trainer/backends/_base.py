@@ -157,6 +157,8 @@ class Backend(Protocol):
 
     layout_chosen: str = ""
     """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
+    saves_in_place: bool = False
+    """Whether the host has no room for a copy of the state, which a checkpoint is else written from."""
 
     def check_files(self, *, initial: bool) -> None:
         """Opens what a restore of the initial model, or of a checkpoint, reads of models; loads nothing.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from headrace_servicekit.logs import get_logger
@@ -32,12 +33,16 @@ Facts = Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True)
 class StateCopy:
-    """What a rank saves, in host memory. `boxes`: which part of the whole a tensor is, where it is not all of it."""
+    """What a rank saves. `boxes`: which part of the whole a tensor is, where it is not all of it.
+
+    `files` where its files are written already, in place: then it has no tensors.
+    """
 
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     optimizer_steps: int
     boxes: Boxes = field(default_factory=dict)
+    files: Mapping[str, dict[str, object]] = field(default_factory=dict)
 
 
 def part_files(part: int, parts: int) -> tuple[str, str]:
@@ -60,13 +65,27 @@ def write_part(
     durable: bool = True,
     abandoned: Callable[[], bool] = lambda: False,
 ) -> dict[str, dict[str, object]]:
-    """Writes a rank's files; size and digest of each. Raises OSError."""
+    """Writes a rank's files, unless they are written; size and digest of each. Raises OSError.
+
+    Tensors of another device come to the host one by one.
+    """
+    if copy.files:
+        return dict(copy.files)
     found = {}
     for name, tensors in zip(part_files(part, parts), (copy.weights, copy.optimizer), strict=True):
         found[name] = write_safetensors(
-            directory / name, tensors, copy.boxes, durable=durable, abandoned=abandoned
+            directory / name,
+            tensors,
+            copy.boxes,
+            durable=durable,
+            abandoned=abandoned,
+            value=partial(_on_host, tensors),
         )
     return found
+
+
+def _on_host(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    return tensors[name].to("cpu")
 
 
 class PartWriter:
@@ -85,11 +104,13 @@ class PartWriter:
         """Begins to write. Not a daemon: a process that ends in peace finishes its part first."""
         self.wait()
         arguments = directory, copy, part, parts, durable
-        self._thread = threading.Thread(target=_write, args=arguments, name="checkpoint part")
+        self._thread = threading.Thread(target=write_and_report, args=arguments, name="checkpoint part")
         self._thread.start()
 
 
-def _write(directory: Path, copy: StateCopy, part: int, parts: int, durable: bool) -> None:
+def write_and_report(directory: Path, copy: StateCopy, part: int, parts: int, durable: bool) -> None:
+    """Writes a follower's part and says so to the leader."""
+
     def abandoned() -> bool:
         return not directory.is_dir()
 

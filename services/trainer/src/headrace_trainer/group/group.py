@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
 from headrace_trainer.group.liveness import Liveness
 from headrace_trainer.group.meeting import Member
@@ -88,13 +90,16 @@ class TrainerGroup:
         """
         own = rooms_on(self.device)
         device = own.device or Room("", 0, 0)
-        bodies = self.gather(
-            msgspec.msgpack.encode(
-                (socket.gethostname(), own.host.free, own.host.total, device.free, device.total)
-            )
-        )
-        hosts, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
-        host_free, host_total, free, total = map(min, sizes)
+        resident, host = resident_bytes(), socket.gethostname()
+        facts = host, resident, own.host.free - resident, own.host.total, device.free, device.total
+        bodies = self.gather(msgspec.msgpack.encode(facts))
+        hosts, residents, *sizes = zip(*(msgspec.msgpack.decode(body) for body in bodies), strict=True)
+        available, host_total, free, total = map(min, sizes)
+        # What any rank of a host holds is dropped before anything is loaded anew.
+        own_bytes: Counter[str] = Counter()
+        for name, size in zip(hosts, residents, strict=True):
+            own_bytes[name] += size
+        host_free = min(host_total, available + min(own_bytes.values()))
         least = Rooms(
             Room(own.host.name, host_free, host_total),
             None if own.device is None else Room(own.device.name, free, total),
@@ -119,17 +124,16 @@ class TrainerGroup:
     def _send(self, data: bytes | Many[bytes]) -> bytes:
         alike = data if isinstance(data, bytes) else None
         passed_on = alike is not None and len(alike) >= BROADCAST_BYTES
-        sent: list[tuple[dist.Work | None, Tensor]] = []
+        sent: list[tuple[dist.Work, Tensor]] = []
         for rank in range(1, self.world_size):
             own = data if isinstance(data, bytes) else data[rank]
             sizes = torch.tensor([0, len(own)] if passed_on else [len(own), 0], dtype=torch.int64)
-            sent.append((dist.isend(sizes, rank, group=self._headers), sizes))
+            sent.append((_sending(sizes, rank, self._headers), sizes))
             if not passed_on:
                 body = _tensor(own)
-                sent.append((dist.isend(body, rank, group=self._headers), body))
+                sent.append((_sending(body, rank, self._headers), body))
         for work, _ in sent:
-            assert work is not None
-            work.wait()
+            work.wait(COLLECTIVE_LIMIT)
         if passed_on:
             assert alike is not None
             dist.broadcast(_tensor(alike), 0, group=self._headers)
@@ -137,11 +141,11 @@ class TrainerGroup:
 
     def _receive(self) -> bytes:
         sizes = torch.empty(2, dtype=torch.int64)
-        dist.recv(sizes, 0, group=self._headers)
+        _wait_for(sizes, 0, self._headers, IDLE_LIMIT)
         own, alike = map(int, sizes.tolist())
         body = torch.empty(own or alike, dtype=torch.uint8)
         if own:
-            dist.recv(body, 0, group=self._headers)
+            _wait_for(body, 0, self._headers)
         elif alike:
             dist.broadcast(body, 0, group=self._headers)
         return body.numpy().tobytes()
@@ -196,14 +200,14 @@ class TrainerGroup:
             return [data]
         if not self.leads:
             for part in (torch.tensor([len(data)], dtype=torch.int64), _tensor(data)):
-                dist.send(part, 0, group=self._figures)
+                _sending(part, 0, self._figures).wait(COLLECTIVE_LIMIT)
             return []
         found = [data]
         for rank in range(1, self.world_size):
             size = torch.empty(1, dtype=torch.int64)
-            dist.recv(size, rank, group=self._figures)
+            _wait_for(size, rank, self._figures)
             body = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(body, rank, group=self._figures)
+            _wait_for(body, rank, self._figures)
             found.append(body.numpy().tobytes())
         return found
 
@@ -214,11 +218,11 @@ class TrainerGroup:
 
     def send(self, rank: int, tensor: Tensor) -> None:
         """Gives another rank a tensor on the CPU; that rank calls `receive`."""
-        dist.send(_bytes(tensor), rank, group=self._figures)
+        _sending(_bytes(tensor), rank, self._figures).wait(COLLECTIVE_LIMIT)
 
     def receive(self, rank: int, tensor: Tensor) -> None:
         """Overwrites a contiguous tensor on the CPU with what another rank sends."""
-        dist.recv(_bytes(tensor), rank, group=self._figures)
+        _wait_for(_bytes(tensor), rank, self._figures)
 
     def _gather_values(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         if self.world_size == 1:
@@ -291,6 +295,24 @@ class TrainerGroup:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
+
+
+# A wait for what one rank sends another has a limit of its own: without one it is that of the connections, which were
+# made under the meeting's deadline. The group's limit, which is set after the meeting, is of collectives alone.
+
+
+def _sending(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.isend(tensor, rank, group=group)
+    assert work is not None
+    return work
+
+
+def _wait_for(
+    tensor: Tensor, rank: int, group: dist.ProcessGroup, limit: timedelta = COLLECTIVE_LIMIT
+) -> None:
+    work = dist.irecv(tensor, rank, group=group)
+    assert work is not None
+    work.wait(limit)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -132,12 +132,14 @@ class PublishRound(Round, frozen=True):
 
 class SnapshotRound(Round, frozen=True):
     """Copies weights and optimizer state into host memory, each rank its part; the followers write theirs into
-    `directory`, below the directory of all runs, which the leader has made.
+    `directory`, below the directory of all runs, which the leader has made. With `in_place` nothing is copied: every
+    rank writes its part within the round.
     """
 
     governed = False
     directory: str
     durable: bool = True
+    in_place: bool = False
 
 
 class AbortRound(Round, frozen=True):

@@ -29,7 +29,7 @@ from headrace_trainer.backends._base import (
     StateReader,
     WarmUp,
 )
-from headrace_trainer.checkpoints.parts import PartWriter, StateCopy
+from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, write_and_report, write_part
 from headrace_trainer.checkpoints.reader import RANDOM_STATE, TensorReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, read_state
 from headrace_trainer.errors import Refusal, invalid
@@ -303,18 +303,24 @@ class Rank:
         directory, own, ranks = self._runs / round.directory, self.ranks.rank, self.ranks.world_size
         self._writer.wait()
         seen = [found for [found] in self.ranks.votes(directory.is_dir())]
-        copy = self._copy()
+        copy = self._copy(in_place=round.in_place)
         if self.ranks.leads:
             for rank in (rank for rank in range(1, ranks) if not seen[rank]):
                 relay_part(self.ranks, rank, directory, durable=round.durable)
+            if round.in_place:
+                files = write_part(directory, copy, own, ranks, durable=round.durable)
+                return StateCopy({}, {}, copy.optimizer_steps, files=files)
             return copy
-        if seen[own]:
-            self._writer.start(directory, copy, own, ranks, durable=round.durable)
-        else:
+        if not seen[own]:
             send_part(self.ranks, copy)
+        elif round.in_place:
+            write_and_report(directory, copy, own, ranks, round.durable)
+        else:
+            self._writer.start(directory, copy, own, ranks, durable=round.durable)
         return None
 
-    def _copy(self) -> StateCopy:
+    def _copy(self, *, in_place: bool) -> StateCopy:
+        """What this rank saves: as it is now, or with `in_place` the state itself."""
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -326,7 +332,8 @@ class Rank:
                 key, number = part.name, 1
                 while key in found:
                     key, number = f"{part.name}{NEXT}{number}", number + 1
-                found[key] = part.value.detach().to("cpu", copy=True)
+                own = part.value.detach()
+                found[key] = own if in_place else own.to("cpu", copy=True)
                 if part.box != whole(part.shape):
                     boxes[key] = part.shape, tuple(first for first, _ in part.box)
         if self.ranks.leads:

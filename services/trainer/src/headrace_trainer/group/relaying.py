@@ -35,7 +35,7 @@ def send_part(ranks: TrainerGroup, copy: StateCopy) -> None:
     ranks.send(0, torch.frombuffer(bytearray(body), dtype=torch.uint8))
     for tensor in (*copy.weights.values(), *copy.optimizer.values()):
         if tensor.numel():
-            ranks.send(0, tensor)
+            ranks.send(0, tensor.to("cpu"))
 
 
 def relay_part(ranks: TrainerGroup, rank: int, directory: Path, *, durable: bool) -> None:

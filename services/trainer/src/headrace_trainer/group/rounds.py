@@ -33,7 +33,7 @@ from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, 
 STUCK_EXIT_CODE = 70
 DEADLINE_S = 900.0
 RESTORE_DEADLINE_S = 3600.0
-"""Restoring downloads or dequantises a model and may run a supervised warm-up."""
+"""Restoring downloads or dequantises a model and may run a supervised warm-up; a snapshot may write the state."""
 LOOK_S = 5.0
 TOGETHER_S, MOST_TOGETHER = 1.0, 16
 """Leases are asked, and devices released, between two announcements: so one is for no more than about a second."""
@@ -144,7 +144,8 @@ class Rounds(StepRounds):
     @contextmanager
     def _running(self, header: Header) -> Iterator[None]:
         """Nothing else happens to the rank meanwhile; a stuck round ends the process, and a lost rank RoundLost."""
-        limit = RESTORE_DEADLINE_S if isinstance(header.round, messages.RestoreRound) else DEADLINE_S
+        long = isinstance(header.round, messages.RestoreRound | messages.SnapshotRound)
+        limit = RESTORE_DEADLINE_S if long else DEADLINE_S
         with self.between:
             if self._deadlines:
                 self._watchdog.watch(limit, (header, self.rank.ranks.rank, limit))
@@ -316,8 +317,12 @@ class Rounds(StepRounds):
             self.rank.collect = None
 
     def snapshot(self, directory: str, *, durable: bool = True) -> StateCopy:
-        """A copy of the leader's part of the state; the others write theirs into `directory`, below all runs'."""
-        copy: StateCopy = self.lead(messages.SnapshotRound(directory, durable))
+        """A copy of the leader's part of the state; the others write theirs into `directory`, below all runs'.
+
+        Where the backend saves in place, it is written there when this returns. Raises OSError.
+        """
+        in_place = self.rank.backend.saves_in_place
+        copy: StateCopy = self.lead(messages.SnapshotRound(directory, durable, in_place))
         return copy
 
     def leave(self) -> None:

@@ -154,7 +154,7 @@ class Session:
         carried, held = self._carried, self.state.version
         if carried is None or carried.version.number != number:
             if carried is None and held is not None and held.number == number:
-                return Restored(held, 0, {})
+                return Restored(held, 0, {}, self.rounds.rank.backend.layout_chosen)
             raise Refusal("NOT_CARRIED", f"version {number} is not carried; restore a checkpoint")
         started = time.monotonic()
         planned = self.rounds.rank.check_memory()
@@ -362,6 +362,9 @@ class Session:
             return write, 0.0
         try:
             copy = self.rounds.snapshot(self._below_runs(aside))
+        except OSError as error:
+            saver.cancel(write, aside, str(error))
+            return write, time.monotonic() - started
         except BaseException as error:
             saver.cancel(write, aside, str(error))
             raise

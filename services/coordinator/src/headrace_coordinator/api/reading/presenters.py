@@ -114,7 +114,8 @@ def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryVie
 def plan_view(run: RunState) -> RunPlanView:
     """How a run uses its devices."""
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
-    mode, now = placement["mode"], section_of(PlacementSection.model_validate(placement), run.plan)
+    mode, ahead = placement["mode"], bool(run.spec["algorithm"].get("max_staleness"))
+    now = section_of(PlacementSection.model_validate(placement), run.plan, ahead=ahead)
     turns = now.mode == "collocated" or now.share
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     return RunPlanView(
@@ -144,12 +145,15 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
         return f"placement.mode: {placement.mode}" + (", placement.share" if placement.share else "")
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
+    ahead = bool(spec["algorithm"].get("max_staleness"))
+    first = "disaggregated" if ahead else "collocated"
     if placement.measured_steps(spec["steps"]):
-        return "the first steps measure collocated, then disaggregated, then what promises more"
+        second = "" if ahead else ", then disaggregated"
+        return f"the first steps measure {first}{second}, then what promises more"
     if placement.measure_steps == 0:
-        return "collocated: placement.measure_steps is 0"
+        return f"{first}: placement.measure_steps is 0"
     return (
-        f"collocated: measuring other placements is not worth it in {spec['steps']} steps; "
+        f"{first}: measuring other placements is not worth it in {spec['steps']} steps; "
         "set placement.measure_steps to measure nevertheless"
     )
 

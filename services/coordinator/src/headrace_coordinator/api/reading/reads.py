@@ -7,8 +7,9 @@ from itertools import islice
 from typing import TypeVar
 
 from headrace_schema.problems import nearest
+from headrace_schema.resources.fleet import DeviceView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
-from headrace_schema.resources.views import DeviceView, InstanceView, LeaseView, RunView
+from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.reading.curves import read_spark

@@ -60,7 +60,8 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
                     name, shown, extra="" if shown else "wait until an instance has registered devices"
                 )
                 yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
-    apart = placement.mode in APART
+    ahead = spec.algorithm.max_staleness > 0
+    apart = placement.mode in APART or (placement.mode == "auto" and ahead)
     if apart and (both := sorted({*meant["rollout"]} & {*meant["trainer"]})):
         yield problem(
             "placement.trainer",
@@ -89,7 +90,9 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem(
             "placement.mode",
             f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
-            _fitting(spec.rollout.instances * each, spec.trainer.ranks, there, apart=apart, each=each),
+            _fitting(
+                spec.rollout.instances * each, spec.trainer.ranks, there, apart=apart, each=each, ahead=ahead
+            ),
         )
 
 
@@ -153,11 +156,17 @@ def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem("placement.memory", reason, "set placement.memory: offloaded")
 
 
-def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool, each: int = 1) -> str:
-    """What of a run would fit on so many devices; `rollouts`: the devices of its engines, `each` of one."""
+def _fitting(
+    rollouts: int, ranks: int, devices: int, *, apart: bool, each: int = 1, ahead: bool = False
+) -> str:
+    """What of a run would fit on so many devices; `rollouts`: the devices of its engines, `each` of one.
+
+    `ahead`: it has `max_staleness` above 0, which turns have not.
+    """
     ways = []
     if apart and max(rollouts, ranks) <= devices:
-        ways.append("set placement.mode: collocated")
+        strict = "algorithm.max_staleness: 0 and " if ahead else ""
+        ways.append(f"set {strict}placement.mode: collocated")
     most = max(1, devices - ranks if apart else devices)
     fewer = [f"rollout.instances: {max(1, most // each)}"] if rollouts > most >= each else []
     left = max(1, devices - min(rollouts, most) if apart else devices)

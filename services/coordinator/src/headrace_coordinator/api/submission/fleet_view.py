@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.resources.views import InstanceView
+from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN

@@ -59,6 +59,8 @@ def demand_of(run: RunState) -> Demand:
     repliers = spec["reply"].get("instances", 1) if placement.get("reply") else 0
     begun = bool(run.lineage.head or run.evaluation)
     helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
+    ahead = spec["algorithm"].get("max_staleness", 0) > 0 and not run.evaluation
+    apart = placement["mode"] in APART or (placement["mode"] == "auto" and ahead)
     return Demand(
         rollouts=rollouts,
         fewest_rollouts=1 if begun else rollouts,
@@ -69,8 +71,8 @@ def demand_of(run: RunState) -> Demand:
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
         simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=placement["mode"] in APART,
-        side_by_side=placement["mode"] in APART or _tries_both(placement, spec.get("steps", 0), helpers),
+        disaggregated=apart,
+        side_by_side=apart or _tries_both(placement, spec.get("steps", 0), helpers),
         shares=shares(run),
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
@@ -91,12 +93,17 @@ def shares(run: RunState) -> bool:
     return bool(run.spec["placement"].get("share", False))
 
 
-def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:
-    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns."""
+def section_of(
+    section: PlacementSection, plan: ev.PlanAdopted | None, *, ahead: bool = False
+) -> PlacementSection:
+    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns.
+
+    `ahead`: the run has `max_staleness` above 0, and begins side by side.
+    """
     if section.mode != "auto":
         return section
     if plan is None:
-        return section.model_copy(update={"mode": "collocated"})
+        return section.model_copy(update={"mode": "disaggregated" if ahead else "collocated"})
     chosen = {"flow": plan.flow, "memory": plan.memory}
     return section.model_copy(
         update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer}

@@ -84,6 +84,12 @@ class TrainerGroupFormed(RunEvent, frozen=True, kw_only=True):
     trainers: list[str]
 
 
+class LayoutChosen(RunEvent, frozen=True, kw_only=True):
+    """A trainer group that took up what the one before has carried holds the model so; see `VersionRestored.layout`."""
+
+    layout: str
+
+
 class NumberBurnt(RunEvent, frozen=True, kw_only=True):
     """A version number was used for a restore; it is never used again."""
 

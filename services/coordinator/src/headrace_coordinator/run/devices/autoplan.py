@@ -6,7 +6,7 @@ Which layout is faster is decided by headrace_planner's `placements.choosing`; d
 from __future__ import annotations
 
 from headrace_planner.placements.choosing import Candidate, candidates, choose, drifted, newest
-from headrace_planner.placements.layouts import HYBRID, Layout, StepTime, typical
+from headrace_planner.placements.layouts import HYBRID, SEQUENTIAL, Layout, StepTime, typical
 from headrace_planner.placements.trials import Trial, merged
 from headrace_schema.resources.views import StepView
 
@@ -35,8 +35,9 @@ class Autoplan:
         self._asked: Layout | None = None
         """A measured layout that was asked for again."""
         self._recent: list[StepTime] = []
-        self._settling = True
-        """The next step includes a start or a change: it is not measured."""
+        self._ahead = context.spec.algorithm.max_staleness
+        self._settling = 1 + self._ahead
+        """So many of the next steps include a start or a change, or fill up what is open: they are not measured."""
         self._attempted: set[Layout] = set()
         """Layouts that were tried, or were to be and could not be made: they are not tried again."""
         self._moved_s = 0.0
@@ -47,7 +48,7 @@ class Autoplan:
         if not self._window or view is None:
             return
         if self._settling:
-            self._settling = False
+            self._settling -= 1
             return
         time = _time(view, learned_after_s, self._moved_s - moved_s)
         self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
@@ -67,9 +68,26 @@ class Autoplan:
         self._recent = []
         return self._replan(plan, typical(steps))
 
+    def due_move(self) -> ev.PlanAdopted | None:
+        """The plan for which devices are to change hands; adopts one that leaves them, and proposes, at once."""
+        plan = self.due()
+        if plan is None or self._moves(plan):
+            return plan
+        self._context.event_log.post(plan)
+        self._context.note(f"plan: {plan.reason}")
+        return None
+
+    def _moves(self, plan: ev.PlanAdopted) -> bool:
+        now = self._context.workers.section
+        if isinstance(plan, ev.PlanProposed):
+            return False
+        held = {device for worker in self._context.workers.rollouts for device in worker.devices}
+        divided = {*plan.rollout} != held if plan.rollout else bool(now.rollout)
+        return divided or plan.mode != now.mode or (plan.flow == SEQUENTIAL) == now.pipelined
+
     def changed(self) -> None:
         """The devices were handed over for a new plan."""
-        self._settling, self._recent = True, []
+        self._settling, self._recent = 1 + self._ahead, []
 
     # --- which plan
 
@@ -164,6 +182,8 @@ class Autoplan:
     def _comparable(self, present: Layout) -> bool:
         """Whether steps of the present layout and of another one, and some in turns, were measured."""
         tried = list(self._tried)
+        if self._ahead:
+            return present in tried
         return present in tried and len(tried) > 1 and any(layout.in_turns for layout in tried)
 
     # --- what was measured
@@ -192,7 +212,7 @@ class Autoplan:
             best.layout,
             reason,
             {"generate": time.generate, "learn": time.learn, "step": time.step},
-            others if len(self._tried) > 1 else {},
+            others if self._ahead or len(self._tried) > 1 else {},
         )
 
     def _event(

@@ -70,7 +70,8 @@ class Layouts:
         """Groups of a step, their size, and whether they are learned from while others are generated."""
         algorithm = self._spec.algorithm
         streams = not self._context.waits_for_batch and self._spec.placement.pipelined
-        return Shape(algorithm.prompts_per_step, algorithm.group_size, streams)
+        ahead = algorithm.max_staleness > 0
+        return Shape(algorithm.prompts_per_step, algorithm.group_size, streams, ahead)
 
     @property
     def fewest(self) -> tuple[int, int]:
@@ -93,16 +94,16 @@ class Layouts:
         """Styles that a run measures before anything can be predicted: in turns, and side by side."""
         section = self._spec.placement
         streams = self._streams and section.pipelined
-        return [
-            (COLLOCATED, section.memory or OFFLOADED),
-            (DISAGGREGATED, PIPELINED if streams else SEQUENTIAL),
-        ]
+        apart = (DISAGGREGATED, PIPELINED if streams else SEQUENTIAL)
+        return [apart] if self._ahead else [(COLLOCATED, section.memory or OFFLOADED), apart]
 
     def executable(self) -> tuple[list[Style], Mapping[Style, str]]:
         """Styles that the run can be given, and of the others why not."""
         found, section = list(self.measured_first), self._spec.placement
         if self._spec.deterministic:
             return found[:1], {}
+        if self._ahead:  # Sides that do not wait for each other leave hybrid little to lend.
+            return found, {(HYBRID, PIPELINED): "is not tried with max_staleness"}
         gpus = any(map(is_gpu, self.devices))
         why: dict[Style, str] = {}
         if section.memory is None:
@@ -124,6 +125,11 @@ class Layouts:
         else:
             found.append(hybrid)
         return found, why
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether answers are made ahead of the step that is learned, so that neither side waits for the other."""
+        return self._spec.algorithm.max_staleness > 0
 
     @property
     def _streams(self) -> bool:

@@ -82,8 +82,11 @@ class Attempt:
         await self._learning.run()
 
     async def _switch_to_trainers(self) -> None:
+        index = self._ledger.index
+        # Rollouts that make answers of the next steps keep their devices.
+        idle = not (self._state.ahead and (index.waiting or index.assigned))
         with self._timer.stage("switch"):
-            await self._context.placement.hand_devices_to_trainers(complete=True)
+            await self._context.placement.hand_devices_to_trainers(complete=idle)
 
     async def _begin(self) -> None:
         """Opens the attempt at the trainer group, once what it begins with is durable."""

@@ -120,7 +120,9 @@ def step_view(
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
     is_baseline = context.workers.leader.is_baseline
     sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
-    wall = timer.wall
+    wall, stages = timer.wall, timer.stages()
+    if context.spec.algorithm.max_staleness:  # Streams of work are open all the time.
+        stages["generate"] = timer.worked("generate")
     return StepView(
         step=certificate.ordinal,
         version=certificate.number,
@@ -128,7 +130,7 @@ def step_view(
         reward_mean=sum(sampled) / max(len(sampled), 1),
         tokens=certificate.tokens,
         tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
-        stage_s=timer.stages(),
+        stage_s=stages,
         devices=timer.devices(),
         trained=len(trained),
         dropped=count_drops(certificate.dropped),

@@ -159,10 +159,10 @@ class Generation:
             self._context.modality.ended(worker, well=True)
             if revoked:
                 worker.lost_lease()
-            elif self._stopped_from_outside(worker, over) and not await self._context.modality.recover(
-                worker
-            ):
-                await self._context.lost(worker, "its work was stopped from outside")
+            elif over.is_set():
+                found = await self._context.modality.recover(worker)
+                if not found and worker.incarnation not in self._held_back:
+                    await self._context.lost(worker, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
             await self._context.lost(worker, why)
@@ -186,9 +186,6 @@ class Generation:
             self._timer.add("generate", (self._since.pop(worker.incarnation), self._clock()), worker.devices)
             self._overs.pop(worker.incarnation)
             self._attempt.work.beat()
-
-    def _stopped_from_outside(self, worker: RolloutClient, over: asyncio.Event) -> bool:
-        return over.is_set() and worker.incarnation not in self._held_back
 
     async def _work(
         self, worker: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]

@@ -71,6 +71,15 @@ class StepTimer:
         end = max((stop for _, stop in self._stages.get(other, ())), default=self._started)
         return covered((max(start, end), stop) for start, stop in self._stages.get(name, ()) if stop > end)
 
+    def worked(self, name: str) -> float:
+        """Seconds of a stage without those in which its devices had nothing to do, in the mean over them."""
+        found = [
+            max(0.0, covered(stages[name]) - covered(self._rests[device]))
+            for device, stages in self._devices.items()
+            if device != NO_DEVICE and name in stages
+        ]
+        return sum(found) / len(found) if found else 0.0
+
     def devices(self) -> dict[str, dict[str, float]]:
         """Seconds by device and stage."""
         return {

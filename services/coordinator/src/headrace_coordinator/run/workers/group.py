@@ -91,7 +91,8 @@ class WorkerGroup:
     @property
     def section(self) -> PlacementSection:
         """How the run uses its devices now: as its spec and its plan say; never `auto`."""
-        return section_of(self.spec.placement, self.state.plan)
+        ahead = self.spec.algorithm.max_staleness > 0
+        return section_of(self.spec.placement, self.state.plan, ahead=ahead)
 
     @property
     def in_turns(self) -> bool:

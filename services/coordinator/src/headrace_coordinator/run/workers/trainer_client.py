@@ -51,9 +51,11 @@ class TrainerClient(WorkerClient):
         request = trainer.LeaveTrainerGroupRequest(generation=generation, carry=True)
         await self.call("LeaveTrainerGroup", request, LOAD_S)
 
-    async def restore_carried(self, number: int) -> None:
-        """Shards what `leave` kept, which is version `number`, over the group that it leads now."""
-        await self.call("Restore", trainer.RestoreRequest(number=number, carried=True), LOAD_S)
+    async def restore_carried(self, number: int) -> str:
+        """Shards what `leave` kept, which is version `number`, over the group that it leads now; how it lies there."""
+        request = trainer.RestoreRequest(number=number, carried=True)
+        response: trainer.RestoreResponse = await self.call("Restore", request, LOAD_S)
+        return response.layout
 
     async def step_state(self) -> trainer.GetStepStateResponse:
         """The version that it holds, and how far its open step is."""

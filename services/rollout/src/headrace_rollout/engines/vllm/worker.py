@@ -135,7 +135,7 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
     The second would put tensors that are not packed in the place of packed ones.
     """
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -77,7 +77,9 @@ class FsdpBackend(FsdpModels, HelpingBackend):
             )
         else:
             adapters = self._sharded.adapters() if warmed else ()
-            self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}
+            self._initial_adapters = {
+                name: self._sharded.computed_here(name, tensor).clone() for name, tensor in adapters
+            }
 
     @override
     def zero(self) -> None:

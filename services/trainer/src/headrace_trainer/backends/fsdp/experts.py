@@ -28,7 +28,6 @@ from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 
 KEY = "trainer.backend_options.expert_parallel"
-FUSED = ("gate_up_proj", "down_proj")
 _meshes: WeakKeyDictionary[TrainerGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
 """Process groups are made once in a generation of ranks."""
 

@@ -1,24 +1,20 @@
-"""The models of one rank with FSDP2: loaded, sharded, computed forward, read, moved. Knows no gradient and no step."""
+"""The models of one rank with FSDP2: laid out, sharded, computed forward, moved. Knows no gradient and no step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from headrace_modelkit.critic import Critic, critic_section, hidden_size
+from headrace_modelkit.critic import Critic, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
-from headrace_modelkit.loading import DTYPES, load_architecture
-from headrace_modelkit.lora import add_adapters, standing_in
-from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
-from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import LoraSection, OptimizerSection
+from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -30,45 +26,27 @@ from headrace_trainer.algorithms._base import (
     VALUES,
     Algorithm,
 )
-from headrace_trainer.backends._base import (
-    ADAPTER_KIND,
-    CRITIC_KIND,
-    AdaptingBackend,
-    ReferenceFacts,
-    StatePart,
-    StateReader,
-)
+from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
-from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
-from headrace_trainer.backends.fsdp.reference import Reference, base_facts
+from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.shared.distributing import (
-    Place,
-    Read,
-    check_files,
-    distribute,
-    open_source,
-    types_of,
-    weights_digest,
-)
-from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
 from headrace_trainer.backends.shared.losses import Forward
-from headrace_trainer.backends.shared.model import LanguageModel
-from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.shared.optimizer import ShardedAdamW
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, Rooms
+from headrace_trainer.memory import MemoryPlan, Rooms, check_host
 
 
-class FsdpModels(LanguageModel, AdaptingBackend):
+class FsdpModels(FsdpState):
     """Policy, critic and reference of a run, with the optimizer's state; `Backend` has what each method promises."""
 
     def __init__(
@@ -93,8 +71,6 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._reference: Reference | None = None
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
-        self._base_facts: tuple[ReferenceFacts, ReferenceFacts] | None = None
-        """Of the frozen weights that the leader has read: as base model, and as reference."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
 
@@ -132,88 +108,17 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return choose_layout(self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms)[1]
 
     @property
+    @override
     def layout(self) -> Layout:
-        """How the model lies on the ranks: the same on all of them, chosen once for the least room that one has."""
         if self._layout is None:
             ranks = self._ranks.world_size
             rooms, ranks_per_host = self._ranks.least_rooms()
             self._layout, plan = choose_layout(
                 self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
             )
-            self.layout_chosen = plan.reason
+            check_host(plan, rooms, min(ranks, ranks_per_host))
+            self.layout_chosen, self.saves_in_place = plan.reason, plan.saves_in_place
         return self._layout
-
-    @override
-    def check_files(self, *, initial: bool) -> None:
-        if initial or self._lora:
-            check_files(self._config.model)
-        section = self._config.trainer.reference
-        if REFERENCE_LOG_PROBS in self._algorithm.columns and (section is not None or not self._lora):
-            check_files(section or self._config.model, "trainer.reference.path" if section else "model.path")
-        plan = self._algorithm.critic
-        if initial and plan is not None and plan.path is not None:
-            check_files(critic_section(self._config.model, plan.path), "algorithm.options.critic_path")
-
-    @override
-    def load_initial(self) -> None:
-        model, source, types = self._read_model()
-        plan, body, body_source = self._algorithm.critic, None, None
-        if plan is not None and plan.own_model:
-            section = critic_section(self._config.model, plan.path)
-            body = empty_model(section)
-            body_source, body_types = open_source(self._ranks, section, body), types_of(body)
-        self._shard(model, self._critic_of(body))
-        self._fill_weights(source, types)
-        if body is not None:
-            before, prefix = f"{CRITIC}body.", f"{body.base_model_prefix}."
-            names = {
-                name: prefix + name.removeprefix(before)
-                for name in self._sharded.critic_names
-                if name.startswith(before)
-            }
-            own = self._sharded.places(names, {name: body_types[read] for name, read in names.items()})
-            found = [replace(place, name=names[place.name]) for place in own]
-            distribute(self._ranks, found, body_source.read if body_source else None)
-
-    @override
-    def check_state(self, reader: StateReader) -> None:
-        check_fit(reader, self._config, self._empty_critic())
-
-    @override
-    def load_state(self, reader: StateReader | None) -> None:
-        source: Tensors | None = None
-        if self._lora:
-            model, source, types = self._read_model()
-        else:
-            model = empty_model(self._config.model, dtype=torch.float32)
-        self._shard(model, self._empty_critic())
-        if self._lora:
-            self._fill_weights(source, types)
-            self._fill(self._sharded.adapter_names, reader.adapter if reader else None)
-        else:
-            self._fill(self._sharded.weight_names, reader.weight if reader else None)
-        if self._sharded.critic_names:
-            self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
-        steps = self._saved_steps(reader)
-        if steps:
-            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
-
-    def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
-        """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
-        own = self._sharded.places(self._sharded.weight_names, types)
-        distribute(self._ranks, own, source.read if source else None)
-
-    def _fill(self, names: Many[str], read: Read | None) -> None:
-        distribute(self._ranks, self._sharded.places(names), read)
-
-    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        wanted = [
-            Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
-            for name in self._sharded.learned
-        ]
-        distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
-        return found
 
     @property
     @override
@@ -234,55 +139,6 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return self._reference.size_bytes if self._reference is not None else own
 
     @override
-    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        parameters, buffers = self._sharded.parameters, self._sharded.buffers
-        layout = []
-        for name in self._sharded.weight_names:
-            dtype = self._dtype if name in parameters else buffers[name].dtype
-            layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
-        return layout
-
-    @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.weights()
-
-    @override
-    def weight_parts(self) -> Iterator[StatePart]:
-        for name in self._sharded.weight_names:
-            if not self._sharded.is_adapted(name):
-                yield from self._part(name, name)
-                continue
-            # Merged as it is published, to the last bit: of the whole weight.
-            whole = self._sharded.weight(name)
-            yield from self._part(name, name, whole[slices(self._sharded.box(name))])
-
-    @override
-    def moment_parts(self) -> Iterator[StatePart]:
-        shards = self._sharded.shards()
-        for kind in MOMENTS:
-            for name, shard in shards.items():
-                own = self._adamw.moment(kind, name) if shard.numel() else shard
-                yield from self._part(f"{kind}/{name}", name, own)
-        for name in self._sharded.critic_names:
-            yield from self._part(f"{CRITIC_KIND}/{name}", name)
-        for name in self._sharded.adapter_names:
-            yield from self._part(f"{ADAPTER_KIND}/{name}", name)
-        if self._lora and self._ranks.leads:
-            alpha = torch.tensor(self._lora.alpha, dtype=torch.float64)
-            yield StatePart(f"{ADAPTER_KIND}/{ALPHA}", (), (), alpha)
-
-    def _part(self, saved_as: str, name: str, value: Tensor | None = None) -> Iterator[StatePart]:
-        """What this rank saves of tensor `name`, or of one that is sharded like it; nothing where another rank does."""
-        tensor = self._sharded.tensors()[name]
-        if is_saved_here(tensor, leads=self._ranks.leads):
-            own = local(tensor) if value is None else value
-            yield StatePart(saved_as, self._sharded.shape(name), self._sharded.box(name), own)
-
-    @override
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.adapters()
-
-    @override
     def release(self) -> None:
         self._sharded.release()
 
@@ -291,36 +147,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
-    def _read_model(self) -> tuple[PreTrainedModel, Tensors | None, dict[str, torch.dtype]]:
-        """The configured model on meta, its own weights frozen where adapters learn; where to read them, and in which
-        types.
-        """
-        section = self._config.model
-        model = empty_model(section)
-        source, types = open_source(self._ranks, section, model), types_of(model)
-        if self._lora:
-            self._base_facts = None
-            if self._ranks.leads and source is not None:
-                self._base_facts = base_facts(self._config, weights_digest(source, model))
-            add_adapters(model, self._lora, self._config.seed, torch.device("cpu"))
-        return model, source, types
-
-    def _empty_critic(self) -> Critic | None:
-        """The critic whose body, if it has one, lies on meta."""
-        plan = self._algorithm.critic
-        if plan is None or not plan.own_model:
-            return self._critic_of(None)
-        section = critic_section(self._config.model, plan.path)
-        return self._critic_of(empty_model(section, dtype=torch.float32))
-
-    def _critic_of(self, model: PreTrainedModel | None) -> Critic | None:
-        if self._algorithm.critic is None:
-            return None
-        if model is None:
-            return Critic(hidden_size(load_architecture(self._config.model)))
-        untyped: Any = model
-        return Critic(hidden_size(model.config), untyped.base_model)
-
+    @override
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
@@ -442,10 +269,7 @@ class FsdpModels(LanguageModel, AdaptingBackend):
         return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
 
     @property
-    def _lora(self) -> LoraSection | None:
-        return self._config.trainer.lora
-
-    @property
+    @override
     def _sharded(self) -> ShardedModel:
         if self._model is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")

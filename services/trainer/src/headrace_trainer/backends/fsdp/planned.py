@@ -1,38 +1,21 @@
-"""Bytes of a rank in each layout, from the models' shapes alone, and the first layout that fits. Loads no weight.
-
-Activations are measured, not guessed: one layer and two of the model compute on torch's fake tensors, which have
-shapes and no elements, and what autograd keeps of them is counted.
-"""
+"""Bytes of a rank in each layout, and the first layout that fits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
-from headrace_modelkit.critic import critic_section, load_critic
-from headrace_modelkit.experts import expert_blocks, take_routers
-from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
-from headrace_modelkit.lora import add_adapters
+from headrace_modelkit.loading import DTYPES
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.layout import Layout, candidates
-from headrace_trainer.backends.fsdp.sharding import layers_of
+from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, candidates
+from headrace_trainer.backends.fsdp.sizes import Sizes, Unit, known_sizes
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.memory import MemoryPlan, Rooms, Tried, kept_bytes
+from headrace_trainer.memory import COPY, MemoryPlan, Rooms, Tried, host_bytes, kept_bytes
 
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
-LEADERS = {"published versions", "kept groups"}
-"""Parts that the leader alone has."""
 MARGIN = 1.1
 """A layout is taken where so many times its bytes fit into a GPU: plans are true within a tenth, and a CUDA context,
 communicators and what the allocator cannot use come to it."""
@@ -47,7 +30,26 @@ def choose_layout(
     rooms: Rooms,
 ) -> tuple[Layout, MemoryPlan]:
     """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
-    sizes = _sizes(config, algorithm)
+    layout, plan = _chosen(config, algorithm, options, ranks, ranks_per_host, rooms)
+    if plan.tried[-1].fits:
+        return layout, plan
+    for more in (2 * ranks, 4 * ranks, 8 * ranks, 16 * ranks):
+        per_host = max(ranks_per_host, min(more, GPUS_PER_HOST))
+        other, found = _chosen(config, algorithm, options, more, per_host, rooms)
+        if found.tried[-1].fits:
+            return layout, replace(plan, would_fit=f"trainer.ranks: {more} fits, with {other}")
+    return layout, replace(plan, would_fit=None)
+
+
+def _chosen(
+    config: TrainerConfig,
+    algorithm: Algorithm,
+    options: FsdpOptions,
+    ranks: int,
+    ranks_per_host: int,
+    rooms: Rooms,
+) -> tuple[Layout, MemoryPlan]:
+    sizes = known_sizes(config, algorithm)
     tried: list[Tried] = []
     plans: list[tuple[int, Layout, MemoryPlan]] = []
     for layout in candidates(config, options, ranks, ranks_per_host, on_gpu=rooms.device is not None):
@@ -60,13 +62,25 @@ def choose_layout(
             on_gpu=rooms.device is not None,
             expert_parallel=options.expert_parallel,
         )
+        plan = with_room_to_save(config, plan, rooms, min(ranks, ranks_per_host))
         fits = _fits(plan, rooms, min(ranks, ranks_per_host))
         tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
         plans.append((tried[-1].device or tried[-1].host, layout, plan))
         if fits:
             break
     _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
-    return layout, MemoryPlan(plan.host, plan.device, str(layout), tuple(tried))
+    return layout, replace(plan, layout=str(layout), tried=tuple(tried))
+
+
+def with_room_to_save(config: TrainerConfig, plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> MemoryPlan:
+    """The plan, without the copy that checkpoints are written from where the host has no room for it now.
+
+    Adapters' copy stays: what is saved of their model is made of both, and is nowhere in memory.
+    """
+    without = {part: size for part, size in plan.host.items() if part != COPY}
+    if config.trainer.lora is not None or host_bytes(plan, ranks_here) <= rooms.host.free:
+        return plan
+    return replace(plan, host=without, saves_in_place=COPY in plan.host)
 
 
 def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
@@ -74,99 +88,6 @@ def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
     if rooms.device is None:  # Of the whole memory, so that a run lies alike whatever else the host does.
         return host <= rooms.host.total
     return host <= rooms.host.free and MARGIN * sum(plan.device.values()) <= rooms.device.free
-
-
-def host_bytes(plan: MemoryPlan, ranks_here: int) -> int:
-    """Of the leader's host, which has so many ranks: what only the leader keeps is there once."""
-    return sum(size * (1 if part in LEADERS else ranks_here) for part, size in plan.host.items())
-
-
-def _sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
-    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
-    key = config.model_dump_json()
-    if key not in _known:
-        _known.clear()
-        _known[key] = Sizes.of(config, algorithm)
-    return _known[key]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Weights that are gathered together: of a layer, or of all that is in no layer."""
-
-    learned: int
-    frozen: int
-    experts: int
-    """How many of either are of experts."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a plan needs to know of the models: weights by unit, and bytes of the activations of one micro-batch."""
-
-    units: tuple[Unit, ...]
-    """The last one is the root's."""
-    head: int
-    """Weights of the head, whether they learn or not."""
-    tile: int
-    """Logits that are there at once."""
-    kept: int
-    """Activations that autograd keeps, without recomputation."""
-    layer: int
-    """Of one layer."""
-    hidden: int
-    """Of a layer's input: what recomputation keeps of it."""
-    reference: int
-    """Weights of the reference model that the run has beside the policy."""
-    tensor: int
-    """Elements of the largest weight."""
-
-    @classmethod
-    def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
-        """Raises ModelNotReadable."""
-        with torch.device("meta"):
-            policy = load_model(config.model, weights=False)
-            if config.trainer.lora is not None:
-                add_adapters(policy, config.trainer.lora, config.seed)
-            bodies: list[nn.Module] = [policy]
-            layers = layers_of(policy)
-            plan = algorithm.critic
-            if plan is not None and plan.own_model:
-                critic = load_critic(critic_section(config.model, plan.path), weights=False)
-                bodies.append(critic)
-                layers += layers_of(critic.body)
-            reference = _reference_weights(config, algorithm)
-        units = [_unit(layer) for layer in layers]
-        whole = [_unit(body) for body in bodies]
-        root = Unit(
-            sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
-            sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
-            0,
-        )
-        base, layer = _activations(config)
-        tokens = _tokens(config)
-        text = policy.config.get_text_config()
-        width = DTYPES[config.model.dtype].itemsize
-        return cls(
-            (*units, root),
-            text.vocab_size * text.hidden_size,
-            min(GPU_CHUNK_ELEMENTS, tokens * text.vocab_size),
-            base + layer * len(layers),
-            layer,
-            tokens * text.hidden_size * width,
-            reference,
-            max(weight.numel() for weight in policy.parameters()),
-        )
-
-    @property
-    def learned(self) -> int:
-        """Weights that learn."""
-        return sum(unit.learned for unit in self.units)
-
-    @property
-    def frozen(self) -> int:
-        """Weights that do not."""
-        return sum(unit.frozen for unit in self.units)
 
 
 def plan_memory(
@@ -187,15 +108,12 @@ def plan_memory(
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
-        whole = unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
-        # Of experts that are divided over ranks, each gathers its own.
-        return whole - unit.experts * width * (expert_parallel - 1) // expert_parallel
+        return unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
 
-    *layers, root = sizes.units
+    # Of experts that are divided over ranks, each gathers and reduces its own.
+    *layers, root = [unit.of_rank(expert_parallel) for unit in sizes.units]
     largest = max(layers, key=gathered, default=root)
-    # Of divided weights a layer while the next one comes, and the root's, which stay for the whole of a backward.
-    divided = layout.shard == "weights"
-    whole = gathered(root) + 2 * gathered(largest) if divided else sum(map(gathered, sizes.units))
+    whole = _Whole(gathered(root), gathered(largest), sum(map(gathered, [*layers, root])))
     device = {
         "masters": shard * FP32,
         "moments": shard * MOMENTS_BYTES,
@@ -203,28 +121,42 @@ def plan_memory(
         "frozen weights": sizes.frozen * width
         if frozen_whole
         else -(-sizes.frozen // layout.shard_ranks) * width,
-        "gathered weights": whole,
-        **_work(sizes, layout, largest, width, adapters=adapters),
+        **_work(
+            sizes,
+            layout,
+            whole,
+            largest,
+            FP32 if adapters else width,
+            width,
+            several=ranks > layout.shard_ranks,
+        ),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if sizes.merged:
+        device["merged experts"] = sizes.merged * width // expert_parallel
     host = {
-        # Of what rollouts install, the base and the current version: in shared memory of the leader's host.
-        "published versions": 2 * (sizes.learned + sizes.frozen) * width,
+        # Of what rollouts install, the base and the current version, and one that a commit casts or whose memory is
+        # used again for it: in shared memory of the leader's host.
+        "published versions": 3 * (sizes.learned + sizes.frozen) * width,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm),
     }
+    if config.checkpoint.enabled:
+        host[COPY] = shard * (FP32 + MOMENTS_BYTES) + device["frozen weights"]
     if not on_gpu:
         return MemoryPlan(device | host, {})
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
-    # Weights come from files and go to rollouts one by one.
-    host["one weight"] = sizes.tensor * FP32
+    # Weights come from files and go to rollouts one by one; one is dropped as the next one is there.
+    host["weights in transit"] = sizes.tensors * FP32
     for part in _OFFLOADED[layout.offload]:
         host[part] = device.pop(part)
+    if config.placement.mode != "disaggregated" and config.placement.memory != "resident":
+        # While rollouts have the GPU. A step may be open then, whose gradients wait.
+        host["asleep"] = sum(device.get(part, 0) for part in _OFFLOADED["parameters"])
     return MemoryPlan(host, device)
 
 
-_known: dict[str, Sizes] = {}
 _OFFLOADED = {
     "none": (),
     "optimizer": ("moments",),
@@ -232,47 +164,75 @@ _OFFLOADED = {
 }
 
 
-def _work(sizes: Sizes, layout: Layout, largest: Unit, width: int, *, adapters: bool) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Whole:
+    """Bytes of gathered weights: the root's, the largest layer's, and all."""
+
+    root: int
+    layer: int
+    all: int
+
+
+def _work(
+    sizes: Sizes, layout: Layout, whole: _Whole, largest: Unit, gradient: int, width: int, *, several: bool
+) -> dict[str, int]:
     """What a micro-batch needs beside all that stays, at the moment when it is most: as the loss's gradient reaches the
-    head, in the first layer that a backward recomputes, or as the root's gradients are reduced, last of all.
+    head, in the first layer of a backward, or as the root's gradients are reduced, last of all.
+
+    `gradient`: bytes of an element of a layer's gradient before it is reduced. `several`: copies of the model.
     """
+    divided, summed = layout.shard == "weights", layout.shard == "state"
     outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
     inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
+    kept = outside + inputs if layout.checkpointing else sizes.kept
     # Logits of a chunk, what they become, and their gradients; of fp32 factors a copy more than of bf16 ones.
     tiles = (5 if width == FP32 else 4) * sizes.tile * FP32
-    # The head's gradient before it is added to others: its weights are multiplied as they are.
-    head = sizes.head * FP32 * (0 if adapters else 1) + tiles
     *_, root = sizes.units
-    kept = outside + inputs if layout.checkpointing else sizes.kept
-    moments = [{"activations": kept, "head": head, "reductions": 0}]
-    waiting = root.learned * FP32 if layout.shard != "state" else 0
-    reduced = 2 * largest.learned * FP32 if layout.shard != "state" else 0
-    if layout.checkpointing:
-        # What the layer keeps, and gradients of about as much at a time.
-        layer = sizes.layer + sizes.layer // 2
-        moments.append(
-            {"activations": kept + layer, "head": min(waiting, sizes.head * FP32), "reductions": reduced}
-        )
-    moments.append({"activations": outside, "head": waiting, "reductions": waiting + reduced // 2})
+    # The head's gradient before it is added to others: its weights are multiplied as they are.
+    head = sizes.head * FP32 if root.learned >= sizes.head else 0
+    waiting = 0 if summed else root.learned * FP32
+    # What the layer before has given to its reduction.
+    reduced = 0 if summed else largest.learned * FP32
+    # A layer that is computed again keeps its activations, with gradients of about half as much at a time; they go as
+    # the gradients of its weights come.
+    again = sizes.layer + sizes.layer // 2 if layout.checkpointing else 0
+    again = max(again, 0 if summed else largest.learned * gradient)
+    # One rank that has a copy alone gathers nothing ahead, and reduces by two copies of what is given to a reduction.
+    alone = layout.shard_ranks == 1
+    ahead, copies = (0, 3) if alone else (whole.layer, 1)
+    # Of several copies fully_shard keeps what each layer has given to the reduction over them until the backward ends.
+    given = sum(unit.learned for unit in sizes.units[:-1]) * FP32 // layout.shard_ranks if several else 0
+    # As a backward begins no layer has given anything; as it ends the inputs of layers are gone.
+    end = {"activations": outside + again, "head": min(waiting, head), "reductions": reduced + given}
+    # A layer while the next one comes, and the root's, which stay for the whole of a backward.
+    layers = whole.root + whole.layer + ahead
+    moments = [
+        # The layer that was gathered last leaves its place when the next one is.
+        {"gathered weights": whole.root + whole.layer, "activations": kept, "head": head + tiles},
+        {
+            "gathered weights": layers,
+            "activations": kept + again,
+            "head": min(waiting, head),
+            "reductions": reduced,
+        },
+        {"gathered weights": layers, **end},
+        # The layer's gradients as they are reduced: all else of it is gone.
+        {
+            "gathered weights": whole.root + ahead,
+            "activations": kept,
+            "head": min(waiting, head),
+            "reductions": copies * reduced,
+        },
+        {
+            "gathered weights": 0,
+            "activations": outside,
+            "head": waiting,
+            "reductions": waiting * max(1, copies - 1) + given,
+        },
+    ]
+    if not divided:
+        moments = [moment | {"gathered weights": whole.all} for moment in moments]
     return max(moments, key=lambda moment: sum(moment.values()))
-
-
-def _unit(module: nn.Module) -> Unit:
-    weights = list(module.parameters())
-    learned = sum(weight.numel() for weight in weights if weight.requires_grad)
-    untyped: Any = module
-    experts = [block.experts for block in expert_blocks(untyped)]
-    own = sum(weight.numel() for block in experts for weight in block.parameters())
-    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own)
-
-
-def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
-    """Of a model beside the policy. With adapters the policy is its own reference."""
-    adapters = config.trainer.lora is not None and config.trainer.reference is None
-    if REFERENCE_LOG_PROBS not in algorithm.columns or adapters:
-        return 0
-    section: ModelSection = config.trainer.reference or config.model
-    return sum(parameter.numel() for parameter in load_model(section, weights=False).parameters())
 
 
 def _reference_bytes(config: TrainerConfig, algorithm: Algorithm, sizes: Sizes, layout: Layout) -> int:
@@ -282,57 +242,3 @@ def _reference_bytes(config: TrainerConfig, algorithm: Algorithm, sizes: Sizes, 
         return -(-sizes.reference // layout.shard_ranks) * DTYPES[section.dtype].itemsize
     needed = config.trainer.lora is not None and REFERENCE_LOG_PROBS in algorithm.columns
     return sizes.learned * FP32 if needed and config.trainer.warmup.steps else 0
-
-
-def _activations(config: TrainerConfig) -> tuple[int, int]:
-    """Bytes that autograd keeps of one micro-batch: outside of layers, and of each layer."""
-    with FakeTensorMode():
-        one, two = (_kept_bytes(config, layers) for layers in (1, 2))
-    return one - (two - one), two - one
-
-
-def _tokens(config: TrainerConfig) -> int:
-    """Of a micro-batch on one rank: those that divide rows have a share each."""
-    return -(-config.trainer.micro_batch_tokens // model_ranks(config.trainer))
-
-
-def _kept_bytes(config: TrainerConfig, layers: int) -> int:
-    model: Any = load_model(config.model, weights=False, layers=layers)
-    if config.trainer.lora is not None:
-        add_adapters(model, config.trainer.lora, config.seed)
-    take_routers(
-        model
-    )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
-    _attend_as_on_a_gpu(model)
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if (storage := tensor.untyped_storage())._cdata not in own:
-            kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
-        return tensor
-
-    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(input_ids=tokens, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
-    """Its kernels keep queries, keys and values as they are, of as many heads as there are."""
-    if not model._supports_attention_backend:
-        return
-    AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
-    model.config._attn_implementation = _ATTENTION
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    operations: Any = torch.ops.aten
-    found = operations._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    return found.transpose(1, 2).contiguous(), None
-
-
-_ATTENTION = "headrace_planned"

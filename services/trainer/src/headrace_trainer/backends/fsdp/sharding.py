@@ -14,7 +14,7 @@ from headrace_modelkit.critic import Critic
 from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
-from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
+from headrace_modelkit.lora import A, B, adapted_layers, adapter_of, is_adapter, merged_weight
 from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
@@ -193,7 +193,7 @@ class ShardedModel:
         for name, shard in reduced.items():
             if isinstance(shard, DTensor):
                 local = shard.to_local()
-                self.parameters[name].grad = _with_local(shard, local if stays else move(local))
+                self.parameters[name].grad = _away(shard, local if stays else move(local))
 
     def _accumulated(self) -> Iterator[tuple[Any, str, Tensor]]:
         """Whole gradients that wait for their reduction: (who keeps it, under which attribute, gradient)."""
@@ -236,19 +236,22 @@ class ShardedModel:
         """One of them, where it is computed with; all ranks call it."""
         tensor = self._whole(name)
         if self.is_adapted(name):
-            layer = name.rpartition(".")[0]
+            layer = adapter_of(name)
             adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
             tensor = merged_weight(tensor, *adapter, self._scales[layer])
         return tensor
 
     def is_adapted(self, name: str) -> bool:
         """Whether a weight has an adapter, which is merged into what is published and saved of it."""
-        layer, _, kind = name.rpartition(".")
-        return kind == "weight" and layer in self._scales
+        return adapter_of(name) in self._scales
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""
         return ((name, self.gather(name)) for name in self.adapter_names)
+
+    def computed_here(self, name: str, whole: Tensor) -> Tensor:
+        """What a forward on this rank takes of a whole tensor: all of it, or of divided experts' its own."""
+        return self._experts.own(whole) if self._experts and name in self._divided else whole
 
     def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
         """As `gather`, where it is computed with."""
@@ -311,6 +314,13 @@ def _with_local(like: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _away(like: DTensor, local: Tensor) -> DTensor:
+    """A tensor sharded like another whose shard stays where it is: `from_local` takes it to the mesh's device."""
+    untyped: Any = DTensor
+    found: DTensor = untyped(local, like._spec, requires_grad=False)
+    return found
 
 
 class Policy(nn.Module):

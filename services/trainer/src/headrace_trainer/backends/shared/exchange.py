@@ -35,7 +35,8 @@ class AllToAll(Exchange):
         arrived_SD = _moved(rows_SD, sent, got, self._group)
         # What came is in the order of ranks, and of experts within each: the experts' products want it by expert.
         experts = torch.arange(got_RX.shape[1], device=got_RX.device).repeat(got_RX.shape[0])
-        order_S = experts.repeat_interleave(got_RX.flatten()).argsort(stable=True)
+        of_row_S = experts.repeat_interleave(got_RX.flatten(), output_size=len(arrived_SD))
+        order_S = of_row_S.argsort(stable=True)
         found_SD = compute(arrived_SD[order_S], got_RX.sum(0))
         return _moved(found_SD[order_S.argsort()], got, sent, self._group)
 

@@ -16,8 +16,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
 from headrace_schema.problems import choose, problem
+from headrace_schema.resources.fleet import DrainView, InstanceListView, LeaseListView, ScaleView
 from headrace_schema.resources.overviews import LogLineView, LogView
-from headrace_schema.resources.views import DrainView, InstanceListView, LeaseListView, ScaleView
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, ConfigDict, Field
 

@@ -12,7 +12,8 @@ from headrace_planner import PlanError
 from headrace_planner.documents import PlanRequest
 from headrace_planner.explaining import explain
 from headrace_schema.problems import as_views
-from headrace_schema.resources.views import HealthView, RunView
+from headrace_schema.resources.fleet import HealthView
+from headrace_schema.resources.views import RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector

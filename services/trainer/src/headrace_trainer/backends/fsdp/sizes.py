@@ -1,0 +1,231 @@
+"""What a memory plan needs to know of a run's models, from their shapes alone. Loads no weight, knows no layout.
+
+Activations are measured, not guessed: one layer and two of the model compute on torch's fake tensors, which have
+shapes and no elements, and what autograd keeps of them is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from headrace_modelkit.critic import critic_section, load_critic
+from headrace_modelkit.experts import expert_blocks, take_routers
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
+from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.rules.learning import model_ranks
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import LoraSection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.backends.fsdp.sharding import layers_of
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered together: of a layer, or of all that is in no layer."""
+
+    learned: int
+    frozen: int
+    experts: int
+    """How many of either are of experts, without their adapters."""
+    expert_adapters: int
+    """How many of those that learn are adapters of experts."""
+
+    def of_rank(self, expert_parallel: int) -> Unit:
+        """With the experts of one rank of those that divide them."""
+        if expert_parallel == 1 or not self.experts:
+            return self
+        experts, adapters = self.experts // expert_parallel, self.expert_adapters // expert_parallel
+        away = self.experts - experts
+        # Experts learn or are frozen as a whole: an adapter's weights are few.
+        whole = self.learned >= self.experts
+        learned = self.learned - (away if whole else self.expert_adapters - adapters)
+        return Unit(learned, self.frozen - (0 if whole else away), experts, adapters)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a plan needs to know of the models: weights by unit, and bytes of the activations of one micro-batch."""
+
+    units: tuple[Unit, ...]
+    """The last one is the root's."""
+    head: int
+    """Weights of the head, whether they learn or not."""
+    tile: int
+    """Logits that are there at once."""
+    kept: int
+    """Activations that autograd keeps, without recomputation."""
+    layer: int
+    """Of one layer."""
+    hidden: int
+    """Of a layer's input: what recomputation keeps of it."""
+    reference: int
+    """Weights of the reference model that the run has beside the policy."""
+    tensors: int
+    """Elements of the two largest weights that follow each other."""
+    merged: int
+    """Elements of the largest tensor of experts that an adapter is merged into for a product."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+        """Raises ModelNotReadable."""
+        with torch.device("meta"):
+            policy = load_model(config.model, weights=False)
+            if config.trainer.lora is not None:
+                add_adapters(policy, config.trainer.lora, config.seed)
+            bodies: list[nn.Module] = [policy]
+            layers = layers_of(policy)
+            plan = algorithm.critic
+            if plan is not None and plan.own_model:
+                critic = load_critic(critic_section(config.model, plan.path), weights=False)
+                bodies.append(critic)
+                layers += layers_of(critic.body)
+            reference = _reference_weights(config, algorithm)
+        units = [_unit(layer) for layer in layers]
+        whole = [_unit(body) for body in bodies]
+        root = Unit(
+            sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
+            sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
+            0,
+            0,
+        )
+        base, layer = _activations(config)
+        tokens = _tokens(config)
+        text = policy.config.get_text_config()
+        width = DTYPES[config.model.dtype].itemsize
+        return cls(
+            (*units, root),
+            text.vocab_size * text.hidden_size,
+            min(GPU_CHUNK_ELEMENTS, tokens * text.vocab_size),
+            base + layer * len(layers),
+            layer,
+            tokens * text.hidden_size * width,
+            reference,
+            max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())]))),
+            _largest_merged(policy),
+        )
+
+    @property
+    def learned(self) -> int:
+        """Weights that learn."""
+        return sum(unit.learned for unit in self.units)
+
+    @property
+    def frozen(self) -> int:
+        """Weights that do not."""
+        return sum(unit.frozen for unit in self.units)
+
+
+def known_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
+    own = config.trainer.model_copy(update={"ranks": 1})  # how many there are changes none of these sizes
+    key = config.model_copy(update={"trainer": own}).model_dump_json()
+    if key not in _known:
+        _known.clear()
+        _known[key] = Sizes.of(config, algorithm)
+    return _known[key]
+
+
+_known: dict[str, Sizes] = {}
+
+
+def _unit(module: nn.Module) -> Unit:
+    weights = list(module.parameters())
+    learned = sum(weight.numel() for weight in weights if weight.requires_grad)
+    untyped: Any = module
+    experts = [block.experts for block in expert_blocks(untyped)]
+    named = [each for block in experts for each in block.named_parameters()]
+    adapters = sum(weight.numel() for name, weight in named if is_adapter(name))
+    own = sum(weight.numel() for _, weight in named) - adapters
+    return Unit(learned, sum(weight.numel() for weight in weights) - learned, own, adapters)
+
+
+def _largest_merged(policy: PreTrainedModel) -> int:
+    adapted = {name for name, _ in adapted_layers(policy)}
+    named = policy.named_parameters()
+    return max(
+        (own.numel() for name, own in named if own.dim() == 3 and adapter_of(name) in adapted), default=0
+    )
+
+
+def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
+    """Of a model beside the policy. With adapters the policy is its own reference."""
+    adapters = config.trainer.lora is not None and config.trainer.reference is None
+    if REFERENCE_LOG_PROBS not in algorithm.columns or adapters:
+        return 0
+    section: ModelSection = config.trainer.reference or config.model
+    return sum(parameter.numel() for parameter in load_model(section, weights=False).parameters())
+
+
+def _activations(config: TrainerConfig) -> tuple[int, int]:
+    """Bytes that autograd keeps of one micro-batch: outside of layers, and of each layer."""
+    with FakeTensorMode():
+        one, two = (_kept_bytes(config, layers) for layers in (1, 2))
+    return one - (two - one), two - one
+
+
+def _tokens(config: TrainerConfig) -> int:
+    """Of a micro-batch on one rank: those that divide rows have a share each."""
+    return -(-config.trainer.micro_batch_tokens // model_ranks(config.trainer))
+
+
+def _kept_bytes(config: TrainerConfig, layers: int) -> int:
+    model: Any = load_model(config.model, weights=False, layers=layers)
+    if (lora := config.trainer.lora) is not None:
+        add_adapters(model, _in_any_layer(lora, model), config.seed)
+    take_routers(
+        model
+    )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
+    _attend_as_on_a_gpu(model)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in own:
+            kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
+        return tensor
+
+    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=tokens, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _in_any_layer(lora: LoraSection, model: PreTrainedModel) -> LoraSection:
+    """Targets that a model with fewer layers has: of a layer that it has not, those of the same name in all layers."""
+    if isinstance(lora.targets, str):
+        return lora
+    alone = {target: lora.model_copy(update={"targets": [target]}) for target in lora.targets}
+    found = [
+        target.rpartition(".")[2] if targets_problem(model, own) else target for target, own in alone.items()
+    ]
+    return lora.model_copy(update={"targets": found})
+
+
+def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
+    """Its kernels keep queries, keys and values as they are, of as many heads as there are."""
+    if not model._supports_attention_backend:
+        return
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+    model.config._attn_implementation = _ATTENTION
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    operations: Any = torch.ops.aten
+    found = operations._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    return found.transpose(1, 2).contiguous(), None
+
+
+_ATTENTION = "headrace_planned"
