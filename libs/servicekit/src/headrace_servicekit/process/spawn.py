@@ -103,7 +103,7 @@ def hide_files(paths: Iterable[Path]) -> bool:
         ):
             Path("/proc/self", name).write_text(text)
     # What the host mounts later is seen here too; what is mounted here is not seen there.
-    hidden = libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
+    hidden: bool = libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
     for path in paths:
         if hidden and path.exists():
             where = os.fsencode(path)
