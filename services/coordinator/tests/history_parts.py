@@ -32,7 +32,7 @@ class Opened:
     async def on(cls, server, directory):
         self = cls()
         self.event_log = EventLog(RedisStore(server.url), time.time, history=History(directory / "runs"))
-        await self.event_log.open("test")
+        await self.event_log.open("test", directory / "store_id")
         fleet = Fleet(self.event_log, lambda *_: None, FleetSettings())
         self.coordinator = Coordinator(self.event_log, fleet, directory)
         self.task = asyncio.create_task(self.event_log.run())

@@ -45,7 +45,7 @@ class Scene(World):
             if predicate():
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError("it did not come to that")
+        raise AssertionError(f"it did not come to that: {self._stuck()}")
 
     async def first(self):
         """The id of the first run, once it has committed a step."""

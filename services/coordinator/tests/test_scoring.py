@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
+from headrace_coordinator.fleet.deaths import Deaths
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.step.scoring import scoring, streams
 from headrace_coordinator.run.step.scoring.scoring import SCORER_RETRIES, Scoring, score_all
@@ -31,6 +32,10 @@ class Judge:
     draining: bool = False
     late_reads: list = field(default_factory=list)
     broken: Counter = field(default_factory=Counter)
+
+    @property
+    def instance(self):
+        return SimpleNamespace(kind="reward", incarnation=self.incarnation)
 
     async def score(self, batches, timeout):
         self.streams += 1
@@ -80,11 +85,16 @@ class Staffing:
             alive=lambda incarnation: incarnation not in self.dead,
             fate=self.fate,
             any_draining=lambda members: any(m.draining for m in members),
-            event_log=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()),
+            event_log=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time(), wake=lambda: None),
         )
+        self.fleet.deaths = Deaths(self.fleet.event_log, None)
+        self.run = "a"
 
     async def fate(self, incarnation):
         return True
+
+    def check_scorers_deaths(self):
+        return
 
     async def staff_rewards(self):
         if not self.rewards:

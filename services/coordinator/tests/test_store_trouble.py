@@ -10,7 +10,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings, ForeignInstance
 from headrace_coordinator.store import redis_store
-from headrace_coordinator.store.base import LEAP, Fenced, StoreAway
+from headrace_coordinator.store.base import LEAP, DamagedStore, Fenced, StoreAway
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 
@@ -198,3 +198,22 @@ async def test_an_older_copy_of_the_store_is_recognised_and_issues_nothing_twice
     assert restored.state.runs["r"].lineage.last_number >= seen[2]
     assert restored.state.table.last_epoch >= 4 * LEAP
     assert (await leading()).state.epoch == restored.state.epoch + 1
+
+
+@pytest.mark.parametrize("garbage", ["event", "snapshot"])
+async def test_garbage_in_the_store_is_named_in_one_sentence(server, leading, garbage):
+    event_log = await leading()
+    await event_log.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
+    store, last = RedisStore(server.url), event_log.durable_sequence
+    if garbage == "event":
+        entry = {"e": b'{"type":"NumberBurnt","at":\xff\x00'}
+        await store._redis.xadd(store._key("log"), entry, id=f"{last + 1}-0")
+        words = f"event {last + 1} of the log cannot be read .* The last good one is event {last}[.]"
+    else:
+        mapping = {"sequence": str(last), "data": b"\x00{"}
+        await store._redis.hset(store._key("snapshot"), mapping=mapping)
+        words = f"the snapshot of event {last} cannot be read"
+    with pytest.raises(DamagedStore, match=words) as damaged:
+        await leading()
+    assert "\n" not in str(damaged.value)
+    await store.close()

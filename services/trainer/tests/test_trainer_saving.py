@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from headrace.common.v1 import weights_pb2, weights_pb2_grpc
@@ -143,6 +144,28 @@ async def test_export_writes_a_model_directory(client):
         assert tensors[entry.name].tobytes() == data
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.model_type == "qwen3"
     assert await refused(client.export("../elsewhere")) == "INVALID"
+
+
+async def test_a_full_disk_fails_the_export_with_path_and_bytes_and_leaves_nothing(client, monkeypatch):
+    from headrace_modelkit import exporting
+
+    version = (await client.open()).version
+    version = await client.train(version, 1)
+
+    def full(file, group, coming):
+        next(coming)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "_write_file", full)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await client.export("final")
+    assert await refused(client.export("final")) == "EXPORT_FAILED"
+    size = sum(entry.size_bytes for entry in (await client.publish(version.number)).manifest.entries)
+    said = failed.value.details()
+    assert str(client.directory / "final") in said and "No space left" in said and f"{size:,} bytes" in said
+    assert not list(client.directory.glob(".final*")) and not (client.directory / "final").exists()
+    monkeypatch.undo()
+    assert (Path((await client.export("final")).path) / "model.safetensors").exists()
 
 
 async def test_weights_are_served(client):

@@ -39,6 +39,8 @@ SETTLED_S = 240.0
 class Quiet(Projection):
     """A projection that writes nothing."""
 
+    trouble = ""
+
     @override
     def spec(self, spec: object) -> None: ...
 

@@ -93,14 +93,18 @@ class Client:
 
     def healthy(self) -> bool:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""
+        return self.health() is not None
+
+    def health(self) -> dict[str, Any] | None:
+        """What `/healthz` says of a coordinator that is ready to serve, else None; never raises, never waits."""
         patience, self._transport.patience_s = self._transport.patience_s, 0.0
         try:
-            self._transport.get("/healthz")
+            found: dict[str, Any] = self._transport.get("/healthz")
         except (HeadraceError, ValueError):
-            return False
+            return None
         finally:
             self._transport.patience_s = patience
-        return True
+        return found
 
     def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""

@@ -157,6 +157,7 @@ def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
         "launcher_pid": state.launcher_pid,
         "ready_s": round(fleet.seconds, 3),
         "token_file": state.token_file,
+        "notice": fleet.notice,
         "instances": [item.raw for item in fleet.instances],
     }
 
@@ -170,6 +171,8 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
     out.print(
         f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
     )
+    if fleet.notice:
+        out.print(f"[yellow]note[/] {fleet.notice}")
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print(f"look: headrace open{where}")
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")

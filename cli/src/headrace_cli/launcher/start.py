@@ -45,6 +45,8 @@ class ReadyFleet:
     instances: list[Instance]
     seconds: float
     launcher: subprocess.Popen[bytes]
+    notice: str = ""
+    """What the coordinator has to say of its start: that its store had lost something."""
 
 
 def start_fleet(
@@ -68,11 +70,11 @@ def start_fleet(
     launcher = _spawn(plan, data_dir)
     try:
         patience = Patience(timeout_s)
-        state, instances = _wait_until_ready(plan, data_dir, launcher, progress, patience)
+        state, instances, notice = _wait_until_ready(plan, data_dir, launcher, progress, patience)
     except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
         stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
-    return ReadyFleet(state, instances, time.monotonic() - started_at, launcher)
+    return ReadyFleet(state, instances, time.monotonic() - started_at, launcher, notice)
 
 
 def refuse_second_fleet(data_dir: DataDir) -> None:
@@ -123,7 +125,7 @@ def _wait_until_ready(
     launcher: subprocess.Popen[bytes],
     progress: Callable[[str], None],
     patience: Patience,
-) -> tuple[FleetState, list[Instance]]:
+) -> tuple[FleetState, list[Instance], str]:
     missing, pids = "launcher", [launcher.pid]
     while not (too_late := patience.over(missing, pids)):
         if launcher.poll() is not None:
@@ -131,9 +133,9 @@ def _wait_until_ready(
         state = read_state(data_dir)
         if state and state.launcher_pid == launcher.pid:
             _refuse_dying(data_dir, state)
-            instances, missing = _ready_instances(plan, state)
+            instances, missing, notice = _ready_instances(plan, state)
             if not missing:
-                return state, instances
+                return state, instances, notice
             names = missing.split(", ")
             pids = [process.pid for process in state.processes if process.name in names and process.pid]
             progress(missing)
@@ -141,20 +143,20 @@ def _wait_until_ready(
     raise _failure(data_dir, missing.split(",")[0], too_late)
 
 
-def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str]:
-    """The instances, and the names of what is not ready yet."""
+def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str, str]:
+    """The instances, the names of what is not ready yet, and what the coordinator has to say."""
     if state.phase != "running":
-        return [], "store"
+        return [], "store", ""
     token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
     with Client(state.url, token, timeout_s=5, patience_s=0) as client:
-        if not client.healthy():
-            return [], "coordinator"
+        if (health := client.health()) is None:
+            return [], "coordinator", ""
         try:
             instances = [item for item in client.instances() if item.state == "READY"]
         except HeadraceError:
-            return [], "coordinator"
+            return [], "coordinator", ""
     names = {item.name.removeprefix("instances/") for item in instances}
-    return instances, ", ".join(name for name in plan.instance_names if name not in names)
+    return instances, ", ".join(name for name in plan.instance_names if name not in names), health["reason"]
 
 
 def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:

@@ -23,6 +23,7 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
 from headrace_servicekit.lease.session import Session, SessionHooks
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
+from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_name
 from headrace_servicekit.rpc.server import AddServicer, GrpcServer, advertised_host, split_address
@@ -60,6 +61,8 @@ class Instance:
         """Incarnations of instances that this one works with and has lost; each heartbeat says so."""
         self.failure = ""
         self.token = config.read_token()
+        secrets = (config.token_file, config.data_dir / "token", config.data_dir / "http-token")
+        hide_from_workers(*(path for path in secrets if path is not None))
         self._weights: WeightStore | None = None
         self._services: list[tuple[AddServicer, Any, str]] = []
         self._metrics: deque[common_pb2.StageMetrics] = deque(maxlen=_MAX_METRICS)

@@ -118,6 +118,8 @@ class Scheduler:
             await self._abandon(run, reason)
         finally:
             self.tasks.pop(run.id, None)
+            if run.state in run_states.TERMINAL:
+                self._fleet.deaths.forget(run.id)
             self._event_log.wake()
 
     async def _work(self, run: RunState) -> None:

@@ -27,7 +27,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.fleet.sessions import FleetSettings
-from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
+from headrace_coordinator.store.base import DamagedStore, Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History
 from headrace_coordinator.store.redis_store import RedisStore
@@ -151,7 +151,7 @@ async def _open(event_log: EventLog, arguments: argparse.Namespace) -> None:
         try:
             await event_log.open(identity, marker)
             return
-        except (Fenced, ForeignStore) as error:
+        except (Fenced, ForeignStore, DamagedStore) as error:
             raise Refusal(str(error)) from error
         except StoreAway as error:
             if asyncio.get_running_loop().time() > deadline:

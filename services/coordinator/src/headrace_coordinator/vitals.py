@@ -66,7 +66,7 @@ class Vitals:
             )
         return HealthView(
             status="unhealthy" if problems else "ok",
-            reason="; ".join(problems),
+            reason="; ".join(problems) or self._event_log.loss,
             store_writable=not trouble,
             loop_lag_ms=round(lag, 1),
             tasks=tasks,

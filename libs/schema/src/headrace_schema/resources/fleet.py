@@ -30,7 +30,7 @@ class HealthView(Resource):
     """How the coordinator is; served with 503 when it is unhealthy."""
 
     status: str = Field(description="ok or unhealthy")
-    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    reason: str = Field(default="", description="what is wrong, or what the store had lost; empty: nothing")
     store_writable: bool = Field(default=True, description="the store took the last write")
     loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
     tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")

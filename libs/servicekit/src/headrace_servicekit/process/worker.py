@@ -10,10 +10,12 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic
 
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
 from headrace_servicekit.process.worker_pipes import (
+    HIDDEN_VARIABLE,
     LENGTH,
     MEMORY_VARIABLE,
     PARENT_VARIABLE,
@@ -29,6 +31,14 @@ _EXIT_TIMEOUT_S = 1.0
 _BUFFER_BYTES = 4 * 1024 * 1024
 # After a limit has passed: a reply that lies in the pipe counts, however late this process got to read it.
 _GRACE_S = 0.05
+
+
+_secrets: list[Path] = []
+
+
+def hide_from_workers(*secrets: Path) -> None:
+    """Workers with users' code that are started from now on cannot read these files; see `spawn.hide_files`."""
+    _secrets[:] = [path.absolute() for path in secrets]
 
 
 class WorkerGone(Exception):
@@ -65,6 +75,8 @@ class Worker(Generic[Message]):
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
         environment |= {**(variables or {}), TREE_VARIABLE: tree}
         environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
+        if _secrets:
+            environment[HIDDEN_VARIABLE] = os.pathsep.join(map(str, _secrets))
         # -P: a file in the current directory must not stand in for a library.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),

@@ -8,14 +8,22 @@ import resource
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
-from headrace_servicekit.process.spawn import adopt_orphans, die_with_parent, forbid_signals_to_others
+from headrace_servicekit.process.spawn import (
+    adopt_orphans,
+    die_with_parent,
+    forbid_signals_to_others,
+    hide_files,
+)
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 PARENT_VARIABLE = "HEADRACE_CHILD_PARENT"
 MEMORY_VARIABLE = "HEADRACE_CHILD_MEMORY_BYTES"
+HIDDEN_VARIABLE = "HEADRACE_CHILD_HIDDEN"
+"""Files that a worker with users' code may not read, separated as PATH is."""
 
 
 Message = TypeVar("Message")
@@ -57,7 +65,7 @@ def become_worker(*, trusted: bool = False) -> tuple[BinaryIO, BinaryIO]:
 
     What that code prints goes to stderr, and it reads nothing from stdin. The worker dies with its
     parent, writes no core file, and stays below its memory limit. One that is not `trusted` can signal no process
-    but its own, where the kernel can forbid that.
+    but its own, and reads the service's secrets as empty files, where the kernel can forbid that.
     """
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -71,6 +79,9 @@ def become_worker(*, trusted: bool = False) -> tuple[BinaryIO, BinaryIO]:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    hidden = os.environ.pop(HIDDEN_VARIABLE, "")
+    if hidden and not trusted:
+        hide_files(map(Path, hidden.split(os.pathsep)))
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     adopt_orphans()
     if not trusted:

@@ -16,9 +16,9 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.store.history import SUMMARY
 from headrace_coordinator.waits import WaitTimeout
 
-NAME = "summary.json"
 RETRY_S = 1.0
 
 
@@ -51,7 +51,8 @@ class Archive:
             await self._event_log.history.synced()
             data = run_view(run, []).model_dump_json().encode()
             try:
-                await self._event_log.history.write_beside(run.id, NAME, data)
+                await self._event_log.history.sweep(run.id)
+                await self._event_log.history.write_beside(run.id, SUMMARY, data)
             except OSError:
                 await asyncio.sleep(RETRY_S)  # The next attempt waits in `synced` for a disk that refuses.
                 continue
@@ -67,7 +68,7 @@ class Archive:
 
     def view(self, run_id: str) -> RunView:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
-        path = self._event_log.history.directory(run_id) / NAME
+        path = self._event_log.history.directory(run_id) / SUMMARY
         try:
             view = summary_view(json.loads(path.read_bytes()))
             # The data directory may have been moved since the run ended.

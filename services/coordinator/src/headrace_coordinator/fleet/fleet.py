@@ -15,6 +15,7 @@ from typing import Any
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.deaths import Deaths
 from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown
 from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.sessions import (
@@ -44,6 +45,7 @@ class Fleet:
         self.event_log = event_log
         self.settings = settings
         self.waits = Waits(event_log.monotonic)
+        self.deaths = Deaths(event_log, self.waits)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.opened: dict[str, dict[str, OpenReport]] = {}
@@ -206,6 +208,7 @@ class Fleet:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.event_log.now()
         self._last_exit = self.event_log.monotonic()
+        self.deaths.died(incarnation)
         self.lease_manager.exited(incarnation)
         if incarnation in self.event_log.state.instances or self._quarantines(incarnation):
             self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
@@ -282,20 +285,15 @@ class Fleet:
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""
-        try:
-            await self.event_log.wait_until(
-                lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate"
-            )
-        except WaitTimeout:
-            return True
-        return False
+        with suppress(WaitTimeout):
+            await self.event_log.wait_until(lambda: not self.alive(incarnation), patience, "its fate")
+        return self.alive(incarnation)
 
     async def fate_of_any(self, incarnations: Sequence[str], patience: float = 3.0) -> None:
         """After processes have lost one of them: waits a little until it is noticed which has ended."""
+        what = "the fate of a trainer"
         with suppress(WaitTimeout):
-            await self.event_log.wait_until(
-                lambda: not all(self.alive(who) for who in incarnations), patience, "the fate of a trainer"
-            )
+            await self.event_log.wait_until(lambda: not all(map(self.alive, incarnations)), patience, what)
 
     def client(self, incarnation: str) -> InstanceClient:
         """The client of an instance; raises `InstanceDown` when it is not registered."""
@@ -324,6 +322,7 @@ class Fleet:
         for supervisor in self.supervisors.values():
             if incarnation in supervisor.incarnations:
                 name = state.instance if state else ""
+                self.deaths.order(incarnation)
                 supervisor.send("kill", (name, incarnation, reason))
                 return True
         return False

@@ -58,6 +58,6 @@ def _ends_torn(path: Path) -> bool:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replaces a file at once: readers see the old content or the new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     aside.write_bytes(data)
     aside.replace(path)

@@ -51,6 +51,8 @@ class RunProjection:
     ) -> None:
         self.directory = directory
         self.failures = 0
+        self.trouble = ""
+        """Why the disk refused the last write; "" when it did not."""
         self._limits = (tracking.trajectories_per_step, trajectory_file_bytes, trajectory_files)
         self._queue: queue.Queue[Work | None] = queue.Queue(QUEUE_LENGTH)
         self._closed = False
@@ -114,8 +116,13 @@ class RunProjection:
         while work := self._queue.get():
             try:
                 work()
-            except (OSError, ValueError) as error:  # ValueError: text that no encoding holds.
+            except OSError as error:
+                self.trouble = str(error)
                 self._fail(str(error))
+            except ValueError as error:  # Text that no encoding holds.
+                self._fail(str(error))
+            else:
+                self.trouble = ""
         self._board.close()
 
     def _fail(self, why: str) -> None:

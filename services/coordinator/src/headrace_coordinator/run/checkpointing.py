@@ -16,6 +16,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.store.run_files import RunFiles
 
 STEPS_BYTES = 16 << 20
 """Of the steps that a checkpoint's ledger repeats, before they are compressed."""
@@ -90,6 +91,38 @@ def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.Step
         return []
     events = map(ev.decode, zlib.decompress(base64.b64decode(ledger["steps"])).splitlines())
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
+
+
+async def lost_steps(
+    event_log: EventLog, run_id: str, version: int, ledger: dict[str, Any]
+) -> list[ev.StepCommitted]:
+    """The steps that made `version` of a checkpoint and that the log does not know, oldest first.
+
+    The newest from the checkpoint's ledger; those before them from what the history set aside, as far as it goes.
+    """
+    newest = event_log.state.runs[run_id].lineage.newest
+    steps = missing_steps(ledger, range(newest + 1))
+    if version <= newest:
+        return steps
+
+    def look(files: RunFiles) -> dict[int, ev.Event]:
+        made: dict[int, ev.Event] = {}
+        for event in files.set_aside():
+            if isinstance(event, ev.StepCommitted):
+                made[event.certificate.number] = event
+            elif isinstance(event, ev.VersionRestored):
+                made[event.number] = event
+        return made
+
+    aside = await event_log.history.read(run_id, look)
+    number = steps[0].certificate.parent if steps else version
+    while number > newest and (event := aside.get(number)) is not None:
+        if isinstance(event, ev.StepCommitted):
+            steps.insert(0, event)
+            number = event.certificate.parent
+        elif isinstance(event, ev.VersionRestored):
+            number = event.parent
+    return steps
 
 
 async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:

@@ -37,8 +37,14 @@ from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
 
+class Unwritable(Exception):
+    """The disk refuses what the run has to write; the message says what, where and how large. The run pauses."""
+
+
 class Projection(Protocol):
-    """Writes the derived files of a run; an error of the disk does not stop the run."""
+    """Writes the derived files of a run. `trouble`: why the disk refuses them now; "" when it does not."""
+
+    trouble: str
 
     def spec(self, spec: dict[str, Any]) -> None:
         """Writes the spec that was submitted."""
@@ -238,6 +244,15 @@ class RunContext:
         ]
 
     # --- small conversions
+
+    @property
+    def disk_trouble(self) -> str:
+        """Why the run's files cannot be written now; "" when they can."""
+        if history := self.event_log.history.trouble:
+            return f"its history below {self.event_log.history.directory(self.run_id)} waits for the disk: {history}"
+        if files := self.projection.trouble:
+            return f"its files below {self.state.directory} cannot be written: {files}"
+        return ""
 
     def note(self, text: str) -> None:
         """Tells the run's user."""

@@ -20,7 +20,7 @@ from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
 from headrace_coordinator.domain.ledger.versions import plan_lost_rewind
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.instance_client import CallRefused
-from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
+from headrace_coordinator.run.checkpointing import listed, lost_steps, read_ledger
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.pipeline import Pipeline
@@ -317,8 +317,14 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     event_log, run, ledger = context.event_log, context.state, source.ledger
     if source.run:
         ledger = {}
-    for step in missing_steps(ledger, range(run.lineage.newest + 1)):
-        await event_log.commit(*plan_lost_rewind(run.lineage, step), step)
+    if ledger and (steps := await lost_steps(event_log, run.id, source.number, ledger)):
+        for step in steps:
+            await event_log.commit(*plan_lost_rewind(run.lineage, step), step)
+        first, last = steps[0].certificate, steps[-1].certificate
+        context.note(
+            f"the store had lost steps {first.ordinal} to {last.ordinal}: {len(steps)} of them are known again from "
+            f"checkpoint {source.name} and the run's history"
+        )
     if ledger.get("coordinator_epoch", 0) > event_log.state.epoch:
         await event_log.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1

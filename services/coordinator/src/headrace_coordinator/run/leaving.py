@@ -18,7 +18,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.checkpointing import Checkpointer
-from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.workers.opening import Unstaffed
@@ -32,6 +32,8 @@ CLOSING_S = 60.0
 CLOSING_SHOWN_S = 5.0
 """A close that lasts so long is shown as what the run waits for; a usual one takes less than a second."""
 CLOSE_AGAIN_S = 0.5
+EXPORT_FAILED = "EXPORT_FAILED"
+"""A trainer's refusal where the disk does not take the model."""
 UNOPENED_S = 5.0
 """How long an instance that has not answered OpenRun is asked to close: a late opening is closed by the reconciler."""
 Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
@@ -42,6 +44,33 @@ class Outcome(msgspec.Struct, frozen=True):
 
     state: str
     reason: str
+
+
+async def finish(context: RunContext, checkpointer: Checkpointer) -> Outcome:
+    """All steps are made: saves and exports the model.
+
+    Raises RunFailed where nothing was trained, and `Unwritable` where the disk has no room for the model: once it has,
+    a resumed run has only that to do.
+    """
+    tally = context.state.totals.tally
+    if tally.dropped and not tally.trained:
+        raise RunFailed(
+            f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
+            f"the last of them as {context.state.ledger.last_drop}"
+        )
+    await context.placement.hand_devices_to_trainers()
+    if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
+        await checkpointer.save(wait=True)
+    if context.spec.export:
+        try:
+            path = await context.workers.leader.export("export")
+        except CallRefused as refused:
+            if refused.reason != EXPORT_FAILED:
+                raise
+            raise Unwritable(f"export: {refused.message}; make room and resume") from refused
+        number, now = context.state.lineage.head, context.event_log.now()
+        await context.event_log.commit(ev.ModelExported(at=now, run=context.run_id, path=path, number=number))
+    return Outcome(run_states.SUCCEEDED, f"{context.spec.steps} steps done")
 
 
 async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcome) -> None:

@@ -15,12 +15,12 @@ from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
-from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
 from headrace_coordinator.run.devices.assignment import PlacementError
 from headrace_coordinator.run.devices.autoplan import Autoplan
 from headrace_coordinator.run.evaluation.evaluate import evaluate
-from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
+from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.run.step.step import RunFailed, Step
@@ -85,7 +85,7 @@ class RunLoop:
                 if await self._regrouping.shrink():
                     continue
                 return Outcome(run_states.QUEUED, f"lacks {lack}; starts again when there is one")
-            except Misplaced as problem:
+            except (Misplaced, Unwritable) as problem:
                 self._intend_pause(str(problem))
                 return Outcome(run_states.PAUSED, str(problem))
             except (InstanceDown, CallRefused, WaitTimeout) as fault:
@@ -103,10 +103,11 @@ class RunLoop:
         while True:
             await self._regroup_if_due()
             await self._follow_plan()
+            await self._check_disk()
             await self._generate_ready()
             await self._evaluate_if_due()
             if self.context.finished:
-                return await self._succeed()
+                return await finish(self.context, self._checkpointer)
             await self._checkpointer.announce()
             if boundary := self._at_boundary():
                 if boundary.state != run_states.QUEUED or await self._can_yield():
@@ -165,7 +166,8 @@ class RunLoop:
         context = self.context
         self._plan = self._plan or self._autoplan.due_move()
         over = context.finished or context.evaluation_due() or self._regrouping.due() is not None
-        return over or self._plan is not None or self._at_boundary() is not None
+        over = over or self._disk_due or self._plan is not None
+        return over or self._at_boundary() is not None
 
     async def _step(self, pipeline: Pipeline) -> None:
         step = Step(pipeline)
@@ -224,24 +226,16 @@ class RunLoop:
                 context.projection.evaluation(view)
                 context.keep_time("evaluation", ordinal, self._timer)
 
-    async def _succeed(self) -> Outcome:
-        context = self.context
-        tally = context.state.totals.tally
-        if tally.dropped and not tally.trained:
-            raise RunFailed(
-                f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
-                f"the last of them as {context.state.ledger.last_drop}"
-            )
-        await context.placement.hand_devices_to_trainers()
-        if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
-            await self._checkpointer.save(wait=True)
-        if context.spec.export:
-            path = await context.workers.leader.export("export")
-            number = context.state.lineage.head
-            await self._event_log.commit(
-                ev.ModelExported(at=self._event_log.now(), run=context.run_id, path=path, number=number)
-            )
-        return Outcome(run_states.SUCCEEDED, f"{context.spec.steps} steps done")
+    @property
+    def _disk_due(self) -> bool:
+        """Whether the disk refuses files of the run, and it has not just found that it cannot pause for that."""
+        return bool(self.context.disk_trouble) and self._event_log.monotonic() >= self._keeps_until
+
+    async def _check_disk(self) -> None:
+        """Raises `Unwritable` where the disk refuses files of the run and its head is saved: else it goes on."""
+        trouble = self.context.disk_trouble
+        if self._disk_due and await self._can_yield():
+            raise Unwritable(f"{trouble}; make room and resume")
 
     # --- what the user wants, and what other runs need
 

@@ -72,6 +72,9 @@ class Modality(Protocol):
     async def prepare(self, worker: RolloutClient, published: Published) -> None:
         """Before a stream: the rollout's simulators or repliers are there, on their devices. Raises `Unstaffed`."""
 
+    def ended(self, worker: RolloutClient, *, well: bool) -> None:
+        """After a stream; `well`: it made what it was asked for."""
+
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
         """Whether a rollout says that a simulator or replier answers it no more; `recover` is to be called then."""
 
@@ -145,6 +148,10 @@ class Texts(Modality):
         await self._repliers.staff(published)
 
     @override
+    def ended(self, worker: RolloutClient, *, well: bool) -> None:
+        return
+
+    @override
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
         assert isinstance(response, rollout.GenerateResponse)
         worker.lost_repliers += response.lost_repliers
@@ -198,6 +205,10 @@ class Episodes(Modality):
     @override
     async def prepare(self, worker: RolloutClient, published: Published) -> None:
         await self._pools.prepare(worker)
+
+    @override
+    def ended(self, worker: RolloutClient, *, well: bool) -> None:
+        self._pools.acted(worker, well=well and not worker.lost_pools)
 
     @override
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:

@@ -64,17 +64,42 @@ class Staffing:
         self._modality.rollouts_opened()
 
     async def staff_rewards(self) -> None:
-        """Every ready reward instance has the run open; at least one. They serve many runs at once."""
+        """Every ready reward instance has the run open; at least one. They serve many runs at once.
+
+        One that dies meanwhile is no fault of the run: it is replaced. Raises `Unstaffed` where none comes, and
+        CallRefused where the run's own scorers end every one.
+        """
         workers = self.workers
-        drop_lost(workers)
-        await wait_for_instances(workers, lambda: bool(self._ready_rewards()), "1 ready reward instance")
-        known = {scorer.incarnation for scorer in workers.rewards}
-        for instance in self._ready_rewards():
-            if instance.incarnation not in known:
-                scorer = client_of(workers, RewardClient, instance)
-                with self._fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
+        while True:
+            drop_lost(workers)
+            self.check_scorers_deaths()
+            await wait_for_instances(workers, lambda: bool(self._ready_rewards()), "1 ready reward instance")
+            known = {scorer.incarnation for scorer in workers.rewards}
+            for instance in self._ready_rewards():
+                if instance.incarnation not in known:
+                    await self._open_rewards(instance)
+            if workers.rewards:
+                return
+
+    async def _open_rewards(self, instance: InstanceState) -> None:
+        workers, fleet = self.workers, self._fleet
+        try:
+            scorer = client_of(workers, RewardClient, instance)
+            async with fleet.deaths.opening(workers.run, instance):
+                with fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
                     await open_run(workers, scorer, lambda scorer: scorer.open_run(workers.spec.reward))
-                workers.rewards.append(scorer)
+        except InstanceDown:
+            if await fleet.fate(instance.incarnation):
+                raise
+        else:
+            workers.rewards.append(scorer)
+
+    def check_scorers_deaths(self) -> None:
+        """Raises CallRefused where reward instances die of the run's scorers, whose names it says."""
+        if why := self._fleet.deaths.fatal(self.workers.run, "reward"):
+            section = self.workers.spec.reward
+            names = ", ".join(sorted({each.name for found in section.sets().values() for each in found}))
+            raise CallRefused("reward", "INVALID", f"reward.scorers: {why}: its scorers are {names}")
 
     def _ready_rewards(self) -> list[InstanceState]:
         return [instance for instance in self._fleet.ready("reward") if not instance.draining]

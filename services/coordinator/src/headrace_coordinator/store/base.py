@@ -29,6 +29,10 @@ class ForeignStore(Exception):
     """The store is empty or belongs to another data directory: refuse to start without its events."""
 
 
+class DamagedStore(Exception):
+    """What the store holds cannot be read; the message says where, and what to do."""
+
+
 class Stored(msgspec.Struct):
     """What a start finds: a snapshot that covers events up to a number, and the events after it."""
 

@@ -13,11 +13,21 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 from headrace_servicekit.lease.clock import boottime
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State, restore, snapshot
-from headrace_coordinator.store.base import LEAP, Fenced, Marks, Store, StoreAway, Stored, StoreMarker
+from headrace_coordinator.store.base import (
+    LEAP,
+    DamagedStore,
+    Fenced,
+    Marks,
+    Store,
+    StoreAway,
+    Stored,
+    StoreMarker,
+)
 from headrace_coordinator.store.history import TAIL_LIMIT, History
 from headrace_coordinator.store.segments import Line
 from headrace_coordinator.waits import WaitTimeout
@@ -51,6 +61,8 @@ class EventLog:
         self.state = State()
         self.history = history or History()
         self.store_trouble = ""
+        self.loss = ""
+        """What the store has lost, as this start found; "" where it has lost nothing."""
         self.now = now
         self.monotonic = monotonic
         self.fenced: asyncio.Future[str] | None = None
@@ -77,24 +89,25 @@ class EventLog:
         Raises:
             Fenced: another coordinator leads.
             ForeignStore: the store is not the one that `marker` (a file in the data directory) belongs to.
+            DamagedStore: its snapshot or an event of its log cannot be read.
         """
         await self._store.claim(identity)
         stored = await self._store.load()
         self._marker = StoreMarker(marker)
         store_id, seen = self._marker.identify(stored.store_id)
-        self.state = restore(stored.snapshot) if stored.snapshot else State()
-        events = [(number, ev.decode(payload), payload) for number, payload in stored.events]
+        self.state, events = _read(stored)
         for _, event, _ in events:
             self.state.apply(event)
         self.history.locate(self.state.runs.values())
         await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
         known = max(stored.epoch, self.state.epoch)
         if seen.epoch > known or seen.sequence > stored.sequence:
-            log.warning(
-                "the store's log ends at %d of epoch %d, and %d of epoch %d has been seen: it is an older copy, "
-                "or lost its end; runs are rebuilt from their checkpoints",
-                *(stored.sequence, known, seen.sequence, seen.epoch),
+            self.loss = (
+                f"the store's log ends at {stored.sequence} of epoch {known}, and {seen.sequence} of epoch "
+                f"{seen.epoch} has been seen: it is an older copy, or lost its end; runs are rebuilt from their "
+                "checkpoints and histories"
             )
+            log.warning("%s", self.loss)
         epoch = max(known, seen.epoch) + 1
         await self._store.begin(epoch, store_id)
         # Each coordinator since an older copy was made has leapt once: this one leaps beyond all of them.
@@ -103,7 +116,20 @@ class EventLog:
         self._sequence = max(stored.sequence + leap, seen.sequence + LEAP)
         self.fenced = asyncio.get_running_loop().create_future()
         self.post(ev.CoordinatorStarted(at=self.now(), epoch=epoch, store_id=store_id, leap=leap))
+        if self.loss:
+            self._say_loss()
         self._marker.keep(store_id, Marks(epoch, seen.sequence))
+
+    def _say_loss(self) -> None:
+        """Tells the users of all runs; lists runs again that had ended, and names those that are not known any more."""
+        for run in list(self.state.active_runs()):
+            self.post(ev.Noted(at=self.now(), run=run.id, text=self.loss))
+        found, unknown = self.history.strangers({*self.state.runs, *self.state.ended})
+        for summary in found:
+            self.post(ev.RunArchived(at=self.now(), **summary))
+        if unknown:
+            self.loss += f"; of {', '.join(unknown)} it knows nothing more: submit each one's run.json again"
+            log.warning("%s", self.loss)
 
     def mark(self) -> None:
         """Writes the log's position into the data directory, so that an older copy of the log is recognised."""
@@ -325,6 +351,24 @@ class EventLog:
             finally:
                 timer.cancel()
                 self._waiters.pop(waiter, None)
+
+
+def _read(stored: Stored) -> tuple[State, list[tuple[int, ev.Event, bytes]]]:
+    """The snapshot's state, and (number, event, encoded event) of what follows. Raises `DamagedStore`."""
+    what = f"the snapshot of event {stored.snapshot_sequence}"
+    try:
+        state = restore(stored.snapshot) if stored.snapshot else State()
+        events: list[tuple[int, ev.Event, bytes]] = []
+        for number, payload in stored.events:
+            what = f"event {number} of the log"
+            events.append((number, ev.decode(payload), payload))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        last = events[-1][0] if what.startswith("event") and events else stored.snapshot_sequence
+        raise DamagedStore(
+            f"the store is damaged: {what} cannot be read ({error}). The last good one is event {last}. Give back "
+            "a copy of its data from before"
+        ) from error
+    return state, events
 
 
 def _end_wait(waiter: asyncio.Future[None]) -> None:

@@ -8,10 +8,12 @@ from the store, by number: without gap or repeat.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +27,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Thread = Callable[..., Awaitable[Any]]
 NAME = "history"
+SUMMARY = "summary.json"
+"""The last view of a run that has ended, beside its history."""
 TAIL_LIMIT = 4096
 """Events in memory above which nothing more is appended to the store: the disk must take some first."""
 LINGER_S = 0.1
 RETRY_S = 1.0
 PAGE, PAGE_BYTES = 256, 1 << 20
+PARTIALS = ("checkpoints/lineage-*/.step-*", "checkpoints/.carried-*", ".*.partial", "videos/.*.partial")
+"""Checkpoints, exports, files and videos on their way, below a run's directory."""
 
 
 class History:
@@ -129,6 +135,10 @@ class History:
         """Replaces a file in the run's history directory, synced. OSError when the disk refuses."""
         await self._thread(write_synced, self.directory(run) / name, data)
 
+    async def sweep(self, run: str) -> None:
+        """Removes what writers that were killed left half-written in the directory of a run that has ended."""
+        await self._thread(_remove_partials, self._runs / run)
+
     def forget(self, run: str) -> None:
         """Removes the run from memory: nothing more will be written of it."""
         self._tails.pop(run, None)
@@ -141,6 +151,22 @@ class History:
     def directory(self, run: str) -> Path:
         """Where a run's history lies."""
         return self._runs / run / NAME
+
+    def strangers(self, known: Collection[str]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Runs on the disk that are not `known`: what was archived of those that had ended, and names of the others."""
+        ended: list[dict[str, Any]] = []
+        others: list[str] = []
+        for directory in sorted(self._runs.glob("*/history")):
+            run = directory.parent.name
+            if run in known:
+                continue
+            try:
+                view = json.loads((directory / SUMMARY).read_bytes())
+                state, created, evaluates = view["state"], view["created_at"], view["suite"] is not None
+                ended.append({"run": run, "state": state, "created_at": created, "evaluation": evaluates})
+            except (OSError, ValueError, KeyError):
+                others.append(run)
+        return ended, others
 
     def locate(self, runs: Iterable[RunState]) -> None:
         """Sets the paths of runs below the data directory, which may have been moved since they were submitted."""
@@ -191,3 +217,12 @@ class History:
         if run not in self._files:
             self._files[run] = RunFiles(self.directory(run))
         return self._files[run]
+
+
+def _remove_partials(directory: Path) -> None:
+    for pattern in PARTIALS:
+        for path in directory.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -62,6 +62,14 @@ class RunFiles:
         self._index((number, event, place) for (number, event, _), place in zip(items, places, strict=True))
         self._end = places[-1]
 
+    def set_aside(self) -> Iterator[ev.Event]:
+        """Events that a store which had lost its end knew no more, in order; see `recover`."""
+        paths = self.directory.glob("aside-*.txt")
+        for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("aside-"))):
+            for line in path.read_bytes().splitlines():
+                if (event := _event(line.partition(b" ")[2])) is not None:
+                    yield event
+
     def sync(self) -> None:
         """Returns when all that was written survives a loss of power."""
         for path in (*self.directory.glob("*.jsonl"), *self.directory.glob("*.index"), self.directory):

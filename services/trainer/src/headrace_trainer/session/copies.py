@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
 
 from headrace_trainer.checkpoints.files import digest_file
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, State, read_state
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.rounds import Rounds
+from headrace_trainer.kinds import RunKind
 from headrace_trainer.learning.step import Phase, StepState, Version, held_version
 
 CARRIED = "carried"
@@ -78,14 +83,39 @@ def check_carried(state: StepState) -> None:
 
 
 def export_run(rounds: Rounds, directory: Path, name: str) -> Path:
-    """Writes the held weights below a run's directory; where. Raises Refusal INVALID for a name that cannot be."""
+    """Writes the held weights below a run's directory; where.
+
+    Raises Refusal INVALID for a name that cannot be, and EXPORT_FAILED where the disk refuses.
+    """
     if not _EXPORT_NAME.fullmatch(name) or name == "checkpoints":
         raise invalid(
             f"name {name[:100]!r}: give a directory's name of letters, digits, '.', '_' and '-' that begins with a "
             "letter or digit and is not 'checkpoints'"
         )
     kind, target = rounds.rank.kind, directory / name
-    rounds.gather(
-        lambda tensors: kind.export(tensors, target), adapters=rounds.rank.config.trainer.lora is not None
-    )
+    lora = rounds.rank.config.trainer.lora is not None
+    rounds.gather(lambda tensors: _export(kind, tensors, target), adapters=lora)
     return target
+
+
+def _export(kind: RunKind, tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
+    size = 0
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        nonlocal size
+        for name, tensor in tensors:
+            size += tensor.nbytes
+            yield name, tensor
+
+    counting = counted()
+    try:
+        kind.export(counting, target)
+    except (OSError, SafetensorError) as error:
+        for _, tensor in tensors:  # The other ranks take part up to the last one.
+            size += tensor.nbytes
+        free = shutil.disk_usage(next(each for each in target.parents if each.exists())).free
+        raise Refusal(
+            "EXPORT_FAILED",
+            f"{target} cannot be written: {error}; the model has up to {size:,} bytes, and {free:,} are free there",
+            "exhausted",
+        ) from error

@@ -44,7 +44,8 @@ async def check_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[K
     chosen = ready[0]
     try:
         with _before_a_run(RewardClient, chosen, fleet, trials) as client:
-            await client.open_run(spec.reward)
+            async with fleet.deaths.opening(client.run, chosen):
+                await client.open_run(spec.reward)
             await client.close_run()
     except CallRefused as refusal:
         return _refused(refusal, "reward.scorers", chosen.instance)
@@ -86,7 +87,8 @@ async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> li
     chosen = ready[0]
     try:
         with _before_a_run(SimulatorClient, chosen, fleet, trials) as client:
-            described = await client.open_pool(opening(section, section.tasks[0], 1), ENVIRONMENT_S)
+            async with fleet.deaths.opening(client.run, chosen):
+                described = await client.open_pool(opening(section, section.tasks[0], 1), ENVIRONMENT_S)
             await client.close_run()
     except CallRefused as refusal:
         return _refused(in_users_keys(refusal), "environment", chosen.instance)

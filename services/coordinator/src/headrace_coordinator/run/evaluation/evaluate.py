@@ -90,6 +90,7 @@ async def _drive(
             modality.takes_losses(worker, response)
             if isinstance(response, rollout.RunEpisodesResponse):
                 questions.videos.update({_key(video.sample): video.content for video in response.videos})
+        modality.ended(worker, well=True)
         await modality.recover(worker)
     except InstanceDown as fault:
         await context.lost(worker, str(fault))
@@ -97,6 +98,8 @@ async def _drive(
         if refused.reason in USER_ERRORS:
             raise
         await context.lost(worker, str(refused))
+    finally:
+        modality.ended(worker, well=False)
 
 
 async def _assignments(

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -20,7 +21,7 @@ from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
-from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, answer
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
@@ -155,7 +156,12 @@ class SuiteLoop(RunLoop):
             await asyncio.to_thread(write_recordings, self._directory, recordings)
             await asyncio.to_thread(self._transcripts.append, lines)
         except OSError as error:
-            raise WaitTimeout(f"transcripts or videos cannot be written: {error}") from error
+            size = sum(len(msgspec.json.encode(line)) for line in lines)
+            size += sum(len(each.content) + len(each.episode) for each in recordings)
+            raise Unwritable(
+                f"{size:,} bytes of transcripts and videos cannot be written below {self._directory}: {error}; "
+                "make room and resume"
+            ) from error
         for line in lines:
             self._answers[line.prompt_ordinal, line.sample_index] = answer_of(line, self._suite.extract)
         await self._progressed()

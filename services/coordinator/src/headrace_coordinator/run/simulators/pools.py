@@ -18,6 +18,7 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.fitting import simulators as simulators_with
 from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.deaths import Use
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.leasing import WorkerLeases
@@ -60,6 +61,8 @@ class Pools:
         self._leases = leases
         self._open: dict[Place, rollout.EnvironmentPool] = {}
         self._moving = asyncio.Lock()
+        self._acting: dict[str, list[Use]] = {}
+        """Environments at work, by the incarnation of the rollout that acts in them."""
 
     def ready(self) -> list[InstanceState]:
         """Simulators that may be used."""
@@ -95,7 +98,22 @@ class Pools:
             await self.staff(worker)
             async with self._leases.lock:
                 if await self._leases.simulators.acquire():
-                    return
+                    break
+        self.acted(worker)
+        where = {place[0] for place in self._open if place[1] == worker.incarnation}
+        clients = [client for client in self._workers.simulators if client.incarnation in where]
+        for client in clients:
+            await self._fleet.deaths.turn(self._run, client.instance)
+        uses = [self._fleet.deaths.begin(self._run, client.instance) for client in clients]
+        self._acting[worker.incarnation] = uses
+
+    def acted(self, worker: RolloutClient, *, well: bool = False) -> None:
+        """A rollout's stream of episodes has ended; `well`: with all that it was asked for."""
+        deaths = self._fleet.deaths
+        for use in self._acting.pop(worker.incarnation, []):
+            (deaths.end if well else deaths.broke)(use)
+            if well:
+                deaths.clear(self._run)
 
     async def staff(self, only: RolloutClient | None = None) -> None:
         """Every granted rollout has environments; while rollouts act, those of `only` one may move.
@@ -104,8 +122,8 @@ class Pools:
         comes, InstanceDown when none answers, and CallRefused for what one refuses to open.
         """
         workers = self._workers
-        what = f"1 ready simulator with {self._environment.backend}"
-        await wait_for_instances(workers, lambda: bool(self.ready()), what)
+        self._check_deaths()
+        await wait_for_instances(workers, lambda: bool(self.ready()), self._lack)
         rollouts = [state.incarnation for state in workers.alive(workers.grant.rollouts)]
         async with self._moving:
             await self._staff(rollouts, rollouts if only is None else [only.incarnation])
@@ -131,7 +149,8 @@ class Pools:
         while True:
             self._meet(failed, keep=not {*rollouts} <= {*movable})
             if not self._workers.simulators:
-                raise InstanceDown("simulator", "no simulator opens the run's environments")
+                await self._replaced(failed)
+                continue
             where = [client.incarnation for client in self._workers.simulators]
             wanted = divide(self._environment.count, rollouts, self._environment.tasks, where)
             await self._close(self._unwanted(wanted, rollouts, movable))
@@ -144,6 +163,29 @@ class Pools:
             if not any(lost):
                 return
             failed |= {incarnation for incarnation in lost if incarnation}
+
+    @property
+    def _lack(self) -> str:
+        return f"1 ready simulator with {self._environment.backend}"
+
+    async def _replaced(self, failed: Collection[str]) -> None:
+        """Waits for a simulator in place of those that died as they made the run's environments."""
+        self._check_deaths()
+        if any(self._fleet.alive(incarnation) for incarnation in failed):
+            raise InstanceDown("simulator", "no simulator opens the run's environments")
+
+        def replaced() -> bool:
+            return any(state.incarnation not in failed for state in self.ready())
+
+        await wait_for_instances(self._workers, replaced, self._lack)
+
+    def _check_deaths(self) -> None:
+        """Raises CallRefused where simulators die of the run's environments, whose names it says."""
+        if why := self._fleet.deaths.fatal(self._run, "simulator"):
+            names = ", ".join(self._environment.tasks)
+            raise CallRefused(
+                "simulator", "INVALID", f"environment.tasks: {why}: its environments are {names}"
+            )
 
     async def lost(self, incarnation: str, names: Iterable[str]) -> None:
         """A rollout's pools that answer no more: they are opened anew when it is staffed next."""
@@ -202,8 +244,9 @@ class Pools:
         request.leased = bool(client.devices)
         name = client.instance.instance
         try:
-            with self._fleet.waits.named(self._run, f"{name} to make {count} environments of {task}"):
-                response = await client.open_pool(request)
+            async with self._fleet.deaths.opening(self._run, client.instance):
+                with self._fleet.waits.named(self._run, f"{name} to make {count} environments of {task}"):
+                    response = await client.open_pool(request)
         except InstanceDown:
             await self._fleet.fate(where)
             client.opened = False

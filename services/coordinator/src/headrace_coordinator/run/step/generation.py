@@ -156,6 +156,7 @@ class Generation:
                 if not self._attempt.ledger.index.held.get(worker.incarnation):
                     self._idle_since.setdefault(worker.incarnation, self._clock())
                 revoked = response.revoked
+            self._context.modality.ended(worker, well=True)
             if revoked:
                 worker.lost_lease()
             elif over.is_set():
@@ -177,6 +178,7 @@ class Generation:
             # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
             # gRPC still reads `assignments` when the stream is broken.
             over.set()
+            self._context.modality.ended(worker, well=False)
             lost = self._dispatch.take_back_from(worker)
             if lost and not revoked:
                 self._context.note(f"{lost} samples of {worker.instance.instance} are made again: {why}")

@@ -103,6 +103,8 @@ class Scoring:
             if self._finished:
                 self._streams.rest()
             else:
+                for stream in self._streams.all:
+                    self._stopped(stream)
                 await self._streams.end()  # Nobody needs the results any more.
 
     async def _open_streams(self) -> None:
@@ -124,6 +126,7 @@ class Scoring:
         stream.over = True
         await asyncio.wait({stream.task})
         self._streams.all.remove(stream)
+        self._stopped(stream)
         error = None if stream.task.cancelled() else stream.task.exception()
         if error is not None and not isinstance(error, InstanceDown):
             raise error
@@ -134,21 +137,32 @@ class Scoring:
             if stream.worker in self._workers.rewards:
                 self._workers.rewards.remove(stream.worker)
             await self._workers.fleet.fate(stream.worker.incarnation)
+            self._staffing.check_scorers_deaths()
 
     # --- one stream
 
     def share(self, stream: ScoreStream) -> list[reward.ScoreItem]:
         """Items that wait, up to this stream's fair part of all that have no result."""
+        deaths, run = self._workers.fleet.deaths, self._workers.run
+        if not deaths.may_begin(run, stream.worker.instance) or (deaths.suspected(run) and stream.asked):
+            return []
         everything = len(self._waiting) + sum(len(each.asked) for each in self._streams.all)
         fair = -(-everything // len(self._streams.live))
         count = max(0, min(BATCH, fair - len(stream.asked)))
         items, self._waiting = self._waiting[:count], self._waiting[count:]
         if items and not stream.asked:
             stream.heard_at = now()
+            stream.use = deaths.begin(run, stream.worker.instance)
         for item in items:
             stream.asked[_question(item)] = item
             self._count(item.stage, 1)
         return items
+
+    def _stopped(self, stream: ScoreStream) -> None:
+        """A stream was cut with questions in hand: its instance may have died of them."""
+        if stream.use is not None:
+            self._workers.fleet.deaths.broke(stream.use)
+            stream.use = None
 
     def _count(self, stage: str, change: int) -> None:
         """Counts the open questions of a stage; its time is that in which there are some."""
@@ -174,6 +188,10 @@ class Scoring:
                 self._waiting.append(item)
             else:
                 final.append(result)
+        if stream.use is not None and not stream.asked:
+            self._workers.fleet.deaths.end(stream.use)
+            self._workers.fleet.deaths.clear(self._workers.run)
+            stream.use = None
         if final:
             self._deliver(final)
         self._streams.news.beat()

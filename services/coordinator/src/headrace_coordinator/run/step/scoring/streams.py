@@ -13,6 +13,7 @@ from typing import Protocol
 
 from headrace.reward.v1 import reward_pb2 as reward
 
+from headrace_coordinator.fleet.deaths import Use
 from headrace_coordinator.run.workers.clients import RewardClient
 from headrace_coordinator.waits import Notifier
 
@@ -31,6 +32,8 @@ class ScoreStream:
     heard_at: float
     task: asyncio.Task[None] = field(init=False)
     asked: dict[Question, reward.ScoreItem] = field(default_factory=dict)
+    use: Use | None = None
+    """While it is asked something: the run's scorers are at work there."""
     over: bool = False
     """It takes no more questions."""
 

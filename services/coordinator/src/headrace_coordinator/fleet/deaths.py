@@ -1,0 +1,192 @@
+"""Whose code ran in an instance that died: charges the death of a shared instance to the run that caused it.
+
+Reward instances and simulators run the code of many runs' users at once. Knows what each run has in hand at which
+instance; asks nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.waits import Waits, WaitTimeout
+
+MOST_DEATHS = 5
+"""A run without a step between so many deaths that are charged to it has FAILED."""
+NEAR_S = 10.0
+"""A call that broke so long before an instance's exit was noticed may be what ended it."""
+TURN_S = 20.0
+"""A suspect whose code runs alone for so long without a death is cleared."""
+LOOK_S = 1.0
+
+
+@dataclass(eq=False)
+class Use:
+    """A run's code at work in an instance; `broke_at`: when its call broke, None while it goes on."""
+
+    run: str
+    kind: str
+    incarnation: str
+    began: float
+    broke_at: float | None = None
+
+
+@dataclass
+class _Charges:
+    count: int = 0
+    at: float = float("-inf")
+    progress: int = -1
+
+
+class Deaths:
+    """The deaths of shared instances.
+
+    A death in which one run alone had code in hand is charged to it. After one in which several had, these take
+    turns at each instance, so that the next one tells them apart; a run whose turn ends well is no suspect any more.
+    """
+
+    def __init__(self, event_log: EventLog, waits: Waits) -> None:
+        self._event_log = event_log
+        self._waits = waits
+        self._uses: list[Use] = []
+        self._suspects: set[str] = set()
+        self._charges: dict[tuple[str, str], _Charges] = {}
+        self._ordered: set[str] = set()
+
+    # --- what runs where
+
+    def begin(self, run: str, instance: InstanceState) -> Use:
+        """The run's code begins to work in an instance."""
+        use = Use(run, instance.kind, instance.incarnation, self._event_log.monotonic())
+        self._uses.append(use)
+        return use
+
+    def end(self, use: Use) -> None:
+        """The code has answered: a later death of the instance is not its fault."""
+        if use in self._uses:
+            self._uses.remove(use)
+            self._tell_suspects()
+
+    def broke(self, use: Use) -> None:
+        """The call ended without an answer: the instance may have died of it, which is noticed a little later."""
+        now = use.broke_at = self._event_log.monotonic()
+        self._uses = [each for each in self._uses if self._fresh(each, now)]
+        self._tell_suspects()
+
+    def _tell_suspects(self) -> None:
+        if self._suspects:
+            self._event_log.wake()
+
+    def clear(self, run: str) -> None:
+        """The run's code did what it was asked for, and the instance lives: it is no suspect."""
+        self._suspects.discard(run)
+
+    @asynccontextmanager
+    async def opening(self, run: str, instance: InstanceState) -> AsyncIterator[None]:
+        """The body loads the run's code in an instance, once no other suspect works there."""
+        await self.turn(run, instance)
+        use = self.begin(run, instance)
+        try:
+            yield
+        except BaseException:
+            self.broke(use)
+            raise
+        self.end(use)
+
+    # --- turns
+
+    def suspected(self, run: str) -> bool:
+        """Whether an instance has died with code of this run, among others, in hand."""
+        return run in self._suspects
+
+    def may_begin(self, run: str, instance: InstanceState) -> bool:
+        """Whether the run may begin work in an instance: suspects do one after the other."""
+        if run not in self._suspects:
+            return True
+        now = self._event_log.monotonic()
+        mine = [
+            use for use in self._uses if use.incarnation == instance.incarnation and self._fresh(use, now)
+        ]
+        others = [use for use in mine if use.run != run]
+        for use in others:
+            if now - use.began > TURN_S:
+                self.clear(use.run)
+        return not any(use.run in self._suspects for use in others)
+
+    async def turn(self, run: str, instance: InstanceState) -> None:
+        """Waits until the run may begin work in an instance; no other suspect keeps it for longer than TURN_S."""
+        while not self.may_begin(run, instance):
+            what = f"its turn at {instance.instance}, which died with code of several runs in hand"
+            with self._waits.named(run, what):
+                try:
+                    await self._event_log.wait_until(lambda: self.may_begin(run, instance), LOOK_S, what)
+                except WaitTimeout:
+                    continue
+
+    # --- deaths
+
+    def order(self, incarnation: str) -> None:
+        """The coordinator kills a process: nobody's code is to blame."""
+        self._ordered.add(incarnation)
+
+    def died(self, incarnation: str) -> None:
+        """A process has ended: charges its end to a run, or suspects those that had code in hand."""
+        now = self._event_log.monotonic()
+        uses = [use for use in self._uses if use.incarnation == incarnation]
+        self._uses = [use for use in self._uses if use not in uses and self._fresh(use, now)]
+        instance = self._event_log.state.instances.get(incarnation)
+        ordered = incarnation in self._ordered or (instance is not None and instance.draining)
+        self._ordered.discard(incarnation)
+        blamed = {use.run for use in uses if self._fresh(use, now)}
+        if ordered or not blamed:
+            return
+        found = blamed & self._suspects or blamed
+        known = self._event_log.state.runs.keys()
+        if len(found) > 1:
+            self._suspects |= found & known
+            return
+        (run,) = found
+        if run not in known:
+            return  # A submission's trial: what it submits next is charged.
+        began = max(use.began for use in uses if use.run == run)
+        self._charge(run, uses[0].kind, instance.instance if instance else incarnation, began)
+
+    def _fresh(self, use: Use, now: float) -> bool:
+        return use.broke_at is None or now - use.broke_at < NEAR_S
+
+    def _charge(self, run: str, kind: str, name: str, began: float) -> None:
+        charges = self._charges.setdefault((run, kind), _Charges())
+        if began <= charges.at:
+            return  # Instances that died of one batch, or of one cause beside it, count once.
+        if charges.progress != self._progress(run):
+            charges.count = 0
+        charges.count += 1
+        charges.at, charges.progress = self._event_log.monotonic(), self._progress(run)
+        text = (
+            f"{name} died while code of this run alone was at work in it ({charges.count} of {MOST_DEATHS})"
+        )
+        self._event_log.post(ev.Noted(at=self._event_log.now(), run=run, text=text))
+
+    def fatal(self, run: str, kind: str) -> str:
+        """Why the run has FAILED: how often instances of a kind died of its code in a row; "" while it may go on."""
+        charges = self._charges.get((run, kind))
+        if charges is None or charges.count < MOST_DEATHS or charges.progress != self._progress(run):
+            return ""
+        return f"{charges.count} {kind} instances died one after the other while code of this run alone was at work"
+
+    def _progress(self, run: str) -> int:
+        state = self._event_log.state.runs.get(run)
+        if state is None:
+            return 0
+        return state.high_step + (state.evaluation.answers if state.evaluation else 0)
+
+    def forget(self, run: str) -> None:
+        """The run has ended."""
+        self.clear(run)
+        self._uses = [use for use in self._uses if use.run != run]
+        for key in [key for key in self._charges if key[0] == run]:
+            del self._charges[key]
