@@ -85,23 +85,39 @@ def forbid_signals_to_others() -> bool:
     return restricted == 0
 
 
+def _enter_user_namespace(libc: ctypes.CDLL) -> bool:
+    """Enters a user namespace as the same user, with a mount namespace in it; False where the kernel forbids it.
+
+    Some kernels make the namespace and refuse its maps: this is tried in a child, so that nothing has changed then.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    maps = (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
+
+    def enter() -> bool:
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
+            return False
+        try:
+            for name, text in maps:
+                Path("/proc/self", name).write_text(text)
+        except OSError:
+            return False
+        return True
+
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if enter() else 1)
+    return os.waitpid(child, 0)[1] == 0 and enter()
+
+
 def hide_files(paths: Iterable[Path]) -> bool:
     """Makes files read as empty for this process and all that it starts, for good; False where the kernel forbids it.
 
     In a mount namespace of its own (of a user namespace, where it is not root), with /dev/null in each file's place;
-    then gives up the right to mount. Call it before threads are started.
+    then it drops the right to mount. Call it before threads are started.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(_CLONE_NEWNS) != 0:
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
-            return False
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
-            Path("/proc/self", name).write_text(text)
+    if libc.unshare(_CLONE_NEWNS) != 0 and not _enter_user_namespace(libc):
+        return False
     # What the host mounts later is seen here too; what is mounted here is not seen there.
     hidden: bool = libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
     for path in paths:
