@@ -203,6 +203,14 @@ def test_a_wrong_parquet_file_is_named(tables, tmp_path, monkeypatch):
     assert "headrace-coordinator[datasets]" in refusal("parquet", path=str(tables))
 
 
+@pytest.mark.parametrize("long", ["x" * 70_000_000, {"inside": ["é" * 5_000_000]}, b"x" * 9_000_000])
+def test_a_row_that_fits_no_message_is_named(tmp_path, long):
+    rows = [{"question": "1", "note": None}, {"question": "2", "note": long}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "long.parquet")
+    words = refusal("parquet", path=str(tmp_path / "long.parquet"))
+    assert f"row 2 of {tmp_path / 'long.parquet'} has" in words and "8,388,608 travel" in words
+
+
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """The `datasets` package with a cache of the test's own."""
@@ -252,3 +260,11 @@ def test_a_mixture_has_the_items_of_its_parts_in_their_shares(lines):
 def test_a_wrong_part_is_named_by_its_place(part, words):
     assert words in refusal("mixture", parts=[part])
     assert "data.options.parts" in refusal("mixture", parts=[])
+
+
+def test_a_mixture_keeps_conversations_and_ids(lines):
+    turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    path = lines({"messages": turns, "uid": "x"})
+    part = {"source": "jsonl", "options": {"path": path, "form": "openai", "id": "uid"}}
+    (item,) = items_of("mixture", parts=[part])
+    assert (len(item.messages), item.id, item.fields["part"]) == (3, "x", 0)

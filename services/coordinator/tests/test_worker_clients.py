@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.clients import Published, RewardClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
+from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 
 VERSION = common.PolicyVersion(number=7, digest="weights")
 
@@ -44,3 +46,55 @@ async def test_an_engine_that_still_starts_is_waited_for():
     await client.install(Published(VERSION, common.WeightManifest(), common.WeightSource()))
     await client.wake_cache()
     assert client.awake and client.digest == VERSION.digest
+
+
+class Reading:
+    """An instance that keeps the requests of a stream."""
+
+    def __init__(self):
+        self.requests = []
+
+    async def stream(self, method, sent, timeout):
+        async for request in sent:
+            self.requests.append(request)
+        return
+        yield
+
+
+async def once(message):
+    yield message
+
+
+LONG = "x" * 950_000
+
+
+async def test_long_prompts_travel_in_messages_of_bounded_size():
+    state, reading = InstanceState("i", "rollout-0", "rollout", "host", "", [], {}), Reading()
+    client = RolloutClient("r", state, reading, 1)
+    groups = [
+        rollout.GroupAssignment(prompt_ordinal=ordinal, prompt=rollout.Prompt(text=LONG))
+        for ordinal in range(80)
+    ]
+    work = rollout.AssignGroups(groups=groups)
+    assert work.ByteSize() > MAX_MESSAGE_BYTES
+    async for _ in client.generate(rollout.GenerateOpen(), once(work), 1.0):
+        raise AssertionError
+    opening, *assigned = reading.requests
+    assert opening.HasField("open")
+    assert max(request.ByteSize() for request in assigned) < MAX_MESSAGE_BYTES / 4
+    assert [each.prompt_ordinal for request in assigned for each in request.assign.groups] == [*range(80)]
+
+
+async def test_long_answers_are_scored_in_messages_of_bounded_size():
+    state, reading = InstanceState("i", "reward-0", "reward", "host", "", [], {}), Reading()
+    client = RewardClient("r", state, reading, 1)
+    items = [
+        reward.ScoreItem(sample=common.SlotKey(prompt_ordinal=ordinal), prompt=LONG) for ordinal in range(80)
+    ]
+    items.insert(3, reward.ScoreItem(sample=common.SlotKey(prompt_ordinal=99), completion=LONG * 20))
+    async for _ in client.score(once(items), 1.0):
+        raise AssertionError
+    sizes = [request.ByteSize() for request in reading.requests]
+    assert max(sizes) < MAX_MESSAGE_BYTES / 3 and len(sizes) < 20
+    asked = [each.sample.prompt_ordinal for request in reading.requests for each in request.items]
+    assert asked == [item.sample.prompt_ordinal for item in items]

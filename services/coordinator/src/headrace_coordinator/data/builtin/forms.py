@@ -218,6 +218,17 @@ def text_of(row: Row, key: str) -> str:
     return _text(_value(row, key), key)
 
 
+def text_bytes(value: Any) -> int:
+    """About the bytes of all texts in a value; at least theirs in characters."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
+    if isinstance(value, (bytes, bytearray)):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(text_bytes, value.values()))
+    return sum(map(text_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
 def share_of(row: Row, key: str) -> float:
     """The number from 0 to 1 under a key, maybe written as text; raises `BadRow` for anything else."""
     text = text_of(row, key)

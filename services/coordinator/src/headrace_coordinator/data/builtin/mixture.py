@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Annotated, Any, Self
 
@@ -69,7 +70,7 @@ class Mixture(DataSource):
             try:
                 for item in islice(source.items(), part.items or None):
                     found += 1
-                    yield DataItem(item.question, item.answer, {**item.fields, "part": place}, item.metadata)
+                    yield replace(item, fields={**item.fields, "part": place})
             except Impossible as error:
                 raise _below(place, error) from error
             self._left_out.update(source.left_out())

@@ -12,10 +12,12 @@ from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, share_of
+from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, share_of, text_bytes
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
 
+ROW_BYTES = 8 << 20
+"""Of one row: a scorer gets it with its prompt and an answer in one message."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -67,6 +69,10 @@ class RowSource(DataSource):
     def row_item(self, row: Row, place: str, key: str) -> DataItem | None:
         """The item of a row, or None when it is left out. `Impossible` names `key` and the row's `place`."""
         try:
+            if (size := text_bytes(row)) > ROW_BYTES:
+                raise BadRow(
+                    f"has {size:,} bytes of text, and {ROW_BYTES:,} travel", "shorten it, or remove the row"
+                )
             item = item_of(row, self.form, Keys(self.question, self.answer, self.id))
             reason = self._unwanted(item, row)
         except BadRow as bad:

@@ -5,10 +5,10 @@ A call carries its authority and has a deadline. `rollout_client` and `trainer_c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
@@ -24,6 +24,35 @@ from headrace_coordinator.waits import Waits
 SlotKey = tuple[int, int]
 SILENCE_S = 10.0
 """Answers take seconds in a healthy run; only what lasts longer is worth a line."""
+
+
+PART_BYTES = 8 << 20
+"""Of the pieces of one message, where these are of a user's size: rows, prompts, answers."""
+
+
+class Sized(Protocol):
+    """A message that knows its bytes."""
+
+    def ByteSize(self) -> int:
+        """Its bytes on the wire."""
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def in_parts(pieces: Iterable[S]) -> Iterator[list[S]]:
+    """The pieces in order, as many together as have PART_BYTES, and one alone that is larger."""
+    part: list[S] = []
+    size = 0
+    for piece in pieces:
+        own = piece.ByteSize()
+        if part and size + own > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(piece)
+        size += own
+    if part:
+        yield part
 
 
 def sample_key(slot: SlotKey) -> common.SlotKey:
@@ -58,7 +87,8 @@ class RewardClient(WorkerClient):
 
         async def requests() -> AsyncIterator[reward.ScoreRequest]:
             async for items in batches:
-                yield reward.ScoreRequest(header=self.header(), items=items)
+                for part in in_parts(items):
+                    yield reward.ScoreRequest(header=self.header(), items=part)
 
         return self.instance_client.stream("Score", requests(), timeout)
 

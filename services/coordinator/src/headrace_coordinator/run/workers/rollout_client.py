@@ -11,7 +11,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.worker_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
-from headrace_coordinator.run.workers.clients import Published, SlotKey, sample_key
+from headrace_coordinator.run.workers.clients import Published, SlotKey, in_parts, sample_key
 
 Opening = rollout.GenerateOpen | rollout.RunEpisodesOpen
 Produced = rollout.GenerateResponse | rollout.RunEpisodesResponse
@@ -70,7 +70,8 @@ class RolloutClient(WorkerClient):
         async def requests() -> AsyncIterator[Any]:
             yield request(open=opening)
             async for assignment in assignments:
-                yield request(assign=assignment)
+                for part in in_parts(assignment.groups):
+                    yield request(assign=rollout.AssignGroups(groups=part))
 
         return self.instance_client.stream("RunEpisodes" if episodes else "Generate", requests(), timeout)
 
