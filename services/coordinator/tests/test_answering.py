@@ -17,7 +17,9 @@ class Refusing:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.asked = reason, 0
-        self.modality = SimpleNamespace(prepare=self.nothing, opening=lambda *_: rollout.RunEpisodesOpen())
+        self.modality = SimpleNamespace(
+            prepare=self.nothing, opening=lambda *_: rollout.RunEpisodesOpen(), ended=lambda *_, **__: None
+        )
         self.workers = SimpleNamespace(rollouts=[self], usable=lambda worker: True)
         self.spec = SimpleNamespace(limits=SimpleNamespace(step_timeout_s=1.0))
 

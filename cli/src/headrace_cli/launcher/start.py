@@ -156,7 +156,11 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
         except HeadraceError:
             return [], "coordinator", ""
     names = {item.name.removeprefix("instances/") for item in instances}
-    return instances, ", ".join(name for name in plan.instance_names if name not in names), health["reason"]
+    return (
+        instances,
+        ", ".join(name for name in plan.instance_names if name not in names),
+        str(health.get("reason", "")),
+    )
 
 
 def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:
