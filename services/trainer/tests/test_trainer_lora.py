@@ -7,21 +7,20 @@ import itertools
 import msgspec
 import pytest
 import torch
-from headrace_modelkit.loading import load_model, save_model
+from headrace_modelkit.loading import save_model
 from headrace_modelkit.lora import is_adapter
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
 from headrace_trainer.backends.fsdp.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import Room, Rooms
+from merged_models import base_model, merged
 from torch.func import functional_call
 
 LORA = {"rank": 4, "alpha": 8}
-SCALE = 2.0
 KL = {"kl_loss_coef": 0.3}
 ROOMY = Rooms(Room("host memory", 2**50, 2**50), None)
 
@@ -38,21 +37,6 @@ def make_moved(make_backend, accumulate, sequences):
         return backend
 
     return make
-
-
-def base_model(backend):
-    return load_model(ModelSection(path=backend._config.model.path, dtype=backend._config.model.dtype))
-
-
-def merged(backend, adapters):
-    """W + alpha / rank · B A of every weight, by plain differentiable operations."""
-    found = dict(state_tensors(base_model(backend)))
-    for name in found:
-        layer = name.removesuffix(".weight")
-        if f"{layer}.lora_A" in adapters:
-            product = adapters[f"{layer}.lora_B"] @ adapters[f"{layer}.lora_A"]
-            found[name] = found[name].detach() + SCALE * product
-    return found
 
 
 @pytest.mark.parametrize(

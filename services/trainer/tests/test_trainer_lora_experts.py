@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from backend_cases import config, part, walk_cases
-from headrace_modelkit.loading import load_model, save_model
+from headrace_modelkit.loading import save_model
 from headrace_modelkit.lora import is_adapter
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_moe
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
-from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.memory import Room, Rooms
+from merged_models import base_model, merged
 from peft import PeftModel
 from torch.func import functional_call
 from trainer_calls import TrainerClient
@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 BOTH = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "experts"]}
 FUSED = {**BOTH, "targets": ["gate_up_proj"]}
 LAST = {**BOTH, "targets": ["o_proj", "layers.1.mlp.experts.down_proj"]}
-SCALE = 2.0
 ROOMY = Rooms(Room("host memory", 2**50, 2**50), None)
 
 
@@ -59,21 +58,6 @@ def make_moved(make_backend, accumulate, sequences, models):
         return backend
 
     return make
-
-
-def base_model(backend):
-    return load_model(ModelSection(path=backend._config.model.path, dtype=backend._config.model.dtype))
-
-
-def merged(backend, adapters):
-    """W + alpha / rank · B A of every weight, by plain differentiable operations."""
-    found = dict(state_tensors(base_model(backend)))
-    for name in found:
-        layer = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_adapter"
-        if f"{layer}.lora_A" in adapters:
-            product = adapters[f"{layer}.lora_B"] @ adapters[f"{layer}.lora_A"]
-            found[name] = found[name].detach() + SCALE * product
-    return found
 
 
 @pytest.mark.parametrize(
