@@ -17,6 +17,7 @@ from headrace.client.models import (
     Comparison,
     EvaluationRun,
     Event,
+    Health,
     Instance,
     Leases,
     Run,
@@ -95,16 +96,15 @@ class Client:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""
         return self.health() is not None
 
-    def health(self) -> dict[str, Any] | None:
+    def health(self) -> Health | None:
         """What `/healthz` says of a coordinator that is ready to serve, else None; never raises, never waits."""
         patience, self._transport.patience_s = self._transport.patience_s, 0.0
         try:
-            found: dict[str, Any] = self._transport.get("/healthz")
+            return Health.from_json(self._transport.get("/healthz"))
         except (HeadraceError, ValueError):
             return None
         finally:
             self._transport.patience_s = patience
-        return found
 
     def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""

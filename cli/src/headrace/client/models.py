@@ -4,6 +4,7 @@ from headrace_schema.resources.evaluations import ComparisonView as Comparison
 from headrace_schema.resources.evaluations import EvaluationRunView as EvaluationRun
 from headrace_schema.resources.evaluations import VideoView as Video
 from headrace_schema.resources.fleet import DeviceView as Device
+from headrace_schema.resources.fleet import HealthView as Health
 from headrace_schema.resources.fleet import InstanceView as Instance
 from headrace_schema.resources.fleet import LeaseListView as Leases
 from headrace_schema.resources.fleet import LeaseView as Lease
@@ -26,6 +27,7 @@ __all__ = [
     "Evaluation",
     "EvaluationRun",
     "Event",
+    "Health",
     "Instance",
     "Lease",
     "Leases",

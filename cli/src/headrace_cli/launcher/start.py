@@ -159,7 +159,7 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     return (
         instances,
         ", ".join(name for name in plan.instance_names if name not in names),
-        str(health.get("reason", "")),
+        health.reason,
     )
 
 
