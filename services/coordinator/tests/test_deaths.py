@@ -56,11 +56,11 @@ def check(scene, states, named):
     assert not charged, charged
     moves = [event.state for event in scene.log(ev.RunStateChanged) if event.run == other]
     assert moves == ["PLANNING", "RUNNING", "CANCELLING", "CANCELLED"] and trained_once(scene, other)
-    notes = [event for event in scene.log(ev.Noted) if "died while code of this run alone" in event.text]
-    assert {event.run for event in notes} == {scene.evil}
+    assert {event.run for event in scene.log(ev.DeathCharged)} == {scene.evil}
 
 
-def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_not(monkeypatch):
+def ends_as_it_scores(scene, monkeypatch):
+    """States of the runs of a scene in which a reward instance ends with each question of the evil run."""
     scores = Reward.Score
 
     async def score(self, requests):
@@ -73,10 +73,28 @@ def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_n
         async for response in scores(self, looked_at()):
             yield response
 
-    scene = Neighbours(steps=10_000)
     monkeypatch.setattr(Reward, "Score", score)
-    states = ends(scene)
+    return ends(scene)
+
+
+def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_not(monkeypatch):
+    scene = Neighbours(steps=10_000)
+    states = ends_as_it_scores(scene, monkeypatch)
     check(scene, states, scene.specs[0].reward.scorers[0].name)
+
+
+def test_a_restarted_coordinator_goes_on_counting(monkeypatch):
+    async def watch(scene):
+        task = asyncio.ensure_future(scene.watch(scene))
+        await scene.until(lambda: len(scene.log(ev.DeathCharged)) == MOST_DEATHS - 2)
+        await scene.kill_coordinator(0.5)
+        await task
+
+    scene = Neighbours(steps=10_000)
+    scene.play = watch
+    states = ends_as_it_scores(scene, monkeypatch)
+    assert states[scene.evil] == "FAILED"
+    assert [event.count for event in scene.log(ev.DeathCharged)] == [*range(1, MOST_DEATHS + 1)]
 
 
 def test_a_scorer_that_ends_the_reward_service_as_it_loads_is_charged(monkeypatch):

@@ -35,13 +35,6 @@ class Use:
     broke_at: float | None = None
 
 
-@dataclass
-class _Charges:
-    count: int = 0
-    at: float = float("-inf")
-    progress: int = -1
-
-
 class Deaths:
     """The deaths of shared instances.
 
@@ -54,7 +47,7 @@ class Deaths:
         self._waits = waits
         self._uses: list[Use] = []
         self._suspects: set[str] = set()
-        self._charges: dict[tuple[str, str], _Charges] = {}
+        self._charged_at: dict[tuple[str, str], float] = {}
         self._ordered: set[str] = set()
 
     # --- what runs where
@@ -159,34 +152,34 @@ class Deaths:
         return use.broke_at is None or now - use.broke_at < NEAR_S
 
     def _charge(self, run: str, kind: str, name: str, began: float) -> None:
-        charges = self._charges.setdefault((run, kind), _Charges())
-        if began <= charges.at:
+        if began <= self._charged_at.get((run, kind), float("-inf")):
             return  # Instances that died of one batch, or of one cause beside it, count once.
-        if charges.progress != self._progress(run):
-            charges.count = 0
-        charges.count += 1
-        charges.at, charges.progress = self._event_log.monotonic(), self._progress(run)
-        text = (
-            f"{name} died while code of this run alone was at work in it ({charges.count} of {MOST_DEATHS})"
+        self._charged_at[run, kind] = self._event_log.monotonic()
+        count = self._in_a_row(run, kind) + 1
+        text = f"{name} died while code of this run alone was at work in it ({count} of {MOST_DEATHS})"
+        progress = self._event_log.state.runs[run].progress
+        self._event_log.post(
+            ev.DeathCharged(
+                at=self._event_log.now(), run=run, text=text, kind=kind, count=count, progress=progress
+            )
         )
-        self._event_log.post(ev.Noted(at=self._event_log.now(), run=run, text=text))
+
+    def _in_a_row(self, run: str, kind: str) -> int:
+        """Deaths that were charged to the run since its last step; also those that an earlier coordinator charged."""
+        state = self._event_log.state.runs.get(run)
+        charged = state.deaths.get(kind) if state else None
+        return charged.count if state and charged and charged.progress == state.progress else 0
 
     def fatal(self, run: str, kind: str) -> str:
         """Why the run has FAILED: how often instances of a kind died of its code in a row; "" while it may go on."""
-        charges = self._charges.get((run, kind))
-        if charges is None or charges.count < MOST_DEATHS or charges.progress != self._progress(run):
+        count = self._in_a_row(run, kind)
+        if count < MOST_DEATHS:
             return ""
-        return f"{charges.count} {kind} instances died one after the other while code of this run alone was at work"
-
-    def _progress(self, run: str) -> int:
-        state = self._event_log.state.runs.get(run)
-        if state is None:
-            return 0
-        return state.high_step + (state.evaluation.answers if state.evaluation else 0)
+        return f"{count} {kind} instances died one after the other while code of this run alone was at work"
 
     def forget(self, run: str) -> None:
         """The run has ended."""
         self.clear(run)
         self._uses = [use for use in self._uses if use.run != run]
-        for key in [key for key in self._charges if key[0] == run]:
-            del self._charges[key]
+        for key in [key for key in self._charged_at if key[0] == run]:
+            del self._charged_at[key]
