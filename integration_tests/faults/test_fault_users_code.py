@@ -14,7 +14,7 @@ from headrace.client import Run
 LIMIT_S = 90.0
 """From the first death of the service to the end of the run that causes it."""
 WORKERS = ("rollout-0", "rollout-1", "trainer-0", "trainer-1")
-# Where Landlock keeps it from signalling its parent, a limit of CPU seconds that is long used up ends it.
+# Where Landlock keeps it from signalling its parent, a limit of CPU seconds that is used up ends it.
 ENDS_ITS_PARENT = """
 import os, pathlib, resource, time
 
@@ -26,7 +26,7 @@ def end_parent():
         try:
             os.kill(os.getppid(), 9)
         except PermissionError:
-            resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))
+            resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))
         time.sleep(60)
 
 """

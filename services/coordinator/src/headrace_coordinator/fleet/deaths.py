@@ -19,8 +19,8 @@ MOST_DEATHS = 5
 """A run without a step between so many deaths that are charged to it has FAILED."""
 NEAR_S = 10.0
 """A call that broke so long before an instance's exit was noticed may be what ended it."""
-TURN_S = 20.0
-"""A suspect whose code runs alone for so long without a death is cleared."""
+TURN_S, LONGEST_TURN_S = 20.0, 600.0
+"""A suspect whose code works for so long keeps the others waiting no more; twice as long once it was too short."""
 LOOK_S = 1.0
 
 
@@ -40,6 +40,7 @@ class Deaths:
 
     A death in which one run alone had code in hand is charged to it. After one in which several had, these take
     turns at each instance, so that the next one tells them apart; a run whose turn ends well is no suspect any more.
+    One that is still at work after its turn stays a suspect: it may be what ends the instance a little later.
     """
 
     def __init__(self, event_log: EventLog, waits: Waits) -> None:
@@ -47,6 +48,7 @@ class Deaths:
         self._waits = waits
         self._uses: list[Use] = []
         self._suspects: set[str] = set()
+        self._turn_s = TURN_S
         self._charged_at: dict[tuple[str, str], float] = {}
         self._ordered: set[str] = set()
 
@@ -77,6 +79,8 @@ class Deaths:
     def clear(self, run: str) -> None:
         """The run's code did what it was asked for, and the instance lives: it is no suspect."""
         self._suspects.discard(run)
+        if not self._suspects:
+            self._turn_s = TURN_S
 
     @asynccontextmanager
     async def opening(self, run: str, instance: InstanceState) -> AsyncIterator[None]:
@@ -104,14 +108,11 @@ class Deaths:
         mine = [
             use for use in self._uses if use.incarnation == instance.incarnation and self._fresh(use, now)
         ]
-        others = [use for use in mine if use.run != run]
-        for use in others:
-            if now - use.began > TURN_S:
-                self.clear(use.run)
-        return not any(use.run in self._suspects for use in others)
+        others = [use for use in mine if use.run != run and use.run in self._suspects]
+        return not any(now - use.began <= self._turn_s for use in others)
 
     async def turn(self, run: str, instance: InstanceState) -> None:
-        """Waits until the run may begin work in an instance; no other suspect keeps it for longer than TURN_S."""
+        """Waits until the run may begin work in an instance; a turn ends after a while."""
         while not self.may_begin(run, instance):
             what = f"its turn at {instance.instance}, which died with code of several runs in hand"
             with self._waits.named(run, what):
@@ -140,6 +141,8 @@ class Deaths:
         found = blamed & self._suspects or blamed
         known = self._event_log.state.runs.keys()
         if len(found) > 1:
+            if found <= self._suspects:  # They took turns, and a turn was too short.
+                self._turn_s = min(2 * self._turn_s, LONGEST_TURN_S)
             self._suspects |= found & known
             return
         (run,) = found
