@@ -29,6 +29,7 @@ SINGLE: dict[str, Callable[[Answer], Any]] = {
     "messages": lambda answer: list(answer.messages),
     "finish_reason": lambda answer: answer.finish_reason,
     "token_count": lambda answer: answer.token_count,
+    "episode": lambda answer: answer.episode,
     # verl
     "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
     "solution_str": lambda answer: answer.completion,
@@ -44,6 +45,7 @@ BATCHED: dict[str, Callable[[Answer], Any]] = {
     "messages": lambda answer: list(answer.messages),
     "finish_reasons": lambda answer: answer.finish_reason,
     "token_counts": lambda answer: answer.token_count,
+    "episodes": lambda answer: answer.episode,
     # verl
     "data_sources": lambda answer: SINGLE["data_source"](answer),
     "solution_strs": lambda answer: answer.completion,

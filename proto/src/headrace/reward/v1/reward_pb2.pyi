@@ -81,7 +81,7 @@ class ScoreRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., items: _Optional[_Iterable[_Union[ScoreItem, _Mapping]]] = ...) -> None: ...
 
 class ScoreItem(_message.Message):
-    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation", "stage", "messages")
+    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation", "stage", "messages", "conversation")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class ScoreItem(_message.Message):
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     sample: _common_pb2.SlotKey
     attempt: int
     prompt: str
@@ -104,7 +105,8 @@ class ScoreItem(_message.Message):
     evaluation: bool
     stage: str
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ...) -> None: ...
+    conversation: _common_pb2.Conversation
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., conversation: _Optional[_Union[_common_pb2.Conversation, _Mapping]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results",)

@@ -182,7 +182,12 @@ class Staffing:
     def _rollout_config(self) -> str:
         elsewhere = bool(self.workers.spec.placement.reply)
         replays = self.workers.spec.algorithm.options.get("routing_replay") is True
-        config = RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere, routed_experts=replays)
+        config = RolloutConfig.of(
+            self._fitted,
+            prompt=self.workers.spec.data.prompt,
+            replies_elsewhere=elsewhere,
+            routed_experts=replays,
+        )
         return config.model_dump_json()
 
     def _trainer_config(self) -> str:

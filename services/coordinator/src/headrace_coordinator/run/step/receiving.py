@@ -144,6 +144,8 @@ class Receiver:
             self._dispatch.take_back([slot], failed=True)
         else:
             why = f"failed {slot.failures + 1} times: ended with {common.FinishReason.Name(reason)}"
+            if failure := trajectory.received.conversation.failure:
+                why += f": {failure}"
             self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", f"sample {slot.sample} {why}")
 
     def _score(self, trajectory: Trajectory) -> None:

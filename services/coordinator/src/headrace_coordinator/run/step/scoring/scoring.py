@@ -25,12 +25,21 @@ LOOK_S = 5.0
 def score_item(
     item: DataItem, message: common.Trajectory, tokens: int, *, evaluation: bool
 ) -> reward.ScoreItem:
-    """What a reward instance needs of a trajectory, of which a policy sampled `tokens`."""
+    """What a reward instance needs of a trajectory, of which a policy sampled `tokens`.
+
+    Of a conversation the policy's last turn is judged as its answer, beside all that was said.
+    """
+    completion, conversation = message.completion_text, None
+    if message.HasField("conversation"):
+        conversation = message.conversation
+        turns = [each.content for each in conversation.messages if each.role == "assistant"]
+        completion = turns[-1] if turns else ""
     return reward.ScoreItem(
         sample=message.sample,
         attempt=message.attempt,
         prompt=item.question,
-        completion=message.completion_text,
+        completion=completion,
+        conversation=conversation,
         reference=item.answer,
         metadata_json=item.metadata_json,
         finish_reason=message.finish_reason,
