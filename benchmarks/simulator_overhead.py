@@ -143,10 +143,11 @@ def plain_environment(setting: Setting) -> Any:
     import gymnasium
     from gymnasium import spaces
     from headrace_simulator import backends
+    from headrace_simulator.backends.base import Backend
 
-    made = backends.create(setting.backend).make(
-        setting.name, setting.options, own_time_limit=False, dense=False
-    )
+    backend = backends.create(setting.backend)
+    assert isinstance(backend, Backend), "an environment that acts, not one that speaks"
+    made = backend.make(setting.name, setting.options, own_time_limit=False, dense=False)
 
     class Plain(gymnasium.Env[Any, Any]):
         def __init__(self) -> None:
