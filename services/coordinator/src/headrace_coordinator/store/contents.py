@@ -48,7 +48,7 @@ async def describe(url: str, store_id: str = "", epoch: int = 0) -> dict[str, An
         stored = await store.load()
         if store_id and not stored.store_id:
             await store.begin(epoch, store_id)
-        found = {"snapshot": stored.snapshot_sequence, "last": stored.sequence, "runs": {}}
+        found: dict[str, Any] = {"snapshot": stored.snapshot_sequence, "last": stored.sequence, "runs": {}}
         try:
             state, events = read(stored)
         except DamagedStore as error:
