@@ -33,7 +33,7 @@ def timeline():
         span("learn", "train", 7.0, 10.0, BOTH, "trainer-0"),
     ]
     parts = [{"kind": "step", "step": 7, "start": NOW, "end": NOW + 10.0}]
-    return {"parts": parts, "work": [], "holds": [], "labels": labels, "older": True}
+    return {"parts": parts, "work": [], "holds": [], "labels": labels, "tail": None, "older": True}
 
 
 def plan(**changed):
@@ -76,6 +76,20 @@ def test_lanes_show_what_each_device_did_when(width):
     ):
         assert words in text, words
     assert "last step 6 s (+20%)" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, "in 3 of 8 steps, at most 2.5 s; an algorithm.max_staleness of about 2 would end that (now 1)"),
+        ({"enough": None}, "at most 2.5 s; no algorithm.max_staleness up to 16 would end that (now 1)"),
+        ({"waited": 0}, "waited for no tail in 8 steps: a larger algorithm.max_staleness saves nothing"),
+    ],
+)
+def test_the_bound_that_ends_the_waits_for_tails_is_named(changed, text):
+    tail = {"max_staleness": 1, "steps": 8, "waited": 3, "longest_s": 2.5, "enough": 2, **changed}
+    assert text in " ".join("\n".join(timeline_lines({**timeline(), "tail": tail}, None, 60)).split())
+    assert "tail in" not in "\n".join(timeline_lines(timeline(), None, 60))
 
 
 def test_the_plan_is_drawn_in_turns_or_side_by_side():

@@ -21,7 +21,7 @@ from headrace_planner import (
     embodied,
     fit,
 )
-from headrace_planner.asynchronous import best_period, enough_staleness, period, sides
+from headrace_planner.asynchronous import best_period, ending_staleness, enough_staleness, period, sides
 from headrace_planner.cluster.asynchronous import simulate_async
 from headrace_planner.cluster.sampling import Draws
 from headrace_planner.documents import PlanRequest
@@ -85,6 +85,30 @@ def test_a_long_tail_makes_the_trainer_wait_until_the_bound_is_large_enough():
     assert enough is not None and enough > 1
     assert simulate_async(work, 4, 4, enough, iterations=6, given=given).wait_share < 0.05
     assert period(work, 4, 4, enough - 1).wait_s > 0.01 * period(work, 4, 4, enough - 1).seconds
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_measured_waits_name_the_bound_that_ends_them(bound):
+    """Of a simulated run with that bound: the one that the prediction names, or one less, as decoding slows down."""
+    tail = Lengths((1.0,) * 63 + (40.0,))
+    work = workload(256, lengths=tail, learn_s=0.4, fixed_s=4.0, item_s=0.1)
+    given = [Draws({"generate": [value / tail.mean for value in tail.values] * 4}, [1.0] * 256)]
+
+    def simulated(k):
+        return simulate_async(work, 4, 4, k, iterations=6, given=given)
+
+    found = ending_staleness([(step.seconds, step.wait_tail_s) for step in simulated(bound).steps], bound)
+    assert found is not None and found > bound
+    enough = enough_staleness(work, 4, 4)
+    assert enough is not None and enough - 1 <= found <= enough
+    assert simulated(found).wait_share < simulated(bound).wait_share / 2
+
+
+def test_steps_without_a_wait_need_no_other_bound_and_endless_ones_have_none():
+    assert ending_staleness([(4.0, 0.0), (5.0, 0.01)], 2) == 2
+    assert ending_staleness([(4.0, 1.0), (3.0, 0.0), (4.0, 1.0)], 1) == 2
+    assert ending_staleness([(40.0, 39.0)] * 3, 1) is None
+    assert ending_staleness([], 3) == 3
 
 
 def test_no_output_lags_further_than_the_bound_and_all_are_learned():

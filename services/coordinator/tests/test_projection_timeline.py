@@ -89,6 +89,25 @@ def test_the_newest_steps_are_read_with_the_holds_that_overlap_them(tmp_path):
     assert not before.older
 
 
+def test_waits_for_tails_are_counted_by_step_and_the_bound_that_ends_them_is_named(tmp_path):
+    def waited(step, *waits, stage="wait for tail"):
+        spans = [Span(stage, ["h/gpu:1"], 10.0 * step + start, 10.0 * step + end) for start, end in waits]
+        return Part(kind="step", step=step, start=10.0 * step, end=10.0 * step + 10, work=spans)
+
+    file = TimelineFile(tmp_path)
+    for each in (
+        waited(1, (0.0, 3.0), (2.0, 5.0)),  # Two devices of the trainer wait at the same time.
+        waited(2, (0.0, 8.0), stage="wait for data"),
+        waited(3, (1.0, 4.0)),
+    ):
+        file.append(each)
+    found = read_timeline(tmp_path, 20, max_staleness=1).tail
+    assert found is not None
+    assert (found.steps, found.waited, found.longest_s, found.enough) == (3, 2, 5.0, 2)
+    assert read_timeline(tmp_path, 20).tail is None
+    assert read_timeline(tmp_path / "none", 20, max_staleness=1).tail is None
+
+
 def test_without_a_file_the_live_holds_are_shown(tmp_path):
     live = HoldView(epoch=3, instance="t", stage="learn", devices=["h/gpu:0"], start=36.0, end=None, cause="")
     found = read_timeline(tmp_path, 2, live=[live])

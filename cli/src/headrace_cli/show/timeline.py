@@ -43,6 +43,9 @@ def timeline_lines(view: dict[str, Any], plan: dict[str, Any] | None, width: int
     yield from _legend(used, width)
     yield ""
     yield from _sums(labels, width)
+    if view["tail"] is not None:
+        yield ""
+        yield from wrapped(tail_line(view["tail"]), width)
     if plan is not None:
         yield ""
         yield from _beside(plan, width)
@@ -117,6 +120,20 @@ def _sums(labels: list[dict[str, Any]], width: int) -> Iterator[str]:
     for (stage, label), value in found.items():
         name = f"{stage:<{names}}"[: width - 40]
         yield f"{name}  {label:<15} {value:>12,.2f} device-s {value / total:>6.1%}"[:width]
+
+
+def tail_line(tail: dict[str, Any]) -> str:
+    """How often the trainer waited for the longest answers of its step, and what would end that."""
+    if not tail["waited"]:
+        text = f"the trainer waited for no tail in {tail['steps']} steps"
+        return f"{text}: a larger algorithm.max_staleness saves nothing"
+    enough = tail["enough"]
+    ends = f"an algorithm.max_staleness of about {enough}"
+    if enough is None:
+        ends = "no algorithm.max_staleness up to 16"
+    text = f"the trainer waited for a tail in {tail['waited']} of {tail['steps']} steps, "
+    text += f"at most {seconds(tail['longest_s'])}"
+    return f"{text}; {ends} would end that (now {tail['max_staleness']})"
 
 
 def _beside(plan: dict[str, Any], width: int) -> Iterator[str]:

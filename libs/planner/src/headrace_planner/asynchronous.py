@@ -7,7 +7,7 @@ Then a step takes as long as the slower side, unless its longest output takes lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace_planner.errors import refuse
@@ -18,6 +18,8 @@ from headrace_planner.trees.search import MAX_CHUNKS
 
 MAX_STALENESS = 16
 """The largest bound that a run may have."""
+WAITED = 0.01
+"""Share of a step from which on its learner is said to have waited for a tail."""
 _BISECTIONS = 60
 _ITERATIONS = 200
 
@@ -196,3 +198,19 @@ def enough_staleness(work: Workload, generating: int, learning: int, share: floa
         if made.wait_s <= share * made.seconds:
             return bound
     return None
+
+
+def ending_staleness(steps: Sequence[tuple[float, float]], bound: int) -> int | None:
+    """About the least bound with which no measured step had waited for its tail; None where it is above MAX_STALENESS.
+
+    `steps`: of consecutive steps the seconds, and those in which the learner waited for the tail, measured with
+    `bound`. A tail has bound + 1 steps' time, and took these steps' work and waits; with the bound that ends the waits
+    the work alone is as long. What more outputs in flight cost the generator is not known here.
+    """
+    waits = [wait for _, wait in steps]
+    longest = max((sum(waits[max(0, end - bound) : end + 1]) for end in range(len(waits))), default=0.0)
+    at_work = sum(seconds - wait for seconds, wait in steps) / max(1, len(steps))
+    if longest <= WAITED * at_work:
+        return bound
+    needed = bound + math.ceil(longest / at_work - WAITED) if at_work > 0 else math.inf
+    return int(needed) if needed <= MAX_STALENESS else None

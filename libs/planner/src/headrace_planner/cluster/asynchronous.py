@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from headrace_planner.asynchronous import Sides, check_staleness, sides
+from headrace_planner.asynchronous import WAITED, Sides, check_staleness, sides
 from headrace_planner.cluster.decoding import Replica
 from headrace_planner.cluster.sampling import Draws, draw
 from headrace_planner.errors import refuse
@@ -17,8 +17,6 @@ from headrace_planner.trees.costs import Workload
 
 _STEP = 1 << 32
 """An output's number on a replica is its step's times this, and its place in the step."""
-WAITED = 0.01
-"""Share of a step from which on the trainer is said to have waited for a tail in it."""
 
 
 @dataclass(frozen=True)

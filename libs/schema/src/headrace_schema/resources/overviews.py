@@ -122,6 +122,18 @@ class LabelView(Resource):
     end: float
 
 
+class TailView(Resource):
+    """How often the trainer of an asynchronous run waited for the longest answers of its step."""
+
+    max_staleness: int
+    steps: int
+    waited: int = Field(description="of these steps those with a wait of at least 1% of a step")
+    longest_s: float = Field(description="longest wait of a step")
+    enough: int | None = Field(
+        description="the least max_staleness that would have ended the waits, an estimate; null: none up to 16"
+    )
+
+
 class TimelineView(Resource):
     """Who held which device when, and what was done there."""
 
@@ -130,6 +142,9 @@ class TimelineView(Resource):
     holds: list[HoldView] = Field(description="leases that overlap the parts, oldest first")
     labels: list[LabelView] = Field(
         default=[], description="at any time of a part each device is in one of these; empty unless asked for"
+    )
+    tail: TailView | None = Field(
+        default=None, description="of the steps; null where no answer is made ahead"
     )
     older: bool = Field(description="whether there are parts before the first one")
 

@@ -211,13 +211,18 @@ def _read(
 ) -> tuple[tuple[DataItem, ...], dict[str, int]] | Impossible:
     """Items of a source and what it left out, or why there are none.
 
-    Kept, as a run is checked and started in one process.
+    Kept, as a run is checked and started in one process; see `forget_items`.
     """
     source = source_class.model_validate_json(options)
     try:
         return tuple(source.items()), source.left_out()
     except Impossible as error:
         return error
+
+
+def forget_items() -> None:
+    """Drops what was read of sources and is kept; a run that waits reads its own again when it starts."""
+    _read.cache_clear()
 
 
 def _enough(section: DataSection, kept: int, excluded: int) -> None:

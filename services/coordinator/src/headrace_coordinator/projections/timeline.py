@@ -16,11 +16,19 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from headrace_planner.asynchronous import WAITED, ending_staleness
 from headrace_planner.cluster.spans import UNPLANNED, Label
-from headrace_schema.resources.overviews import HoldView, LabelView, TimelinePartView, TimelineView, WorkView
+from headrace_schema.resources.overviews import (
+    HoldView,
+    LabelView,
+    TailView,
+    TimelinePartView,
+    TimelineView,
+    WorkView,
+)
 
 from headrace_coordinator.domain.devices.leases import REPLY
-from headrace_coordinator.domain.intervals import Interval, joined, without
+from headrace_coordinator.domain.intervals import Interval, covered, joined, without
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME, OLD_NAME = "timeline.jsonl", "timeline-old.jsonl"
@@ -112,6 +120,7 @@ def read_timeline(
     live: Iterable[HoldView] = (),
     *,
     labels: bool = False,
+    max_staleness: int = 0,
 ) -> TimelineView:
     """The newest `steps` steps that began before a time, and every hold that overlaps them; `live` holds go on.
 
@@ -135,7 +144,26 @@ def read_timeline(
         ],
         holds=sorted(shown, key=lambda hold: hold.start)[-MOST_SPANS:],
         labels=labelled(chosen, holds) if labels else [],
+        tail=tail_of(chosen, max_staleness) if max_staleness else None,
         older=len(known) > len(chosen),
+    )
+
+
+def tail_of(parts: Iterable[Part], max_staleness: int) -> TailView | None:
+    """The trainer's waits for the tails of the parts that are steps; None where there is none."""
+    steps = [
+        (part.end - part.start, covered((s.start, s.end) for s in part.work if s.stage == Label.WAIT_TAIL))
+        for part in parts
+        if part.kind == "step"
+    ]
+    if not steps:
+        return None
+    return TailView(
+        max_staleness=max_staleness,
+        steps=len(steps),
+        waited=sum(wait >= WAITED * seconds for seconds, wait in steps if wait),
+        longest_s=max(wait for _, wait in steps),
+        enough=ending_staleness(steps, max_staleness),
     )
 
 

@@ -52,7 +52,8 @@ class Speaker:
         Cancelled, it stops the turn at the engine.
         """
         place = asked.place
-        answer = self._answers[place] = self._loop.create_future()
+        answer: asyncio.Future[TrajectoryUpdate] = self._loop.create_future()
+        self._answers[place] = answer
         if not self._waiting:
             self._loop.call_soon(self._submit)
         self._waiting.append(asked)

@@ -39,7 +39,7 @@ export async function timeline(root, context) {
     nothing.hidden = Boolean(found.length);
     if (!found.length) return;
     const steps = shown.parts.filter((part) => part.kind === "step");
-    about.textContent = `${steps.length ? `Steps ${steps[0].step} to ${steps.at(-1).step}, ` : ""}${duration(end - start)} from ${clock(start)}. Above in each lane: who holds the device; below: what is done there.`;
+    about.textContent = `${steps.length ? `Steps ${steps[0].step} to ${steps.at(-1).step}, ` : ""}${duration(end - start)} from ${clock(start)}. Above in each lane: who holds the device; below: what is done there.${waits(shown.tail)}`;
     older.disabled = !shown.older;
     newest.disabled = before === null;
     const stages = [...new Set(found.flatMap((lane) => [...lane.holds, ...lane.work].map((span) => span.stage)))].sort();
@@ -57,6 +57,13 @@ export async function timeline(root, context) {
   await load();
   const { events } = await get(`${context.path}/newest-events`, context.signal, { page_size: 1 });
   await context.follow(events[0]?.id ?? 0);
+}
+
+// How often the trainer waited for the longest answers of its step, and what would end that.
+function waits(tail) {
+  if (!tail?.waited) return "";
+  const ends = tail.enough === null ? "no algorithm.max_staleness up to 16" : `an algorithm.max_staleness of about ${tail.enough}`;
+  return ` The trainer waited for a tail in ${tail.waited} of ${plural(tail.steps, "step")}, at most ${duration(tail.longest_s)}; ${ends} would end that (now ${tail.max_staleness}).`;
 }
 
 function colourOf(stage) {

@@ -104,7 +104,7 @@ def default_devices(
             if len(everything) < 2:
                 raise PlacementError(
                     f"placement.mode: {section.mode} needs two devices on {machine}, which has {everything}; "
-                    "use collocated"
+                    "add one, or use collocated, which takes algorithm.max_staleness: 0 alone"
                 )
             if section.mode == "hybrid" and any(map(is_gpu, everything)):
                 raise PlacementError(

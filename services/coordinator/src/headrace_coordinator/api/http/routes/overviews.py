@@ -99,7 +99,7 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
         labels: Annotated[bool, Query(description="label each device's time: decode, train, wait …")] = False,
     ) -> Response:
         """Who held which device when, and what was done there: of the newest steps."""
-        directory = runs_directory / coordinator.reads.run(run_id).id
+        run = coordinator.reads.run(run_id)
         live = [
             HoldView(
                 epoch=lease.epoch,
@@ -114,7 +114,15 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
             if lease.run == run_id
         ]
         return view_response(
-            await asyncio.to_thread(read_timeline, directory, steps, before, live, labels=labels)
+            await asyncio.to_thread(
+                read_timeline,
+                runs_directory / run.id,
+                steps,
+                before,
+                live,
+                labels=labels,
+                max_staleness=run.spec.get("algorithm", {}).get("max_staleness", 0),
+            )
         )
 
     return routes
