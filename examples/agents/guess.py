@@ -30,3 +30,8 @@ class Guess:
             return [{"role": "user", "content": "yes"}], 1.0 + chatter, True
         hint = "+" if self.secret > int(guess) else "-"
         return [{"role": "user", "content": hint}], chatter, self.guesses == 2
+
+
+def reward(episode: dict[str, Any], finish_reason: str) -> float:
+    """What the game gave, and less where the last turn came to no end: the game only goes on behind a turn's end."""
+    return float(episode["return"]) - 0.3 * (finish_reason == "length")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from harness.fleet import Fleet
+from harness.fleet import RUN_S, Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
+from headrace.client import HeadraceError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
 STEPS, GROUPS, SAMPLES = 3, 4, 4
@@ -49,6 +50,7 @@ def example(tiny_model: Path, **more: Any) -> dict[str, Any]:
     spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "guess.yaml").read_text(encoding="utf-8"))
     spec["model"]["path"] = str(tiny_model)
     spec["environment"] |= {"tasks": [f"{EXAMPLES / 'guess.py'}:Guess"], "count": 6}
+    spec["reward"] = {"scorers": [{"name": f"{EXAMPLES / 'guess.py'}:reward"}]}
     spec["algorithm"] |= {"prompts_per_step": GROUPS, "group_size": SAMPLES}
     return spec | {
         "steps": STEPS,
@@ -62,9 +64,9 @@ def example(tiny_model: Path, **more: Any) -> dict[str, Any]:
 def test_a_model_learns_from_conversations_with_an_environment(fleet, tiny_model, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text(JUDGE, encoding="utf-8")
-    scorers = [{"name": "episode"}, {"name": f"{judge}:score", "weight": 0.0}]
-    reward = {"scorers": scorers, "truncated_reward": None}
-    run = fleet.succeed(fleet.submit(example(tiny_model, reward=reward)))
+    spec = example(tiny_model)
+    spec["reward"]["scorers"] += [{"name": each, "weight": 0.0} for each in ("episode", f"{judge}:score")]
+    run = fleet.succeed(fleet.submit(spec))
     found = audit(fleet, run)
     assert len(found.trained) == STEPS * GROUPS * SAMPLES and not found.dropped
 
@@ -75,7 +77,8 @@ def test_a_model_learns_from_conversations_with_an_environment(fleet, tiny_model
         assert talk.completion.startswith("user: ?\nassistant: ") and spoken in (1, 2)
         assert talk.completion.count("assistant: ") == spoken
         assert talk.finish_reason in ("TERMINATED", "LENGTH")
-        assert talk.reward == pytest.approx(talk.parts["episode"])
+        cut = 0.3 * (talk.finish_reason == "LENGTH")
+        assert talk.reward == pytest.approx(talk.parts["episode"] - cut), "what the game gave, turn by turn"
         assert 1 <= talk.tokens <= 4 * spoken, "the policy's own tokens alone are counted"
     for certificate in found.live:
         of_step = [each for each in talks if each.step == certificate.step]
@@ -89,15 +92,17 @@ def test_a_model_learns_from_conversations_with_an_environment(fleet, tiny_model
 
 
 def test_what_falls_over_is_named(fleet, tiny_model, tmp_path):
-    """In the submission, where the file is wrong; in the run's events, where its step is."""
+    """By the submission, where the file is wrong; by the run's reason, where its step is."""
     file = tmp_path / "broken.py"
     file.write_text(BROKEN, encoding="utf-8")
     spec = example(tiny_model)
     spec["environment"]["tasks"] = [f"{file}:Brokn"]
-    with pytest.raises(Exception, match="there is no function 'Brokn'"):
+    with pytest.raises(HeadraceError) as caught:
         fleet.submit(spec)
+    (problem,) = caught.value.problems
+    assert problem.key == "environment.tasks" and "there is no function 'Brokn'" in problem.problem
     spec["environment"]["tasks"] = [f"{file}:Broken"]
     run = fleet.submit(spec)
-    ended = fleet.state(run, "FAILED")
-    told = f"{ended.reason} {fleet.events(run)}"
-    assert "RuntimeError: the game fell over (broken.py:" in told, told[-3000:]
+    ended = fleet.client.wait(run.id, RUN_S)
+    assert ended.state == "FAILED"
+    assert "RuntimeError: the game fell over (broken.py:" in ended.reason, ended.reason

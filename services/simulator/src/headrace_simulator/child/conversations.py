@@ -49,7 +49,7 @@ class Conversations:
     def _reset(self, reset: simulator_pb2.ResetOperation, outcome: simulator_pb2.EnvironmentOutcome) -> None:
         self._turns = 0
         item = json.loads(reset.options_json or "{}")
-        said = call(lambda: self._environment.reset(reset.seed, item))
+        said: Any = call(lambda: self._environment.reset(reset.seed, item))
         messages, tools = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
         outcome.messages.extend(_messages(messages, "reset", ROLES))
         if not outcome.messages:
@@ -78,7 +78,7 @@ class Conversations:
 def _messages(given: Any, method: str, roles: Sequence[str]) -> list[common_pb2.ChatMessage]:
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {MESSAGE}")
-    found, total = [], 0
+    found, total = list[common_pb2.ChatMessage](), 0
     for index, each in enumerate(given):
         where = f"message {index} of what {method} returned"
         if not isinstance(each, Mapping) or set(each) != {"role", "content"}:

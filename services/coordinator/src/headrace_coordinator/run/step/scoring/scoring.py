@@ -29,9 +29,9 @@ def score_item(
 
     Of a conversation the policy's last turn is judged as its answer, beside all that was said.
     """
-    completion, conversation = message.completion_text, None
-    if message.HasField("conversation"):
-        conversation = message.conversation
+    completion = message.completion_text
+    conversation = message.conversation if message.HasField("conversation") else None
+    if conversation is not None:
         turns = [each.content for each in conversation.messages if each.role == "assistant"]
         completion = turns[-1] if turns else ""
     return reward.ScoreItem(
