@@ -166,7 +166,7 @@ def check_room(
     )
     message = (
         f"trainer.ranks: {who or 'a rank needs'} at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
-        f"{_fixes(needed, would_fit)}"
+        f"{_fixes(needed, would_fit, room)}"
     )
     if len(tried) > 1:
         message += f". Tried, the cheapest first:\n{_table(tried)}"
@@ -182,9 +182,9 @@ def _table(tried: Sequence[Tried]) -> str:
     )
 
 
-def _fixes(needed: Mapping[str, int], would_fit: str | None) -> str:
+def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room) -> str:
     ranks = would_fit or "give more ranks, which share the model's state"
-    fixes = ["give GPUs with more memory: more ranks alone do not help" if would_fit is None else ranks]
+    fixes = [f"give more {room.name}: more ranks alone do not help" if would_fit is None else ranks]
     if needed.get("activations", 0) + needed.get("head", 0) > sum(needed.values()) // 4:
         fixes.append("a smaller trainer.micro_batch_tokens")
     if needed.get("reference"):
