@@ -316,7 +316,7 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     program = (
         "import sys, time\n"
         "import headrace_coordinator.api.http\n"
-        "heavy = ('torch', 'grpc', 'numpy', 'reasoning_gym', 'tensorboardX', 'redis')\n"
+        "heavy = ('torch', 'grpc', 'pyarrow', 'datasets', 'reasoning_gym', 'tensorboardX', 'redis')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -367,7 +367,7 @@ async def test_405_names_the_methods_that_there_are(api, method, path, allowed):
 async def test_a_timeline_has_the_leases_that_the_run_holds_now(api, spec_json):
     run = (await api.post("/v1/runs", json=spec_json)).json()["id"]
     found = (await api.get(f"/v1/runs/{run}/timeline")).json()
-    assert found == {"parts": [], "work": [], "holds": [], "labels": [], "older": False}
+    assert found == {"parts": [], "work": [], "holds": [], "labels": [], "older": False, "tail": None}
     assert (await api.get(f"/v1/runs/{run}/timeline?labels=true")).json() == found
     assert (await api.get(f"/v1/runs/{run}/timeline?steps=0")).status_code == 422
     assert (await api.get("/v1/runs/nobody/timeline")).status_code == 404

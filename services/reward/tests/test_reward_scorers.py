@@ -177,6 +177,13 @@ def test_episode_reads_what_a_rollout_says_of_it():
     check_scorer("episode", {}, Answer("", told))
 
 
+def test_an_episode_of_which_nobody_says_whether_it_succeeded_has_no_score():
+    told = '{"return": 3.0, "success": null, "steps": 50}'
+    assert score("episode", told) == 3
+    with pytest.raises(ValueError, match=r"the environment never said its success .*info\['success'\]"):
+        score("episode", told, of="success")
+
+
 @pytest.mark.parametrize("told", ["42", "[]", '{"steps": 3}', '{"return": NaN}', "reached"])
 def test_episode_judges_nothing_else(told):
     with pytest.raises(ValueError, match="return"):

@@ -5,6 +5,7 @@ dispatch. The ledger alone keeps the state of a slot.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
@@ -18,10 +19,11 @@ from headrace_coordinator.projections.trajectories import is_kept
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.scoring.rewards import Rewards
 from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.step.trajectories import Shown, Trajectory, sampled
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory, failure_of, sampled
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
+log = logging.getLogger(__name__)
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
 """Trajectories of a large response that are taken together: while the next ones are looked at, these are scored."""
@@ -141,10 +143,13 @@ class Receiver:
         elif reason not in FAILED:
             self._attempt.drop(slot.prompt, "ABANDONED", "a segment is too stale or of an abandoned version")
         elif slot.failures < SAMPLE_RETRIES:
+            if why := failure_of(trajectory.received):
+                log.warning("run %s: episode %s is made again: %s", self._context.run_id, slot.key, why)
             self._dispatch.take_back([slot], failed=True)
         else:
-            why = f"failed {slot.failures + 1} times: ended with {common.FinishReason.Name(reason)}"
-            self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", f"sample {slot.sample} {why}")
+            why = failure_of(trajectory.received) or f"ended with {common.FinishReason.Name(reason)}"
+            text = f"sample {slot.sample} failed {slot.failures + 1} times: {why}"
+            self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", text)
 
     def _score(self, trajectory: Trajectory) -> None:
         """Keeps a finished trajectory, and asks for its reward."""

@@ -126,6 +126,8 @@ class Rewards:
             elif not isfinite(result.reward):
                 attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
             else:
+                if result.status == reward.SCORE_STATUS_ANSWER_FAILED:
+                    self._tell_failed(result.detail)
                 trajectory.reward = result.reward
                 if trajectory.shown:
                     trajectory.shown.parts = dict(result.parts)
@@ -134,6 +136,12 @@ class Rewards:
         for prompt, _ in complete:
             self._context.tail.grouped([slot.tokens for slot in attempt.ledger.group(prompt)])
         attempt.settle([group for group in complete if not self._filtered(*group)])
+
+    def _tell_failed(self, detail: str) -> None:
+        """Notes the first answer that a scorer failed at: the run goes on with a reward that nobody gave."""
+        if not self._context.scorer_failed:
+            self._context.scorer_failed = True
+            self._context.note(f"a scorer failed at an answer, which gets reward.failed_reward: {detail}")
 
     def _of_group(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
