@@ -142,6 +142,14 @@ async def test_pause_resume_cancel(api, run_id):
     assert (again.status_code, again.json()["reason"]) == (409, "CONFLICT")
 
 
+async def test_an_ended_run_is_deleted(api, run_id):
+    early = await api.post(f"/v1/runs/{run_id}:delete")
+    assert (early.status_code, early.json()["reason"]) == (409, "CONFLICT")
+    await api.post(f"/v1/runs/{run_id}:cancel")
+    assert (await api.post(f"/v1/runs/{run_id}:delete")).json() == {"id": run_id}
+    assert (await api.get(f"/v1/runs/{run_id}")).status_code == 404
+
+
 async def test_a_change_of_a_run(api, run_id):
     changed = await api.post(f"/v1/runs/{run_id}:set", json={"trainer": {"ranks": 2}})
     assert (changed.status_code, changed.json()["wanted_ranks"]) == (200, 2)

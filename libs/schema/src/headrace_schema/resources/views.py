@@ -306,6 +306,12 @@ class CheckpointListView(Resource):
     next_page_token: str = ""
 
 
+class DeletedView(Resource):
+    """A run that there is no more."""
+
+    id: str
+
+
 class LinkView(Resource):
     """A one-time link to the dashboard."""
 
