@@ -14,6 +14,7 @@ EPISODES = "episodes"
 OF_TEXT = {
     "sampling": "a robot policy draws actions from its own distribution",
     "data.prompt.system": "a policy's instruction has no system message",
+    "data.prompt.longest": "an instruction is no prompt",
     "data.prompt.prefill": "an episode begins with an observation",
     "data.exclude": "start states are no questions",
     "trainer.reference": "no term of it is computed for robot policies",
@@ -30,6 +31,7 @@ OF_TEXT = {
     "evaluation.max_new_tokens": "environment.max_episode_steps bounds an episode",
     "evaluation.baseline_prefill": "an episode begins with an observation",
     "algorithm.truncated": "an episode that is cut counts with the value of what follows",
+    "reward.give": "an episode has no tokens, and its answer no text",
     "reward.truncated_reward": "an episode that is cut keeps its rewards",
     "model.gguf_file": "a robot policy is policy.json and model.safetensors",
     "model.max_context": "environment.max_episode_steps bounds an episode",

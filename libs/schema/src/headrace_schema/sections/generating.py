@@ -85,6 +85,11 @@ class PromptSection(Section):
     prefill: str = Field(
         default="", description="text that begins the assistant's answer and counts as prompt"
     )
+    longest: Tokens | None = Field(
+        default=None,
+        description="tokens of the longest prompt that is trained: longer ones are dropped in their turn, and replaced "
+        "as algorithm.options.max_refill says; default: what model.max_context takes",
+    )
     template_arguments: dict[str, Any] = Field(
         default_factory=dict,
         description="given to the chat template beside the messages, such as enable_thinking or tools",

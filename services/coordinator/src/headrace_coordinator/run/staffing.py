@@ -182,7 +182,14 @@ class Staffing:
     def _rollout_config(self) -> str:
         elsewhere = bool(self.workers.spec.placement.reply)
         replays = self.workers.spec.algorithm.options.get("routing_replay") is True
-        config = RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere, routed_experts=replays)
+        raw = "tokens" in self._fitted.reward.give
+        config = RolloutConfig.of(
+            self._fitted,
+            replies_elsewhere=elsewhere,
+            routed_experts=replays,
+            longest_prompt=self._fitted.data.prompt.longest,
+            raw_texts=raw,
+        )
         return config.model_dump_json()
 
     def _trainer_config(self) -> str:

@@ -164,6 +164,12 @@ async def judge(
         else:
             item = items[each.sample.prompt_ordinal]
             made.append(score_item(item, each, sampled(each)[0], evaluation=True))
+    if "group" in context.spec.reward.give:
+        groups = defaultdict[int, list[str]](list)
+        for asked in sorted(made, key=lambda asked: _key(asked.sample)):
+            groups[asked.sample.prompt_ordinal].append(asked.completion)
+        for asked in made:
+            asked.group.extend(groups[asked.sample.prompt_ordinal])
     found += await score_all(context.staffing, made)
     return {_key(score.sample): score for score in found}
 

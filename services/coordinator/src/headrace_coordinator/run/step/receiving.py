@@ -139,7 +139,13 @@ class Receiver:
         """Has the sample made again, or drops its group."""
         slot, reason = trajectory.slot, trajectory.received.finish_reason
         if reason == common.FINISH_REASON_PROMPT_TOO_LONG:
-            self._attempt.drop(slot.prompt, "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
+            longest = self._context.spec.data.prompt.longest
+            what = (
+                f"data.prompt.longest, {longest} tokens, or model.max_context"
+                if longest
+                else "model.max_context"
+            )
+            self._attempt.drop(slot.prompt, "PROMPT_TOO_LONG", f"the prompt does not fit {what}")
         elif reason not in FAILED:
             self._attempt.drop(slot.prompt, "ABANDONED", "a segment is too stale or of an abandoned version")
         elif slot.failures < SAMPLE_RETRIES:

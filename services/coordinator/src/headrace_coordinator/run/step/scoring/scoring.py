@@ -25,8 +25,11 @@ LOOK_S = 5.0
 def score_item(
     item: DataItem, message: common.Trajectory, tokens: int, *, evaluation: bool
 ) -> reward.ScoreItem:
-    """What a reward instance needs of a trajectory, of which a policy sampled `tokens`."""
-    return reward.ScoreItem(
+    """What a reward instance needs of a trajectory, of which a policy sampled `tokens`.
+
+    The texts with special tokens are taken out of the trajectory: nobody else reads them.
+    """
+    asked = reward.ScoreItem(
         sample=message.sample,
         attempt=message.attempt,
         prompt=item.question,
@@ -38,6 +41,15 @@ def score_item(
         evaluation=evaluation,
         messages=[common.ChatMessage(role=turn["role"], content=turn["content"]) for turn in item.messages],
     )
+    if message.raw_prompt_text or message.raw_completion_text:
+        prompt, *rest = (segment.tokens.token_ids for segment in message.segments)
+        asked.prompt_ids.extend(prompt)
+        for ids in rest:
+            asked.completion_ids.extend(ids)
+        asked.raw_prompt, asked.raw_completion = message.raw_prompt_text, message.raw_completion_text
+        message.ClearField("raw_prompt_text")
+        message.ClearField("raw_completion_text")
+    return asked
 
 
 class Scoring:
