@@ -61,6 +61,7 @@ async def test_the_event_loop_goes_on_while_a_large_data_set_is_submitted(many_r
             longest = max(longest, time.perf_counter() - due)
 
     watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)  # It is waiting by now: what blocks the loop from here on is measured.
     began = time.perf_counter()
     dataset = await open_dataset(spec)
     assert problems_of(Submission(spec, FLEET, dataset), LOCAL) == []
@@ -69,6 +70,7 @@ async def test_the_event_loop_goes_on_while_a_large_data_set_is_submitted(many_r
         count - 10,
     )
     seconds = time.perf_counter() - began
+    await asyncio.sleep(0.02)
     watching.cancel()
     assert dataset.train_size == count - spec.data.heldout
     assert longest < max(0.1, seconds / 6), f"{longest:.2f} s of {seconds:.2f} s"
