@@ -36,12 +36,17 @@ class Accumulation:
         groups: int = 1,
         shared: bool = True,
         lora: dict[str, Any] | None = None,
+        backend_options: dict[str, Any] | None = None,
     ) -> None:
         self._config = TrainerConfig.model_validate(
             {
                 "model": {"path": str(model), "dtype": dtype},
                 "algorithm": {"group_size": group_size, "prompts_per_step": groups},
-                "trainer": {"shared_prefix": shared, "lora": lora},
+                "trainer": {
+                    "shared_prefix": shared,
+                    "lora": lora,
+                    "backend_options": backend_options or {},
+                },
             }
         )
         self._rank = Rank(self._config, trainer_group)

@@ -101,15 +101,21 @@ class Fleet:
         # `timeout` ends a script so, and by default nothing below would run: the fleet would stay.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         started = time.perf_counter()
-        where = ("--data-dir", str(self.data_dir), "--port", str(free_port()))
+        self._port = str(free_port())
         try:
-            answer = headrace("up", "--json", *where, *self._options, environment=self._environment)
+            self.up()
         except BaseException:
             self._end()
             raise
         self.up_s = time.perf_counter() - started
-        self.ready = json.loads(answer)
         return self
+
+    def up(self) -> None:
+        """`headrace up`; once more where its launcher was killed."""
+        where = ("--data-dir", str(self.data_dir), "--port", self._port)
+        self.ready = json.loads(
+            headrace("up", "--json", *where, *self._options, environment=self._environment)
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,8 +137,13 @@ class Fleet:
         """Address of the fleet's store."""
         return str(self._state["redis_url"])
 
+    @property
+    def launcher(self) -> int:
+        """Process id of the launcher."""
+        return int(self.ready["launcher_pid"])
+
     def process(self, kind: str) -> int:
-        """Id of the first process of a kind."""
+        """Id of the first process of a kind; 0 while it is not started again."""
         return next(int(item["pid"]) for item in self._state["processes"] if item["kind"] == kind)
 
     def processes(self) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from _harness import emit, machine, say
-from headrace_coordinator.data.dataset import forget_read, open_dataset
+from headrace_coordinator.data.dataset import forget_items, open_dataset
 from headrace_schema.spec import RunSpec
 
 ROWS, HELDOUT = 1_000_000, 1000
@@ -76,7 +76,7 @@ async def opened(path: Path, rows: int) -> dict[str, float]:
     assert dataset.train_size == rows - HELDOUT
     held = resident() - before
     del dataset
-    forget_read()
+    forget_items()
     figures = {
         "rows_per_s": rows / seconds,
         "bytes_per_row": held / rows,

@@ -1,10 +1,14 @@
-"""What the coordinator keeps of what is past: `python benchmarks/growth.py [--slots N]`.
+"""What the coordinator keeps of what is past: `python benchmarks/growth.py [--slots N]`; `--runs 100`: every service.
 
 A coordinator in a process of its own, with the embedded store, works with imaginary instances behind real gRPC
 servers; eight runs follow each other, in steps of 128 slots. Prints one JSON line: `bytes_per_slot` (slope of the
 coordinator's resident set from a fifth of the slots on), `store_bytes_per_slot` (the same of the store's
 `used_memory`), `coordinator_us_per_slot` (CPU time), `certificates_ms` (a page of 50, the slowest of the first, a
 middle and the last one), `run_ms` (a run's view) and `restart_s` (SIGKILL to an answer over HTTP).
+
+With `--runs`, so many small runs (forks, robots and data sets of their own among them) follow each other on a real
+fleet: `SERVICE_growth` is a service's resident set after the last run over that after the tenth, `worst_growth` the
+largest of these.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 
 import psutil
 import redis
+from _growth_runs import FIRST, growth_of
 from _harness import emit, free_port, machine, say
 from headrace_cli.launcher.store import store_command, store_url
 
@@ -136,9 +141,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slots", type=int, default=1_000_000, help="slots over all runs")
+    parser.add_argument("--runs", type=int, help="small runs on a real fleet instead; more than ten")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     say(machine())
+    if options.runs is not None:
+        if options.runs <= FIRST:
+            parser.error(f"--runs: more than {FIRST}")
+        emit("growth", growth_of(options.runs))
+        return
     with tempfile.TemporaryDirectory(prefix="headrace-growth-") as directory:
         system = System(Path(directory))
         try:

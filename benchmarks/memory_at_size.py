@@ -28,7 +28,7 @@ from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, Measured, measure, planned
 from headrace_fake_world.tracker import Phase
-from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import LEADERS, MemoryPlan, host_bytes
 

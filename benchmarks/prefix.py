@@ -73,8 +73,8 @@ def row(dtype: str, times: Times) -> tuple[object, ...]:
     return dtype, median(times[True]), median(times[False]), speedup(times)
 
 
-def write_model(directory: Path) -> Path:
-    """SmolLM2-135M's shape with random weights."""
+def write_model(directory: Path, layers: int = 30) -> Path:
+    """SmolLM2-135M's shape with random weights, with so many layers."""
     import torch
     from headrace_modelkit.loading import save_model
     from headrace_modelkit.presets.tiny import character_tokenizer
@@ -85,7 +85,7 @@ def write_model(directory: Path) -> Path:
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=30,
+        num_hidden_layers=layers,
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=8192,

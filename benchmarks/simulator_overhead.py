@@ -144,9 +144,8 @@ def plain_environment(setting: Setting) -> Any:
     from gymnasium import spaces
     from headrace_simulator import backends
 
-    made = backends.create(setting.backend).make(
-        setting.name, setting.options, own_time_limit=False, dense=False
-    )
+    backend: Any = backends.create(setting.backend)  # of one that acts
+    made = backend.make(setting.name, setting.options, own_time_limit=False, dense=False)
 
     class Plain(gymnasium.Env[Any, Any]):
         def __init__(self) -> None:

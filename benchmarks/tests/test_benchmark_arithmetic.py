@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import recovery
+from _growth_runs import figures as growth_of_sizes
 from _harness import emit
 from _pipeline import Contention, StepTimes, ideal_end, ideal_wall, overlap_share, read_steps
 from modes import Found, compare, scaled, seconds_of
@@ -125,3 +127,17 @@ def test_the_only_line_on_standard_output_is_json(capsys):
         "benchmark": "example",
         "figures": {"share": 0.812346, "missing": None},
     }
+
+
+def test_a_standstill_is_the_longest_time_without_a_commit_from_the_kill_on():
+    commits = [(10.2, 7), (15.2, 6), (15.4, 7), (16.0, 8)]  # one in flight, then a rewind
+    assert recovery.standstill(10.0, commits) == pytest.approx(5.0)
+    assert recovery.caught_up(10.0, 7, commits) == pytest.approx(6.0)
+    found = recovery.figures({"trainer": [5.0, 3.0, 9.0], "store": []}, [6.0], 10.0, 9.0)
+    assert (found["trainer_p50_s"], found["trainer_max_s"], found["effective_share"]) == (5.0, 9.0, 0.9)
+    assert "store_p50_s" not in found
+
+
+def test_growth_is_after_the_last_runs_over_after_the_tenth():
+    sizes = {"trainer": [9.0] * 7 + [2.0] * 3 + [8.0] * 5 + [3.0] * 3, "reward": [1.0] * 18}
+    assert growth_of_sizes(sizes) == {"trainer_growth": 1.5, "reward_growth": 1.0, "worst_growth": 1.5}

@@ -271,6 +271,12 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     assert spec["algorithm"]["options"]["critic_path"] == str(tmp_path / "models" / "m")
     assert spec["trainer"]["reference"]["path"] == str(tmp_path / "models" / "m")
     assert spec["reply"]["path"] == f"{Path.home()}/nowhere"
+    file.write_text(
+        "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {tools: [mine.py:score]}}"
+    )
+    environment = load_spec(file)["environment"]
+    assert environment["tasks"] == [f"{tmp_path / 'mine.py'}:Game", "tools", "suite/0"]
+    assert environment["options"]["tools"] == [f"{tmp_path / 'mine.py'}:score"]
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))
     monkeypatch.chdir(tmp_path)
     assert load_spec({"model": {"path": "$MODELS/m"}})["model"]["path"] == str(tmp_path / "models" / "m")

@@ -29,6 +29,9 @@ VIEWS = {
     "fleet": ("#/fleet", ".devices li"),
     "compare": ("#/compare?runs=done-1,failed-1", ".chart"),
     "submit": ("#/submit", ".section"),
+    "evaluations": ("#/evaluations", "tbody tr"),
+    "evaluation": ("#/evaluations/eval-0", ".trajectory"),
+    "evaluations compared": ("#/evaluations?compare=eval-0,eval-1", ".trajectory"),
 }
 
 
@@ -41,8 +44,10 @@ def crowd(tmp_path_factory):
     write_trajectories(directory / "done-1", 12, 64, HOSTILE)
     write_timeline(directory / "done-1", 120)
     write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
+    for number in range(2):
+        write_trajectories(directory / f"eval-{number}", 1, 48, HOSTILE, better=number)
     many = [(f"many-{number}", "SUCCEEDED") for number in range(MANY)]
-    with CrowdServer(Crowd([*RUNS, *many]), directory) as server:
+    with CrowdServer(Crowd([*RUNS, *many], ["eval-0", "eval-1"]), directory) as server:
         yield server
 
 
@@ -170,6 +175,35 @@ def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, 
         assert "0.66 in the mean" in panel.inner_text()
     page = opened(open_page, crowd, "proof")
     assert page.get_by_role("heading", name="Staleness").count() == 0
+
+
+def test_evaluations_are_chosen_and_compared_item_by_item(crowd, open_page):
+    """Of twelve items each third got a reward that is one higher."""
+    page = opened(open_page, crowd, "evaluations")
+    for name in ("eval-0", "eval-1"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Compare 2").click()
+    page.get_by_text("4 items got other rewards").wait_for()
+    cells = page.get_by_role("region", name="Differences").locator("tbody td").all_inner_texts()
+    assert [cell.strip() for cell in cells] == [
+        "0.5", "0.6", "+0.1", "−0.05 to +0.25", "3", "1", "8", "0.625",
+    ]  # fmt: skip
+    page.locator(".trajectory summary").first.click()
+    assert page.locator(".trajectory .side article").count() == 2
+    assert page.locator("main img, main script").count() == 0, "hostile text is no markup"
+
+
+def test_an_evaluation_shows_its_figures_and_answers_and_is_a_run_too(crowd, open_page):
+    page = opened(open_page, crowd, "evaluation")
+    figures = page.get_by_role("region", name="Figures", exact=True).locator("tbody tr").all_inner_texts()
+    assert [row.split()[0] for row in figures] == ["greedy", "pass@4"] and "0.4 to 0.7" in figures[0]
+    assert page.get_by_role("region", name="Figures by task").locator("tbody tr").count() == 2
+    page.get_by_label("Step", exact=True).fill("1")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.wait_for_url("**/#/evaluations/eval-0?step=1")
+    page.locator(".trajectory").first.wait_for()
+    page.get_by_role("link", name="Events and timeline").click()
+    page.wait_for_url("**/#/runs/eval-0")
 
 
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):

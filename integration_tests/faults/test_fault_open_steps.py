@@ -103,7 +103,11 @@ def test_a_killed_process_loses_nothing_of_the_open_steps(fleet: Fleet, stale, g
     fleet.replaced(instance, killed)
     found = audit(fleet, fleet.succeed(run))
     assert len(found.trained) == STEPS * BATCH and not found.dropped
-    assert found.rewinds == (1 if instance == "trainer-0" else 0)
+    # A run whose only rollout is away for long gives its devices back, and restores when it has them again.
+    left = sum(
+        each.type == "run_state_changed" and each.data["state"] == "QUEUED" for each in fleet.events(run)
+    )
+    assert found.rewinds == left + (instance == "trainer-0")
     tokens, worst = stale_tokens(found)
     assert tokens and 1 <= worst <= 2, "nothing was made ahead of its step"
     opened = {event.data["step"] for event in fleet.events(run) if event.type == "step_opened"}

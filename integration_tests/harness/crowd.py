@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,15 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
+from headrace_schema.resources.evaluations import (
+    ComparisonView,
+    DifferenceView,
+    EvaluationRunView,
+    ModeView,
+    SuiteResultView,
+    TaskView,
+    VideoListView,
+)
 from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
 from headrace_schema.resources.views import (
@@ -54,8 +63,9 @@ def reward_at(step: int) -> float:
 class Crowd:
     """All parts of a coordinator with runs of given (id, state), the newest first; of writes only checks and drains."""
 
-    def __init__(self, runs: list[tuple[str, str]]) -> None:
+    def __init__(self, runs: list[tuple[str, str]], evaluations: Sequence[str] = ()) -> None:
         self.states = dict(runs)
+        self.evaluations = evaluations
         self.drained: list[str] = []
         self.reads = self.past = self.suites = self.submissions = self
         self.run_changes = self.instance_changes = self.vitals = self
@@ -64,9 +74,9 @@ class Crowd:
         return Counter(self.states.values())
 
     def run(self, run_id: str) -> RunView:
-        if run_id not in self.states:
+        if run_id not in self.states and run_id not in self.evaluations:
             raise Refused("NOT_FOUND", f"there is no run {run_id}")
-        state = self.states[run_id]
+        state = self.states.get(run_id, "SUCCEEDED")
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -133,6 +143,38 @@ class Crowd:
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         step = self.run(run_id).step
         return [CheckpointView(name=f"step-{step}", version=policy(step), step=step, size_bytes=10**9)]
+
+    def suite_evaluations(self, size: int, after: str) -> tuple[list[EvaluationRunView], None]:
+        return [self.suite_evaluation(name) for name in self.evaluations][:size], None
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        if evaluation_id not in self.evaluations:
+            raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id}")
+        better = 0.1 * list(self.evaluations).index(evaluation_id)
+        modes = [ModeView(mode=mode, score=0.5 + better, low=0.4, high=0.7) for mode in ("greedy", "pass@4")]
+        tasks = [
+            TaskView(task=task, variant="dim", items=6, score=0.5, low=0.2, high=0.8)
+            for task in ("add", "sub")
+        ]
+        return EvaluationRunView(
+            name=f"evaluations/{evaluation_id}", id=evaluation_id, state="SUCCEEDED", reason="12 items answered",
+            created_at=NOW, started_at=NOW + 3, finished_at=NOW + 63, waiting_for=[], recoveries=0,
+            suite="gsm_symbolic", model="owner/model", checkpoint_run="done-1", checkpoint_step=120, items=12,
+            samples=4, answers=48, answers_total=48, versions={"reasoning-gym": "0.1.25"}, spec={"suite": {}},
+            result=SuiteResultView(
+                modes=modes, tasks=tasks, parts={"exact": 0.5 + better}, answers=48, truncated=0.02, tokens_mean=24.0
+            ),
+        )  # fmt: skip
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        return VideoListView(videos=[])
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        found = DifferenceView(
+            mode="greedy", first=0.5, second=0.6, difference=0.1, low=-0.05, high=0.25, wins=3, losses=1, ties=8,
+            p_value=0.625,
+        )  # fmt: skip
+        return ComparisonView(first=first, second=second, items=12, differences=[found])
 
     async def drain(self, name: str, idempotency_key: str) -> str:
         self.drained.append(name)
@@ -224,12 +266,13 @@ def ahead(step: int) -> CertificateView:
     return certificate(step).model_copy(update=changed)
 
 
-def settled(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:
-    """A trajectory that says `text`."""
+def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> SettledTrajectory:
+    """A trajectory that says `text`; with `better` that of each third prompt has a reward that is so much higher."""
     return SettledTrajectory(
         step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
-        completion=text, reference=text, reward=(prompt + sample) % 4 / 4, parts={"exact": 0.5}, finish_reason="EOS",
-        tokens=24, versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
+        completion=text, reference=text, reward=(prompt + sample) % 4 / 4 + better * (prompt % 3 == 0),
+        parts={"exact": 0.5}, finish_reason="EOS", tokens=24,
+        versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
         log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
     )  # fmt: skip
 
@@ -241,13 +284,13 @@ def places(text: str, tokens: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def write_trajectories(directory: Path, steps: int, per_step: int, text: str) -> None:
+def write_trajectories(directory: Path, steps: int, per_step: int, text: str, better: int = 0) -> None:
     """Files of a run as the coordinator writes them: groups of four."""
     directory.mkdir(parents=True)
     file = TrajectoryFile(directory, per_step, 16 << 20, 100)
     for step in range(1, steps + 1):
         first = (step - 1) * per_step // 4
-        file.append([settled(step, first + n // 4, n % 4, text) for n in range(per_step)])
+        file.append([settled(step, first + n // 4, n % 4, text, better) for n in range(per_step)])
 
 
 def write_timeline(directory: Path, steps: int) -> None:

@@ -98,7 +98,7 @@ def trainer_layout(file: Path, sets: list[str], gpu_gib: float, host_gib: float 
     if "model" not in document:
         raise user_error("--gpu-gib", "the file is no run spec and names no model", "leave it out")
     run = RunSpec.model_validate(document)
-    if run.environment is not None or run.trainer.backend != "fsdp":
+    if run.workflow == "embodied" or run.trainer.backend != "fsdp":
         raise user_error(
             "--gpu-gib", "only the backend fsdp chooses how a model lies on its ranks", "leave it out"
         )

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from headrace_modelkit import products
-from headrace_modelkit.products import product, use_fp32_products
+from headrace_modelkit.products import WideLayers, product, use_fp32_products
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -47,3 +47,36 @@ def test_other_types_and_devices_are_left_alone():
     halves = given.bfloat16(), plain.weight.detach().bfloat16()
     exact = (halves[0].double() @ halves[1].double()).bfloat16()
     assert torch.allclose(product(*halves).float(), exact.float(), rtol=1 / 128)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_kept_copies_give_the_same_values_until_the_next_version(bias):
+    torch.manual_seed(0)
+    kept, plain = (nn.Sequential(nn.Linear(24, 40, bias=bias), nn.GELU()).bfloat16() for _ in range(2))
+    use_fp32_products(plain, CPU)
+    layers = WideLayers(kept)
+    given = torch.linspace(-1, 1, 3 * 24).reshape(3, 24).bfloat16()
+    with torch.inference_mode():
+        for version in (1.0, 2.0):
+            for model in (kept, plain):
+                for weight in model.parameters():
+                    weight.copy_(torch.linspace(-version, version, weight.numel()).reshape(weight.shape))
+            layers.adopt()
+            assert torch.equal(kept(given), plain(given))
+        assert kept[0].wide[0].dtype == torch.float32
+        layers.free()
+        assert kept[0].wide == [None, None]
+        layers.adopt()
+        assert torch.equal(kept(given), plain(given))
+
+
+def test_no_copies_are_kept_of_other_types_or_where_the_cpu_has_the_instructions(monkeypatch):
+    plain = nn.Linear(4, 4)
+    WideLayers(plain).adopt()
+    given = torch.randn(2, 4)
+    assert torch.equal(plain(given), nn.functional.linear(given, plain.weight, plain.bias))
+    assert plain.wide == [None, None]
+    monkeypatch.setattr(products, "has_bf16_products", lambda: True)
+    able = nn.Linear(4, 4).bfloat16()
+    WideLayers(able).adopt()
+    assert not {"wide", "forward"} & vars(able).keys()

@@ -24,6 +24,24 @@ def embodied(seed: int, rollouts: int = 2, steps: int = 6) -> RunSpec:
     )
 
 
+def agentic(seed: int, rollouts: int = 2, steps: int = 6) -> RunSpec:
+    """A run of conversations, with two kinds of environments."""
+    return RunSpec.model_validate(
+        {
+            "name": "talks",
+            "workflow": "agentic",
+            "seed": seed,
+            "steps": steps,
+            "model": {"path": "model"},
+            "environment": {"tasks": ["games.py:Guess", "tools"], "count": 8},
+            "data": {"heldout": 4, "options": {"starts": 40}},
+            "algorithm": {"group_size": 4, "prompts_per_step": 4},
+            "rollout": {"instances": rollouts},
+            "evaluation": {"every": 2},
+        }
+    )
+
+
 class Robots(World):
     """A fleet with two simulators; what happens to them is up to the test."""
 
@@ -50,6 +68,14 @@ class Robots(World):
 
     def events(self, kind: type) -> list:
         return [event for event in self.store.log if isinstance(event, kind)]
+
+
+class Talks(Robots):
+    """The same fleet with a run of conversations."""
+
+    def __init__(self, seed: int, strikes: int = 0) -> None:
+        super().__init__(seed, strikes)
+        self.spec = agentic(seed)
 
 
 class Scaled(Robots):

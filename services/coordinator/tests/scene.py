@@ -53,6 +53,9 @@ class Scene(World):
         return self.log(ev.StepCommitted)[0].run
 
     def state(self, run):
+        """Of a run; "" while there is no coordinator."""
+        if self.coordinator is None:
+            return ""
         state = self.coordinator.event_log.state
         return state.runs[run].state if run in state.runs else state.ended[run].state
 

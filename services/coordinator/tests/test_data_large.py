@@ -10,7 +10,7 @@ from headrace_coordinator.api.submission.rules import LOCAL, problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.data import dataset as datasets
-from headrace_coordinator.data.dataset import LARGE, forget_read, open_dataset
+from headrace_coordinator.data.dataset import LARGE, forget_items, open_dataset
 from headrace_schema.spec import RunSpec
 from scene import Scene, ends
 from submission_parts import FLEET
@@ -51,7 +51,7 @@ async def test_the_event_loop_goes_on_while_a_large_data_set_is_submitted(many_r
     if more == "suite":
         fields["data"]["heldout"] = 0
     spec, longest = RunSpec.model_validate(fields), 0.0
-    forget_read()
+    forget_items()
 
     async def watch():
         nonlocal longest
@@ -112,7 +112,7 @@ def test_a_step_finds_its_items_in_a_thread_where_there_are_many(monkeypatch):
 
 def test_rows_lie_in_files_and_not_in_memory(rows_of):
     spec = rows_of(count := 3000)  # Counting each allocation takes ten times as long as reading.
-    forget_read()
+    forget_items()
     tracemalloc.start()
     try:
         data = Dataset.open(spec.data, 0)
@@ -120,7 +120,7 @@ def test_rows_lie_in_files_and_not_in_memory(rows_of):
         held, _ = tracemalloc.get_traced_memory()
         assert held / count < 200, "bytes a row"
         del data
-        forget_read()
+        forget_items()
         left, _ = tracemalloc.get_traced_memory()
         assert left / count < 20, "given back"
     finally:

@@ -6,7 +6,7 @@ import pytest
 from embodied_parts import embodied
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
-from headrace_coordinator.fleet.deaths import MOST_DEATHS
+from headrace_coordinator.fleet.deaths import MOST_DEATHS, TURN_S
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.simulator import Simulator
@@ -37,9 +37,12 @@ class Neighbours(Scene):
         await self.until(lambda: len(self.log(ev.StepCommitted)) > made + 2)
         await self.users.intend(other, run_states.CANCEL)
 
+    def is_evil(self, run):
+        return bool(self.evil) and run.removeprefix("runs/") == self.evil
+
     def dies_of(self, run, instance):
         """Whether an instance ends now, since it runs the code of `run`."""
-        evil = bool(self.evil) and run.removeprefix("runs/") == self.evil
+        evil = self.is_evil(run)
         if evil and instance.alive:
             self.deaths += 1
             self.spawn(self.kill(instance.incarnation))
@@ -56,16 +59,18 @@ def check(scene, states, named):
     assert not charged, charged
     moves = [event.state for event in scene.log(ev.RunStateChanged) if event.run == other]
     assert moves == ["PLANNING", "RUNNING", "CANCELLING", "CANCELLED"] and trained_once(scene, other)
-    notes = [event for event in scene.log(ev.Noted) if "died while code of this run alone" in event.text]
-    assert {event.run for event in notes} == {scene.evil}
+    assert {event.run for event in scene.log(ev.DeathCharged)} == {scene.evil}
 
 
-def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_not(monkeypatch):
+def ends_as_it_scores(scene, monkeypatch, after_s=0.0):
+    """States of the runs of a scene in which a reward instance ends `after_s` after each question of the evil run."""
     scores = Reward.Score
 
     async def score(self, requests):
         async def looked_at():
             async for request in requests:
+                if after_s and scene.is_evil(request.header.run):
+                    await asyncio.sleep(after_s)
                 if scene.dies_of(request.header.run, self):
                     await asyncio.Event().wait()
                 yield request
@@ -73,10 +78,35 @@ def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_n
         async for response in scores(self, looked_at()):
             yield response
 
-    scene = Neighbours(steps=10_000)
     monkeypatch.setattr(Reward, "Score", score)
-    states = ends(scene)
+    return ends(scene)
+
+
+def test_a_scorer_that_ends_the_reward_service_is_charged_and_its_neighbour_is_not(monkeypatch):
+    scene = Neighbours(steps=10_000)
+    states = ends_as_it_scores(scene, monkeypatch)
     check(scene, states, scene.specs[0].reward.scorers[0].name)
+
+
+def test_a_scorer_that_outlasts_its_turn_before_it_ends_the_service_is_charged_alone(monkeypatch):
+    scene = Neighbours(steps=10_000)
+    states = ends_as_it_scores(scene, monkeypatch, TURN_S + 5.0)
+    assert states[scene.evil] == "FAILED"
+    assert {event.run for event in scene.log(ev.DeathCharged)} == {scene.evil}
+
+
+def test_a_restarted_coordinator_goes_on_counting(monkeypatch):
+    async def watch(scene):
+        task = asyncio.ensure_future(scene.watch(scene))
+        await scene.until(lambda: len(scene.log(ev.DeathCharged)) == MOST_DEATHS - 2)
+        await scene.kill_coordinator(0.5)
+        await task
+
+    scene = Neighbours(steps=10_000)
+    scene.play = watch
+    states = ends_as_it_scores(scene, monkeypatch)
+    assert states[scene.evil] == "FAILED"
+    assert [event.count for event in scene.log(ev.DeathCharged)] == [*range(1, MOST_DEATHS + 1)]
 
 
 def test_a_scorer_that_ends_the_reward_service_as_it_loads_is_charged(monkeypatch):

@@ -8,21 +8,23 @@ import socket
 import httpx
 import pytest
 import uvicorn
+from headrace_coordinator import serving
 
 
 @pytest.fixture
-async def server(api_app):
+async def server(api_app, monkeypatch):
     """A real server on a free port; yields its URL."""
-    listening = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "UNREAD_S", 1.0)
+    listening = serving.listen("127.0.0.1", 0)
     config = uvicorn.Config(api_app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     http = uvicorn.Server(config)
     http.install_signal_handlers = lambda: None
-    serving = asyncio.create_task(http.serve(sockets=[listening]))
+    served = asyncio.create_task(http.serve(sockets=[listening]))
     while not http.started:  # noqa: ASYNC110  uvicorn has no event to wait for
         await asyncio.sleep(0.01)
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     http.should_exit = http.force_exit = True
-    await serving
+    await served
     listening.close()
 
 
@@ -113,6 +115,43 @@ async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_coordi
         assert not closed.is_set()
     async with asyncio.timeout(5):
         await closed.wait()
+
+
+async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id(
+    server, run_id, fake_coordinator
+):
+    """It takes no more than what buffers hold, and is not waited for."""
+    taken, closed = [], asyncio.Event()
+    events = fake_coordinator.events
+
+    async def watched(*arguments):
+        try:
+            async for event in events(*arguments):
+                taken.append(event.id)
+                yield event
+        finally:
+            closed.set()
+
+    fake_coordinator.events = watched
+    host, port = server.removeprefix("http://").split(":")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((host, int(port)))
+        reader.sendall(f"GET /v1/runs/{run_id}/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        for _ in range(400):
+            await fake_coordinator.emit(run_id, "Noted", text="x" * 60_000)
+        async with asyncio.timeout(10):
+            await closed.wait()
+        assert len(taken) < 200, "what a reader leaves unread is bounded"
+        head = reader.recv(4096)
+        with pytest.raises(ConnectionError):
+            while reader.recv(1 << 20):
+                pass
+    assert b"id: 1\n" in head
+    fake_coordinator.events = events
+    await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
+    async with listening_to(server, run_id, headers={"Last-Event-ID": "1"}) as lines:
+        assert await ids(lines) == [*range(2, 402)]
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", str(2**63), "9" * 5000])

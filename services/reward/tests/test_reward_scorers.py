@@ -184,6 +184,18 @@ def test_an_episode_of_which_nobody_says_whether_it_succeeded_has_no_score():
         score("episode", told, of="success")
 
 
+def test_episode_reads_what_an_environment_gave_for_a_conversation():
+    """Whatever its last turn is: JSON, or nothing at all."""
+    episode = {"return": 1.5, "success": True, "steps": 2, "rewards": [0.5, 1.0]}
+    for said in ("It is 6.", "", '{"return": 9}'):
+        answer = Answer("2 * 3?", said, "6", episode=episode)
+        found = [
+            scorers.choose("episode", {"of": of}).build().score(answer)
+            for of in ("return", "success", "steps")
+        ]
+        assert found == [1.5, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("told", ["42", "[]", '{"steps": 3}', '{"return": NaN}', "reached"])
 def test_episode_judges_nothing_else(told):
     with pytest.raises(ValueError, match="return"):

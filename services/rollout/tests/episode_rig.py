@@ -109,7 +109,17 @@ async def open_robot(rollout, policy=PENDULUM, **environment):
     )
 
 
-async def open_pool(address, name="Pendulum-v1", *, count=4, options=None, task="", **fields):
+async def open_pool(
+    address,
+    name="Pendulum-v1",
+    *,
+    count=4,
+    options=None,
+    task="",
+    backend="gymnasium",
+    step_timeout_s=20,
+    **fields,
+):
     """Opens a pool at a simulator, as the coordinator does."""
     async with dial(address, token=None) as channel:
         header = common_pb2.CommandHeader()
@@ -117,10 +127,10 @@ async def open_pool(address, name="Pendulum-v1", *, count=4, options=None, task=
         header.request_id = uuid.uuid4().hex
         request = simulator_pb2.OpenPoolRequest(
             header=header,
-            environment=simulator_pb2.Environment(backend="gymnasium", name=name),
+            environment=simulator_pb2.Environment(backend=backend, name=name),
             count=count,
             options_json=json.dumps(options or {}),
-            step_timeout=duration_pb2.Duration(seconds=20),
+            step_timeout=duration_pb2.Duration(seconds=step_timeout_s),
             **{"max_episode_steps": 12, "processes": 2, **fields},
         )
         opened = await simulator_pb2_grpc.SimulatorServiceStub(channel).OpenPool(

@@ -148,6 +148,12 @@ class PoolClient:
     async def reset(self, environment=0, **fields):
         return (await self.send(self.reset_operation(environment, **fields)))[environment]
 
+    async def say(self, content, environment=0, *, index=None):
+        index = self.next_index.get(environment, 0) if index is None else index
+        turn = simulator_pb2.AssistantTurn(content=content)
+        operation = simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, turn=turn)
+        return (await self.send(operation))[environment]
+
     async def act(self, action, environment=0, **fields):
         return (await self.send(self.action_operation(action, environment, **fields)))[environment]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.backends.fsdp.layout import Layout, candidates, check_run
+from headrace_trainer.backends.fsdp.layouts.layout import Layout, candidates, check_run
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from safetensors.torch import load_file
@@ -159,6 +159,8 @@ def test_layouts_are_tried_from_the_cheapest_on():
     ]
     assert not any("offload" in each for each in tried({}, on_gpu=False))
     assert all("shard_ranks: 8" in each for each in tried({}, ranks=8)), "no copies on one host"
+    divided = tried({"expert_parallel": 8})
+    assert len(divided) == 6 and all("shard_ranks: 32" in each for each in divided), "experts have one copy"
 
 
 def test_what_is_fixed_stays_so_in_all_that_is_tried():

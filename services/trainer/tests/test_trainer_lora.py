@@ -14,7 +14,7 @@ from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
-from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import Room, Rooms
 from merged_models import base_model, merged

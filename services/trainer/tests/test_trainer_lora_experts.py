@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from backend_cases import config, part, walk_cases
-from headrace_modelkit.loading import save_model
+from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.lora import is_adapter
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_moe
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import Room, Rooms
 from merged_models import base_model, merged
 from peft import PeftModel
@@ -123,6 +128,24 @@ def test_the_memory_plan_is_what_the_backend_has(make_moved):
     assert plan["frozen weights"] == sum(tensor.nbytes for tensor in frozen.values())
     assert plan["gathered weights"] == plan["masters"]
     assert plan["merged experts"] == frozen["model.layers.0.mlp.experts.gate_up_proj"].nbytes
+
+
+def test_a_rank_that_divides_experts_is_planned_with_its_share(make_config, models):
+    path = str(models["qwen3_moe"])
+    config = TrainerConfig.model_validate(
+        make_config(model={"path": path, "dtype": "float32"}, trainer={"lora": BOTH, "ranks": 2})
+    )
+
+    def planned(expert_parallel: int) -> Mapping[str, int]:
+        options = FsdpOptions(expert_parallel=expert_parallel, shard="state")
+        return choose_layout(config, build_algorithm(config.algorithm), options, 2, 2, ROOMY)[1].host
+
+    whole, share = planned(1), planned(2)
+    assert share["merged experts"] == whole["merged experts"] / 2
+    # Experts of both layers, with A and B of each of them: half stays with the other rank.
+    shapes = [own.shape for name, own in state_tensors(load_model(config.model)) if ".experts." in name]
+    elements = sum(count * (outputs * inputs + 4 * (outputs + inputs)) for count, outputs, inputs in shapes)
+    assert len(shapes) == 4 and whole["gathered weights"] - share["gathered weights"] == 4 * elements / 2
 
 
 async def test_a_resume_goes_on_to_the_same_bits(client: TrainerClient, make_config, models):

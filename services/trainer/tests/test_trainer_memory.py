@@ -10,7 +10,7 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer import memory
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
-from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import (
@@ -92,7 +92,9 @@ def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
     state = gpu.device["masters"] + gpu.device["moments"]
     assert gpu.host[COPY] == state and gpu.host["asleep"] == state + gpu.device["gradients"]
     apart = planned(config | {"placement": {"mode": "disaggregated"}}, rooms=GPU)
-    assert "asleep" not in apart.host, "whose GPU is never another's"
+    assert not apart.host["asleep"], "whose GPU is never another's"
+    assert not gpu.host["weights in transit"], "no weight travels while the trainer sleeps"
+    assert apart.host["weights in transit"] > 0
     assert COPY not in planned(config | {"checkpoint": {"enabled": False}}, rooms=GPU).host
 
 
@@ -106,6 +108,39 @@ def test_a_host_without_room_for_the_copy_saves_in_place(make_config):
     assert not plan.saves_in_place and "training waits" not in plan.reason
     adapters = make_config(trainer={"ranks": 1, "lora": {"rank": 4}})
     assert COPY in planned(adapters, rooms=Rooms(Room("host memory", 1, 2**50), None)).host
+
+
+def test_a_layout_is_taken_where_a_tenth_more_fits_and_the_host_has_its_part(make_config):
+    config = make_config()
+    wanted = planned(config, rooms=GPU)
+    needs = sum(wanted.device.values())
+    for times, other in ((1.11, False), (1.05, True)):
+        room = Room("GPU memory", int(times * needs), 2**50)
+        assert (planned(config, rooms=Rooms(ROOMY.host, room)).layout != wanted.layout) is other
+    short = planned(config, rooms=Rooms(Room("host memory", 1, 2**50), GPU.device))
+    assert len(short.tried) > 4 and not any(each.fits for each in short.tried)
+
+
+def test_a_cpu_s_layout_does_not_hang_on_what_else_the_host_does(make_config):
+    busy = Rooms(Room("host memory", 1, 2**50), None)
+    plan = planned(make_config(), rooms=busy)
+    assert plan.layout == planned(make_config()).layout and plan.tried[-1].fits
+    with pytest.raises(Refusal) as caught:
+        check_rooms(plan, busy)
+    assert caught.value.reason == "MEMORY_SHORT", "it waits for memory, and lies as it would"
+
+
+def test_a_host_too_small_for_all_its_ranks_is_refused_before_a_layout_is_taken(make_backend, monkeypatch):
+    backend = make_backend()
+    held, backend._layout = backend.layout, None
+    needs = sum(backend.memory_plan(ROOMY).host.values())
+    rooms = Rooms(Room("host memory", needs // 2, needs // 2), None)
+    monkeypatch.setattr(type(backend._ranks), "least_rooms", lambda _: (rooms, 1))
+    with pytest.raises(Refusal, match=r"trainer\.ranks: a rank needs at least .* of host memory"):
+        backend.load_initial()
+    monkeypatch.setattr(type(backend._ranks), "least_rooms", lambda _: (ROOMY, 1))
+    backend.load_initial()
+    assert backend.layout == held
 
 
 def test_a_refusal_says_how_many_ranks_would_fit_or_that_none_do(make_config):

@@ -8,9 +8,9 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_to_trees
+from headrace_trainer.backends.fsdp.attending.attention import WIDENED_TOKENS, attend_to_trees
+from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.models import FsdpModels
-from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing
 from headrace_trainer.learning.packing import Attends, pack

@@ -21,8 +21,8 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend, choose_backend
-from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout
-from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.group.rank import Rank
@@ -191,12 +191,14 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         with tracker.phase("first commit"):  # which moments come with
             backend.commit(10.0, 1e-6)
         _label(tracker, backend)
-        with tracker.phase("publish"):
-            _exhaust(backend.weights())
         with tracker.phase("checkpoint"):
             rank = Rank(config, group)
             rank._backend = backend
+            group.leads = True  # the leader also copies what every rank has whole
             copy = rank._copy(in_place=backend.saves_in_place)
+            group.leads = False
+        with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
+            _exhaust(backend.weights())
         if columns:
             with tracker.phase("infer"):
                 backend.infer(rows, columns)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from headrace_modelkit import lora
 from headrace_trainer.backends.fsdp import experts, models
-from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST
 from headrace_trainer.backends.shared import exchange
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -114,6 +115,7 @@ def fake_world(
             _data_that_moves(mode),
             _packed(mode),
             _balanced_experts(),
+            _first_blocks(),
             _end_of_backward(tracker),
         ):
             yield group, tracker
@@ -163,7 +165,7 @@ def _packed(mode: FakeTensorMode) -> Iterator[None]:
     def pack(*rows: Any, **options: Any) -> MicroBatch:
         with outside():
             batch = plain(*rows, **options)
-        found: MicroBatch = _faked(batch, mode)
+        found: MicroBatch = faked(batch, mode)
         return found
 
     untyped.pack = pack
@@ -216,13 +218,31 @@ def _balanced_experts() -> Iterator[None]:
         untyped._moved, own.init_device_mesh = plain, made
 
 
-def _faked(value: Any, mode: FakeTensorMode) -> Any:
+@contextmanager
+def _first_blocks() -> Iterator[None]:
+    """Merges an adapter into the first block of a weight's rows alone: others need the same, and 70B has 65,000."""
+    untyped: Any = lora
+    plain = untyped._merge
+
+    def merge(found_OI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
+        rows = slice(max(1, lora.BLOCK_ELEMENTS // weight_OI.shape[1]))
+        plain(found_OI[rows], weight_OI[rows], a_RI, b_OR[rows], scale)
+
+    untyped._merge = merge
+    try:
+        yield
+    finally:
+        untyped._merge = plain
+
+
+def faked(value: Any, mode: FakeTensorMode) -> Any:
+    """The value with fake tensors for real ones, also within dicts and dataclasses."""
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
     if isinstance(value, dict):
-        return {name: _faked(entry, mode) for name, entry in value.items()}
+        return {name: faked(entry, mode) for name, entry in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {entry.name: _faked(getattr(value, entry.name), mode) for entry in fields(value)}
+        parts = {entry.name: faked(getattr(value, entry.name), mode) for entry in fields(value)}
         return replace(value, **parts)
     return value
 

@@ -16,7 +16,8 @@ from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, measure, planned
 from headrace_fake_world.world import fake_world
-from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends.fsdp.layouts.layout import Layout
+from headrace_trainer.memory import LEADERS
 
 pytestmark = pytest.mark.timeout(600)
 LAYERS = 3
@@ -64,6 +65,23 @@ def test_parameters_that_are_away_lie_on_the_host():
     assert not {"masters", "moments", "gradients"} & found.kept[NAME].keys()
     assert found.kept["cpu"]["moments"] == pytest.approx(2 * found.kept["cpu"]["masters"], rel=0.01)
     assert found.phases["wake"].peak(NAME) < 2**20, "they stay there when the trainer wakes"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trainer", "most"),
+    [
+        (2, {}, "asleep"),
+        (8, {"lora": {"rank": 16}}, "weights in transit"),
+        (1, {"lora": {"rank": 16}}, "asleep"),
+    ],
+    ids=["all weights", "adapters", "adapters of one rank"],
+)
+def test_a_rank_has_of_the_host_what_is_planned(ranks, trainer, most):
+    layout = Layout("weights", ranks)
+    case = replace(SMALL, ranks=ranks, trainer=trainer, layout=layout)
+    plan = {part: size for part, size in planned(case)[1].host.items() if part not in LEADERS}
+    assert plan[most] > 0 and {"asleep", "weights in transit"} - {part for part in plan if plan[part]}
+    assert sum(plan.values()) == pytest.approx(measure(case).peak("cpu"), rel=0.05)
 
 
 @pytest.mark.nightly

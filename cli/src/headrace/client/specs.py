@@ -89,6 +89,8 @@ PATHS = (
     "reward.scorers.*.name",
     "reward.evaluation.*.name",
     "reward.stages.*.*.name",
+    "environment.tasks.*",
+    "environment.options.tools.*",
 )
 """Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
 NAMES = ("name", "dataset")
@@ -104,6 +106,8 @@ def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:
             below = spec if key == "*" and isinstance(spec, list) else []
         for each in below:
             _make_absolute(each, rest, folder)
+    elif key == "*" and isinstance(spec, list):
+        spec[:] = [_absolute(each, folder, named=True) if isinstance(each, str) else each for each in spec]
     elif isinstance(spec, dict) and isinstance(spec.get(key), str) and spec[key]:
         spec[key] = _absolute(spec[key], folder, named=key in NAMES)
 

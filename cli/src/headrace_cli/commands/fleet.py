@@ -24,6 +24,7 @@ from headrace_cli.launcher.plan import (
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
+    from headrace_cli.launcher.repair import Examination
     from headrace_cli.launcher.start import ReadyFleet
 
 SAY_S = 30.0
@@ -35,6 +36,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(up)
     app.command()(down)
     app.command()(status)
+    app.command()(repair)
     app.command("open")(open_dashboard)
 
 
@@ -200,6 +202,66 @@ def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) 
         console().print(f"stopped; runs are kept in {data_dir}")
     else:
         console().print(f"no fleet runs on {data_dir}")
+
+
+def repair(
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show where the store of a fleet that is down is damaged, and go on from what is good before it.
+
+    The damaged files are kept. Exit code 1 where it is damaged and was not repaired.
+    """
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.repair import adopt, discard, examine
+    from headrace_cli.launcher.state import FleetLock
+
+    place = DataDir.at(data_dir)
+    lock = FleetLock(place.lock_file)
+    if not place.root.is_dir() or not lock.acquire():
+        problem = "a fleet runs on it" if place.root.is_dir() else "there is no such directory"
+        raise user_error("--data-dir", f"{place.root}: {problem}", "stop it first: headrace down")
+    try:
+        found = examine(place)
+        if not as_json:
+            _show_examination(found)
+        wanted = bool(found.damages) and (yes or (not as_json and sys.stdin.isatty() and _asks()))
+        kept = adopt(place) if wanted else None
+    finally:
+        discard(place)
+        lock.release()
+    if as_json:
+        damages = [vars(each) | {"file": str(each.file)} for each in found.damages]
+        print_json(vars(found) | {"damages": damages, "kept": str(kept or "")})
+    elif kept:
+        console().print(f"repaired; the damaged files are kept in {kept}. next: headrace up")
+    if found.damages and not kept:
+        raise typer.Exit(1)
+
+
+def _show_examination(found: Examination) -> None:
+    out = console()
+    for damage in found.damages:
+        out.print(
+            f"[red]damaged[/] {damage.file}, byte {damage.offset}: {damage.what}; {damage.lost} bytes are lost"
+        )
+    if not found.damages:
+        out.print("the store is sound")
+    snapshot = f"snapshot of event {found.snapshot}" if found.snapshot else "no snapshot"
+    out.print(
+        f"good: {snapshot}, events up to {found.last}, {len(found.runs)} runs that have not been archived"
+    )
+    for run, state in found.runs.items():
+        out.print(f"  {run} {state}")
+    if found.damages:
+        out.print(
+            "what runs did after that comes from their checkpoints and histories with the next `headrace up`"
+        )
+
+
+def _asks() -> bool:
+    return typer.confirm("keep the damaged files aside and go on from what is good?")
 
 
 def _say_nothing(text: str) -> None:

@@ -22,7 +22,7 @@ from headrace_servicekit.process.supervisor import Supervisor
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name
-from headrace_cli.launcher.state import FleetLock, FleetState, ProcessState
+from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetLock, FleetState, ProcessState
 from headrace_cli.launcher.stop import (
     COORDINATOR_GRACE_S,
     INSTANCES_GRACE_S,
@@ -143,9 +143,18 @@ class LocalFleet:
         await self._instances.start()
         if self._store:
             await self._store.start()
-            await wait_for_store(self._socket)
+            try:
+                await wait_for_store(self._socket, ended=self._store_ends)
+            except TimeoutError as error:
+                raise CommandError(
+                    f"the store does not start; see {self.data_dir.log_file('store')}"
+                ) from error
         await self._coordinator.start()
         self._state.phase = "running"
+
+    def _store_ends(self) -> bool:
+        """Whether the store has ended again and again: as when it does not take its own files."""
+        return self._store is not None and self._store.processes()[0].restarts >= DEATHS_THAT_FAIL
 
     async def _stop(self) -> None:
         """Trainers first: they save a checkpoint, with the coordinator and the others still there.

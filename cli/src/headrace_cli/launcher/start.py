@@ -21,7 +21,8 @@ from headrace_servicekit.process.ports import LOOPBACK
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import FleetPlan
-from headrace_cli.launcher.state import FleetState, living_state, read_state
+from headrace_cli.launcher.repair import discard, examine
+from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetState, living_state, read_state
 from headrace_cli.launcher.stop import stop_fleet
 from headrace_cli.launcher.store import require_store
 from headrace_cli.launcher.tether import tether
@@ -29,7 +30,6 @@ from headrace_cli.launcher.tether import tether
 START_TIMEOUT_S = 600.0
 """How long a fleet may take to start, while it progresses."""
 POLL_S = 0.05
-DEATHS_THAT_FAIL = 3
 STANDSTILL_S = 60.0
 """A start fails once nothing has come up for so long and the missing processes have hardly used a core."""
 WORK_S = 1.0
@@ -71,10 +71,28 @@ def start_fleet(
     try:
         patience = Patience(timeout_s)
         state, instances, notice = _wait_until_ready(plan, data_dir, launcher, progress, patience)
+    except CommandError as error:
+        stop_fleet(data_dir, launcher_pid=launcher.pid)
+        if damage := _damage(data_dir):
+            raise CommandError(damage) from error
+        raise
     except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
         stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
     return ReadyFleet(state, instances, time.monotonic() - started_at, launcher, notice)
+
+
+def _damage(data_dir: DataDir) -> str:
+    """Where the store is damaged, as the reason of a start that failed; "" where it is not, or is none of ours."""
+    if "HEADRACE_REDIS_URL" in os.environ:
+        return ""
+    try:
+        found = examine(data_dir)
+    except CommandError:
+        return ""  # What the start itself said stays.
+    finally:
+        discard(data_dir)
+    return "" if found.starts else found.sentence(data_dir)
 
 
 def refuse_second_fleet(data_dir: DataDir) -> None:

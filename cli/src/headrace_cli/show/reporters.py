@@ -126,7 +126,7 @@ def _words(kind: str, data: dict[str, Any]) -> str:
     match kind, data:
         case "run_state_changed", {"state": state, **rest}:
             return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
-        case "noted", {"text": text}:
+        case "noted" | "death_charged", {"text": text}:
             return str(text)
         case "warned", {"warnings": dict() as warnings}:
             return "; ".join(f"warning: {text}" for text in warnings.values()) or "no warning holds any more"

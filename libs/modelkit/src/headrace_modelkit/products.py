@@ -46,6 +46,44 @@ def _forward(layer: nn.Linear, given: Tensor) -> Tensor:
     return found
 
 
+class WideLayers:
+    """fp32 copies of the linear layers of a bf16 model that only infers: made once a version, read for each token.
+
+    To widen a weight takes as long as multiplying it with a few rows. Empty where the CPU multiplies bf16 itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = () if has_bf16_products() else model.modules()
+        self._layers = [each for each in found if type(each) is nn.Linear]
+        for layer in self._layers:
+            layer.forward = MethodType(_infer, layer)  # type: ignore[method-assign]
+        self.free()
+
+    def adopt(self) -> None:
+        """Takes the weights that the layers have now, into the copies that are there."""
+        for layer in self._layers:
+            wide: list[Tensor | None] = layer.__dict__["wide"]
+            for place, part in enumerate((layer.weight, layer.bias)):
+                if part is None or part.dtype != torch.bfloat16 or part.device.type != "cpu":
+                    wide[place] = None
+                elif (kept := wide[place]) is None:
+                    wide[place] = part.detach().float()
+                else:
+                    kept.copy_(part)
+
+    def free(self) -> None:
+        """Drops the copies."""
+        for layer in self._layers:
+            layer.__dict__["wide"] = [None, None]
+
+
+def _infer(layer: nn.Linear, given: Tensor) -> Tensor:
+    weight, bias = layer.__dict__["wide"]
+    if weight is None or given.dtype != torch.bfloat16:
+        return nn.functional.linear(given, layer.weight, layer.bias)
+    return nn.functional.linear(given.float(), weight, bias).bfloat16()
+
+
 class _Linear(torch.autograd.Function):
     """`nn.functional.linear` of bf16 tensors, all three of its products in fp32."""
 

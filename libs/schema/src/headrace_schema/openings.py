@@ -13,7 +13,7 @@ from headrace_schema.problems import Impossible, problem
 from headrace_schema.rules.combinations import truncated_sampling
 from headrace_schema.sections.base import Count, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_schema.sections.generating import ModelSection, RolloutSection, SamplingSection
+from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection, SamplingSection
 from headrace_schema.sections.learning import (
     AlgorithmSection,
     CheckpointSection,
@@ -23,6 +23,7 @@ from headrace_schema.sections.learning import (
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import WorkflowChoice
 
 
 class Opening(Section):
@@ -39,7 +40,10 @@ class RolloutConfig(Opening):
     """What a rollout instance reads."""
 
     model: ModelSection
+    workflow: WorkflowChoice = "reasoning"
     environment: EnvironmentSection | None = None
+    prompt: PromptSection = PromptSection()
+    """How a conversation's messages become a prompt: `chat` and `template_arguments` of data.prompt."""
     rollout: RolloutSection = RolloutSection()
     reply: ReplySection | None = None
     replies_elsewhere: bool = False

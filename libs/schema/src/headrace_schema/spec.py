@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from headrace_schema.problems import Impossible
+from headrace_schema.rules.agentic import with_conversation_defaults
 from headrace_schema.rules.combinations import impossible_combinations
 from headrace_schema.rules.embodied import with_defaults
 from headrace_schema.sections.run import RunSections
@@ -22,8 +23,8 @@ class RunSpec(RunSections):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, given: Any) -> Any:
-        """An embodied run's start states and rewards follow from its environment."""
-        return with_defaults(given)
+        """Start states and rewards of an embodied or agentic run follow from its environment."""
+        return with_conversation_defaults(with_defaults(given))
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

@@ -21,7 +21,7 @@ class GraphStage(Section):
     """
 
     service: Service = Field(
-        description="rollout answers, reward scores, trainer learns; simulator: of embodied alone"
+        description="rollout answers, reward scores, trainer learns; simulator: of embodied and agentic alone"
     )
     combine: Literal["add", "replace"] = Field(
         default="add",
@@ -91,6 +91,8 @@ class GraphSection(Section):
         return ordered
 
 
+CONVERSATIONS = "agentic"
+"""The built-in workflow of a language model that speaks with environments."""
 BUILT_IN = {
     "reasoning": GraphSection(
         stages={
@@ -115,6 +117,20 @@ BUILT_IN = {
             GraphEdge(source="generate", target="learn"),
         ],
     ),
+    CONVERSATIONS: GraphSection(
+        stages={
+            "generate": GraphStage(service="rollout"),
+            "simulate": GraphStage(service="simulator"),
+            "score": GraphStage(service="reward"),
+            "learn": GraphStage(service="trainer"),
+        },
+        edges=[
+            GraphEdge(source="generate", target="simulate", granularity="turn"),
+            GraphEdge(source="simulate", target="generate", granularity="turn"),
+            GraphEdge(source="generate", target="score"),
+            GraphEdge(source="score", target="learn"),
+        ],
+    ),
 }
 """Workflows that a spec can name."""
 
@@ -124,7 +140,8 @@ def _form(given: Any) -> str:
 
 
 WorkflowChoice = Annotated[
-    Annotated[Literal["reasoning", "embodied"], Tag("<name>")] | Annotated[GraphSection, Tag("<graph>")],
+    Annotated[Literal["reasoning", "embodied", "agentic"], Tag("<name>")]
+    | Annotated[GraphSection, Tag("<graph>")],
     Discriminator(_form),
 ]
 """A built-in workflow by name, or a graph. Tags are in angle brackets: no key of a spec is."""

@@ -43,6 +43,8 @@ class Scheduler:
         self, event_log: EventLog, fleet: Fleet, make_projection: MakeProjection, open_dataset: OpenDataset
     ) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.after_run: Callable[[], None] = lambda: None
+        """Called when a run has ended, once nothing works on it any more."""
         self.plan = Plan([], {}, {}, {})
         """The newest plan: which runs wait, in order, and for what."""
         self._event_log = event_log
@@ -120,6 +122,9 @@ class Scheduler:
             self.tasks.pop(run.id, None)
             if run.state in run_states.TERMINAL:
                 self._fleet.deaths.forget(run.id)
+                self._fleet.lease_manager.take_ended(run.id)
+                # The frames of this task, and with them all that the run had, are gone in the next turn of the loop.
+                asyncio.get_running_loop().call_soon(self.after_run)
             self._event_log.wake()
 
     async def _work(self, run: RunState) -> None:

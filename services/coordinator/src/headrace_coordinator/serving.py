@@ -17,12 +17,13 @@ import uvicorn
 from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.process.allocator import reuse_freed_memory
+from headrace_servicekit.process.allocator import give_freed_memory_back, reuse_freed_memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_address
 
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.app import Coordinator
+from headrace_coordinator.data.dataset import forget_items
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.service import FleetServicer
@@ -35,6 +36,8 @@ from headrace_coordinator.store.redis_store import RedisStore
 CLAIM_RENEWAL_S = 5.0
 STORE_PATIENCE_S = 30.0
 FLUSH_S = 5.0
+UNREAD_S = 60.0
+"""Seconds that a client of the HTTP API may leave what was sent to it unread; then the kernel ends the connection."""
 COLLECT_AFTER = 20_000
 """New objects between two walks of the cyclic collector."""
 
@@ -86,6 +89,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
     coordinator = Coordinator(event_log, fleet, arguments.data_dir.resolve())
+    coordinator.scheduler.after_run = give_back_memory
     lasting = {
         "event_log": event_log.run,
         "claim": lambda: event_log.keep_claim(CLAIM_RENEWAL_S),
@@ -137,6 +141,13 @@ def _collect_less() -> None:
     gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
+def give_back_memory() -> None:
+    """Frees what a run that has ended leaves: its items, the cycles of its tasks (seldom walked), and their pages."""
+    forget_items()
+    gc.collect()
+    give_freed_memory_back()
+
+
 async def _flush(event_log: EventLog) -> None:
     """Writes the last events, for at most FLUSH_S: a store that refuses them must not keep the process from ending."""
     with contextlib.suppress(TimeoutError):
@@ -170,7 +181,7 @@ async def _serve_http(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"
     )
     http = uvicorn.Server(config)
-    listening = _listen(host, int(port))
+    listening = listen(host, int(port))
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -190,9 +201,16 @@ async def _serve_http(
         raise Refusal(fenced.result())
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the HTTP API; raises `Refusal`.
+
+    A client that reads nothing for UNREAD_S is cut off, where the kernel can do that (Linux): what waits for it would
+    stay in memory for ever. A reader of events goes on from the last id that it has read.
+    """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Accepted connections have it from here.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
     try:
         listening.bind((host, port))
     except OSError as error:

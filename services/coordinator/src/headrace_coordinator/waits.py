@@ -28,6 +28,8 @@ class Waits:
             yield
         finally:
             self._by_run[run].remove(entry)
+            if not self._by_run[run]:
+                del self._by_run[run]
 
     def of(self, run: str) -> list[str]:
         """What a run waits for."""

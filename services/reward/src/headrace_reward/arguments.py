@@ -52,6 +52,7 @@ SINGLE: dict[str, Callable[[Answer], Any]] = {
     "prompt_ids": lambda answer: list(_tokens(answer).prompt_ids),
     "completion_ids": lambda answer: list(_tokens(answer).completion_ids),
     "group": lambda answer: _group(answer),
+    "episode": lambda answer: answer.episode,
     # verl
     "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
     "solution_str": lambda answer: answer.completion,
@@ -67,6 +68,7 @@ BATCHED: dict[str, Callable[[Answer], Any]] = {
     "messages": lambda answer: list(answer.messages),
     "finish_reasons": lambda answer: answer.finish_reason,
     "token_counts": lambda answer: answer.token_count,
+    "episodes": lambda answer: answer.episode,
     "raw_prompts": lambda answer: _tokens(answer).raw_prompt,
     "raw_completions": lambda answer: _tokens(answer).raw_completion,
     "groups": lambda answer: _group(answer),

@@ -131,7 +131,7 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
     check_at_least("items.sample.sample_index", message.sample.sample_index, 0)
     check_at_least("items.token_count", message.token_count, 0)
     check_enum("items.finish_reason", common_pb2.FinishReason, message.finish_reason)
-    answer = {
+    answer: dict[str, Any] = {
         "prompt": message.prompt,
         "completion": message.completion,
         "reference": message.reference,
@@ -151,6 +151,8 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         }
     if message.group:
         answer["group"] = list(message.group)
+    if message.HasField("conversation"):
+        answer |= _of_conversation(message.conversation)
     return Item(
         prompt_ordinal=message.sample.prompt_ordinal,
         sample_index=message.sample.sample_index,
@@ -160,6 +162,18 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         answer=answer,
         stage=message.stage,
     )
+
+
+def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:
+    rewards = list(conversation.rewards)
+    episode = {
+        "return": sum(rewards),
+        "success": conversation.success,
+        "steps": len(rewards),
+        "rewards": rewards,
+    }
+    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+    return {"messages": messages, "episode": episode}
 
 
 def _check_stage(stage: str, run: Run) -> None:

@@ -24,7 +24,7 @@ from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
-from headrace_rollout.runs.opened import OpenedRun
+from headrace_rollout.runs.opened import ConversationRun, OpenedRun
 from headrace_rollout.runs.opening import PolicyInstaller, devices_of, memory_on, open_run
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
@@ -90,7 +90,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             run = await asyncio.shield(building)
         except asyncio.CancelledError:
             # A thread cannot be cancelled: what it builds is released before the run counts as closed.
-            await (await building).engine.close()
+            await (await building).close()
             raise
         self._run = run
         self._caches.blobs.address = self._instance.address
@@ -105,7 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await run.engine.abort(None)
         await run.end_streams()
         async with self._changing:  # An install at work ends first: what it receives must not stay.
-            await run.engine.close()
+            await run.close()
             self._instance.weights.keep(run.name, set())
 
     async def Generate(
@@ -114,9 +114,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Fills groups; see Generation."""
         opening = await _opening(request_iterator)
         run = self._ready_run(opening).text
-        async for response in self._serve(
-            run, Generation(run, opening, self._serving(run)), request_iterator
-        ):
+        if isinstance(run, ConversationRun):
+            from headrace_rollout.streams.conversations import ConversationStream
+
+            stream: Generation = ConversationStream(run, opening, self._serving(run))
+        elif opening.pools:
+            raise invalid("pools: the run's config names no environment; name none")
+        else:
+            stream = Generation(run, opening, self._serving(run))
+        async for response in self._serve(run, stream, request_iterator):
             yield response
 
     async def RunEpisodes(

@@ -24,6 +24,7 @@ from headrace_rollout.engines.samples import (
     Finish,
     Group,
     Prefix,
+    Said,
     Sample,
     SlotKey,
     Stream,
@@ -40,6 +41,8 @@ FINISH_REASONS = {
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     Finish.PROMPT_TOO_LONG: common_pb2.FINISH_REASON_PROMPT_TOO_LONG,
     Finish.ERROR: common_pb2.FINISH_REASON_ERROR,
+    Finish.TERMINATED: common_pb2.FINISH_REASON_TERMINATED,
+    Finish.TRUNCATED: common_pb2.FINISH_REASON_TRUNCATED,
 }
 
 
@@ -181,19 +184,30 @@ def fill_trajectory(
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
-    if any(not number for number, _ in output.whole.spans):
+    if output.said is not None or any(not number for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
+    if output.said is not None:
+        text = _fill_said(trajectory.conversation, output.said)
     # Before the texts, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     trajectory.completion_text = text
     if raw_texts:
         trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
         trajectory.raw_completion_text = codec.decode(output.whole.token_ids, skip_special_tokens=False)
+
+
+def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
+    """Fills in what was said; returns it as text for people."""
+    for role, content in said.messages:
+        message.messages.add(role=role, content=content)
+    message.rewards.extend(said.rewards)
+    message.success, message.failure = said.success, said.failure
+    return "\n".join(f"{role}: {content}" for role, content in said.messages)
 
 
 def partial_of(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
-from headrace_trainer.backends.fsdp.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import Room, Rooms, check_host, check_rooms

@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
+from headrace_servicekit.process.allocator import give_freed_memory_back
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms._base import Algorithm
@@ -119,6 +120,7 @@ class Trainer:
         self._kept = False
         self.suspended = False  # A run that is opened next has released nothing.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
+        give_freed_memory_back()  # Else a run's largest step would stay with the process for good.
 
     def join(
         self,

@@ -178,8 +178,9 @@ class Rollout(Instance):
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
     ) -> None:
         prompt, episode = group.prompt_ordinal, isinstance(opening, rollout.RunEpisodesOpen)
-        pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task] if episode else []
-        others: Any = pools if episode else opening.repliers
+        pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task]
+        acts = bool(opening.pools)
+        others: Any = pools if acts else opening.repliers
         mine = others[(prompt + sample.sample_index) % len(others)] if others else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
         key = common.SlotKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
@@ -204,17 +205,20 @@ class Rollout(Instance):
                     made.append((number, 1))
         finally:
             self.running -= 1
-        failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
+        failed = (acts and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
         trajectory = common.Trajectory(
             sample=key,
             attempt=sample.attempt,
             finish_reason=common.FINISH_REASON_ERROR
             if failed
             else common.FINISH_REASON_TERMINATED
-            if episode
+            if acts
             else common.FINISH_REASON_EOS,
             producer=self.incarnation,
         )
+        if acts and not episode:
+            trajectory.conversation.messages.add(role="assistant", content=f"{length} words")
+            trajectory.conversation.failure = "the environment raised an error" if failed else ""
         first = 0
         for number, count in made:
             segment = trajectory.segments.add(policy_number=number)
@@ -250,7 +254,7 @@ class Rollout(Instance):
         return self.version.number == asked.policy_number
 
     def _lost(self, opening: Any) -> dict[str, list[Any]]:
-        if isinstance(opening, rollout.RunEpisodesOpen):
+        if opening.pools:
             return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
         lost = [each.address for each in opening.repliers if not self._stands(each)]
         return {"lost_repliers": [rollout.LostReplier(address=each, reason="silence") for each in lost]}

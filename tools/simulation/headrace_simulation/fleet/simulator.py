@@ -15,7 +15,7 @@ STATE = 3
 
 @dataclass
 class Simulator(Instance):
-    """Opens pools of environments with three numbers of state and one of action."""
+    """Opens pools of environments with three numbers of state and one of action, or of conversations."""
 
     KIND: ClassVar[str] = "simulator"
     pools: dict[str, str] = field(default_factory=dict)
@@ -29,7 +29,9 @@ class Simulator(Instance):
         await self.open_run(request.header, None, nothing, lambda: self._end(run))
         known = self.asked.get(request.header.request_id)
         if known is None or known.pool not in self.pools:
-            known = self.asked[request.header.request_id] = self._describe(len(self.asked))
+            known = self.asked[request.header.request_id] = self._describe(
+                len(self.asked), conversation=request.environment.backend == "conversation"
+            )
             self.pools[known.pool] = run
             if request.leased:
                 self.leased.add(known.pool)
@@ -56,11 +58,14 @@ class Simulator(Instance):
     async def _end(self, run: str) -> None:
         self.pools = {pool: owner for pool, owner in self.pools.items() if owner != run}
 
-    def _describe(self, number: int) -> simulator.OpenPoolResponse:
+    def _describe(self, number: int, *, conversation: bool) -> simulator.OpenPoolResponse:
+        pool, incarnation = f"pools/{number}", f"{self.incarnation}/{number}"
+        if conversation:
+            return simulator.OpenPoolResponse(pool=pool, pool_incarnation=incarnation, conversation=True)
         kind = common.DATA_TYPE_FLOAT32
         return simulator.OpenPoolResponse(
-            pool=f"pools/{number}",
-            pool_incarnation=f"{self.incarnation}/{number}",
+            pool=pool,
+            pool_incarnation=incarnation,
             observation_spaces=[simulator.Space(data_type=kind, shape=[STATE])],
             action_space=simulator.Space(data_type=kind, shape=[1]),
         )

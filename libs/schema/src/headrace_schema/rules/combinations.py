@@ -8,6 +8,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import learning, placing
 from headrace_schema.rules.acting import replier_problems, simulator_problems
+from headrace_schema.rules.agentic import agentic_problems
 from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.rules.staleness import staleness
 from headrace_schema.rules.workflow import workflow_problems
@@ -156,6 +157,7 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     replier_problems,
     workflow_problems,
     embodied_problems,
+    agentic_problems,
     learning.lora,
     learning.divided_rows,
     learning.megatron,

@@ -8,6 +8,7 @@ from typing import Any
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.run import RunSections
+from headrace_schema.workflow import CONVERSATIONS
 
 EPISODES = "episodes"
 """The data source of start states, and what is short for it: `data: {heldout: 48}`."""
@@ -74,7 +75,7 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a spec with, or without, an environment."""
     if spec.workflow != "embodied":
         of_robots = {
-            "environment": spec.environment is not None,
+            "environment": spec.environment is not None and spec.workflow != CONVERSATIONS,
             "model.policy": spec.model.policy is not None,
             "trainer.warmup.demonstrations": bool(spec.trainer.warmup.demonstrations),
         }

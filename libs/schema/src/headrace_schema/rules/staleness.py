@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.run import RunSections
+from headrace_schema.workflow import CONVERSATIONS
 
 ON_POLICY = frozenset({"opo"})
 """Built-in algorithms that are right only for answers of the version that learns from them; a trainer refuses others
@@ -36,6 +37,8 @@ def staleness(spec: RunSections) -> Iterator[KeyProblemView]:
         what = (
             "an episode"
             if spec.workflow == "embodied"
+            else "a conversation"
+            if spec.workflow == CONVERSATIONS
             else "an exchange of two policies"
             if spec.reply
             else ""

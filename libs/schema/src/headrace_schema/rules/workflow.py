@@ -51,7 +51,7 @@ def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
                 yield problem(f"workflow.stages.{extra}", reason, fix)
                 break
     for name in graph.of("simulator"):
-        reason = "the simulator has a stage in the built-in workflow embodied alone"
+        reason = "the simulator has a stage in the built-in workflows embodied and agentic alone"
         yield problem(f"workflow.stages.{name}.service", reason, "use rollout, reward or trainer")
     if not graph.of("reward"):
         yield problem("workflow.stages", "no stage of the service reward", "add score: {service: reward}")

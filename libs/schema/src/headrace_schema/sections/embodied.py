@@ -1,4 +1,4 @@
-"""The section of what robots act in."""
+"""The section of what robots act in, and of what language models speak with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from headrace_schema.sections.base import Count, CountOrZero, Section
 
 
 class EnvironmentSection(Section):
-    """The environments of an embodied run, which simulator instances hold."""
+    """The environments of an embodied or agentic run, which simulator instances hold."""
 
     backend: str = Field(
         default="gymnasium",
-        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero; of an agentic run: "
+        "conversation",
     )
-    tasks: list[str] = Field(min_length=1, description="names of environments in the backend")
+    tasks: list[str] = Field(
+        min_length=1,
+        description="names of environments in the backend, or a file of one's own: path/to/file.py:NAME",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
     variants: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -29,7 +33,9 @@ class EnvironmentSection(Section):
         "simulated",
     )
     max_episode_steps: CountOrZero = Field(
-        default=0, description="actions after which an episode is cut; 0: the environment's own limit"
+        default=0,
+        description="actions after which an episode is cut, or turns after which a conversation is; 0: the "
+        "environment's own limit",
     )
     reward: Literal["default", "dense", "sparse"] = Field(
         default="default", description="reward of a step; sparse: 1 where the task succeeds"
@@ -38,7 +44,7 @@ class EnvironmentSection(Section):
         default=False, description="an episode ends with its first success, as if by itself"
     )
     step_timeout_s: PositiveFloat = Field(
-        default=30.0, description="limit of one action; beyond it the environment is made anew"
+        default=30.0, description="limit of one action or turn; beyond it the environment is made anew"
     )
     processes: CountOrZero = Field(
         default=0, description="child processes of a pool; 0: the simulator's choice"
@@ -54,6 +60,12 @@ class EnvironmentSection(Section):
     instructions: dict[str, str] = Field(
         default_factory=dict,
         description="what a task asks for, in words, by task; default: what the environment says",
+    )
+
+    rewritten_turns: Literal["refuse", "append"] = Field(
+        default="refuse",
+        description="of an agentic run whose chat template rewrites earlier turns once another one follows: refuse it, "
+        "or append to what was sampled, which then stays in the context as it is",
     )
 
     def variant_of(self, task: str) -> tuple[str, str]:

@@ -44,8 +44,8 @@ class RunSections(Section):
     )
     workflow: WorkflowChoice = Field(
         default="reasoning",
-        description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), or stages and "
-        "edges of one's own",
+        description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), agentic (a "
+        "language model speaks with environments and tools), or stages and edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -55,9 +55,11 @@ class RunSections(Section):
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection
     environment: EnvironmentSection | None = Field(
-        default=None, description="what an embodied run's policy acts in"
+        default=None, description="what an embodied run's policy acts in, or an agentic run's speaks with"
     )
-    data: DataSection = Field(description="where prompts come from; needed but for an embodied run")
+    data: DataSection = Field(
+        description="where prompts come from; needed but for an embodied or agentic run"
+    )
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -67,7 +69,9 @@ class RunSections(Section):
         default=None,
         description="what answers the policy inside a trajectory; the workflow's second rollout stage",
     )
-    reward: RewardSection = Field(description="what judges an answer; needed but for an embodied run")
+    reward: RewardSection = Field(
+        description="what judges an answer; needed but for an embodied or agentic run"
+    )
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -87,7 +91,7 @@ class RunSections(Section):
     @property
     def install(self) -> str:
         """How a rollout that makes answers takes a new version: `rollout.install`, or what fits the run."""
-        whole = self.workflow == "embodied" or self.reply is not None
+        whole = self.environment is not None or self.reply is not None
         return self.rollout.install or ("drain" if whole else "in_flight")
 
     @property

@@ -1,4 +1,7 @@
-"""Freed memory stays with the process for its next message: fresh pages cost more than copying onto them."""
+"""Freed memory stays with the process for its next message: fresh pages cost more than copying onto them.
+
+What a whole run has used goes back to the system when the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,12 @@ def reuse_freed_memory() -> bool:
     settings = ((_M_MMAP_THRESHOLD, MMAP_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
     taken = [mallopt(name, value) for name, value in settings]
     return all(taken)
+
+
+def give_freed_memory_back() -> bool:
+    """Returns the pages of freed blocks, between used ones too, to the system; False without glibc."""
+    try:
+        trim = ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
+        return False
+    return bool(trim(0))

@@ -63,7 +63,7 @@ class Reauthorize(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
 
 class GenerateOpen(_message.Message):
-    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation", "repliers")
+    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation", "repliers", "pools")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class GenerateOpen(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     REPLIERS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     policy_number: int
     distribution: _common_pb2.SamplingDistribution
@@ -84,7 +85,8 @@ class GenerateOpen(_message.Message):
     deterministic: bool
     evaluation: bool
     repliers: _containers.RepeatedCompositeFieldContainer[Replier]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., repliers: _Optional[_Iterable[_Union[Replier, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[EnvironmentPool]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., repliers: _Optional[_Iterable[_Union[Replier, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ...) -> None: ...
 
 class Replier(_message.Message):
     __slots__ = ("address", "header", "policy_number", "max_context_tokens", "timeout")
@@ -129,18 +131,20 @@ class Prompt(_message.Message):
     def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., episode: _Optional[_Union[EpisodeStart, _Mapping]] = ...) -> None: ...
 
 class EpisodeStart(_message.Message):
-    __slots__ = ("task", "seed", "init_state", "instruction", "record")
+    __slots__ = ("task", "seed", "init_state", "instruction", "record", "options_json")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     INIT_STATE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     task: str
     seed: int
     init_state: int
     instruction: str
     record: bool
-    def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ..., record: _Optional[bool] = ...) -> None: ...
+    options_json: str
+    def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ..., record: _Optional[bool] = ..., options_json: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "prefill", "template_arguments_json")
@@ -171,20 +175,22 @@ class SampleAssignment(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "prefills", "lost_repliers", "stages")
+    __slots__ = ("chunks", "partials", "revoked", "prefills", "lost_repliers", "stages", "lost_pools")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
     LOST_REPLIERS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
     prefills: _containers.RepeatedCompositeFieldContainer[Prefill]
     lost_repliers: _containers.RepeatedCompositeFieldContainer[LostReplier]
     stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., lost_repliers: _Optional[_Iterable[_Union[LostReplier, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ...) -> None: ...
+    lost_pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., lost_repliers: _Optional[_Iterable[_Union[LostReplier, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LostReplier(_message.Message):
     __slots__ = ("address", "reason")

@@ -57,9 +57,10 @@ const EVENTS = {
   model_exported: (data) => `model exported to ${data.path}`,
   run_recovering: (data) => `recovers: ${data.reason}`,
   noted: (data) => data.text,
+  death_charged: (data) => data.text,
   warned: (data) => Object.values(data.warnings).map((text) => `warning: ${text}`).join("; ") || "no warning holds any more",
 };
-const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted", "warned"]);
+const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted", "death_charged", "warned"]);
 
 export function eventText(event) {
   try {

@@ -6,10 +6,11 @@ import { redrawCharts } from "./charts.js";
 import * as runs from "./views/runs.js";
 import * as run from "./views/run.js";
 import * as fleet from "./views/fleet.js";
+import * as evaluations from "./views/evaluations.js";
 import * as compare from "./views/compare.js";
 import * as submit from "./views/submit.js";
 
-const PAGES = { runs, run, fleet, compare, submit };
+const PAGES = { runs, run, evaluations, fleet, compare, submit };
 const main = document.getElementById("main");
 let leaving = new AbortController();
 let shownPath = "";

@@ -342,8 +342,8 @@ def _read(
         return error
 
 
-def forget_read() -> None:
-    """Forgets the sources that were read last, which another opening would read again."""
+def forget_items() -> None:
+    """Drops what was read of sources and is kept; a run that waits reads its own again when it starts."""
     _read.cache_clear()
 
 

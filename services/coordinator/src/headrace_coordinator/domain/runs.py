@@ -132,9 +132,16 @@ class RunState(msgspec.Struct):
     """Why they were changed last."""
     warnings: dict[str, str] = {}
     """What makes it learn nothing, by what that is about."""
+    deaths: dict[str, ev.DeathCharged] = {}
+    """The last death of a shared instance that was charged to it, by kind of instance."""
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
+
+    @property
+    def progress(self) -> int:
+        """Rises with each step that is made for the first time, and with each answer of an evaluation."""
+        return self.high_step + (self.evaluation.answers if self.evaluation else 0)
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a run that is new to the queue starts at the others' least."""
@@ -243,6 +250,8 @@ class RunState(msgspec.Struct):
                 self.dataset_digest = digest
             case ev.Warned(warnings=warnings):
                 self.warnings = warnings
+            case ev.DeathCharged(kind=kind):
+                self.deaths[kind] = event
             case ev.ModelExported(path=path):
                 self.export_path = path
 

@@ -19,8 +19,8 @@ MOST_DEATHS = 5
 """A run without a step between so many deaths that are charged to it has FAILED."""
 NEAR_S = 10.0
 """A call that broke so long before an instance's exit was noticed may be what ended it."""
-TURN_S = 20.0
-"""A suspect whose code runs alone for so long without a death is cleared."""
+TURN_S, LONGEST_TURN_S = 20.0, 600.0
+"""A suspect whose code works for so long keeps the others waiting no more; twice as long once it was too short."""
 LOOK_S = 1.0
 
 
@@ -35,18 +35,12 @@ class Use:
     broke_at: float | None = None
 
 
-@dataclass
-class _Charges:
-    count: int = 0
-    at: float = float("-inf")
-    progress: int = -1
-
-
 class Deaths:
     """The deaths of shared instances.
 
     A death in which one run alone had code in hand is charged to it. After one in which several had, these take
     turns at each instance, so that the next one tells them apart; a run whose turn ends well is no suspect any more.
+    One that is still at work after its turn stays a suspect: it may be what ends the instance a little later.
     """
 
     def __init__(self, event_log: EventLog, waits: Waits) -> None:
@@ -54,7 +48,8 @@ class Deaths:
         self._waits = waits
         self._uses: list[Use] = []
         self._suspects: set[str] = set()
-        self._charges: dict[tuple[str, str], _Charges] = {}
+        self._turn_s = TURN_S
+        self._charged_at: dict[tuple[str, str], float] = {}
         self._ordered: set[str] = set()
 
     # --- what runs where
@@ -84,6 +79,8 @@ class Deaths:
     def clear(self, run: str) -> None:
         """The run's code did what it was asked for, and the instance lives: it is no suspect."""
         self._suspects.discard(run)
+        if not self._suspects:
+            self._turn_s = TURN_S
 
     @asynccontextmanager
     async def opening(self, run: str, instance: InstanceState) -> AsyncIterator[None]:
@@ -111,14 +108,11 @@ class Deaths:
         mine = [
             use for use in self._uses if use.incarnation == instance.incarnation and self._fresh(use, now)
         ]
-        others = [use for use in mine if use.run != run]
-        for use in others:
-            if now - use.began > TURN_S:
-                self.clear(use.run)
-        return not any(use.run in self._suspects for use in others)
+        others = [use for use in mine if use.run != run and use.run in self._suspects]
+        return not any(now - use.began <= self._turn_s for use in others)
 
     async def turn(self, run: str, instance: InstanceState) -> None:
-        """Waits until the run may begin work in an instance; no other suspect keeps it for longer than TURN_S."""
+        """Waits until the run may begin work in an instance; a turn ends after a while."""
         while not self.may_begin(run, instance):
             what = f"its turn at {instance.instance}, which died with code of several runs in hand"
             with self._waits.named(run, what):
@@ -147,6 +141,8 @@ class Deaths:
         found = blamed & self._suspects or blamed
         known = self._event_log.state.runs.keys()
         if len(found) > 1:
+            if found <= self._suspects:  # They took turns, and a turn was too short.
+                self._turn_s = min(2 * self._turn_s, LONGEST_TURN_S)
             self._suspects |= found & known
             return
         (run,) = found
@@ -159,34 +155,34 @@ class Deaths:
         return use.broke_at is None or now - use.broke_at < NEAR_S
 
     def _charge(self, run: str, kind: str, name: str, began: float) -> None:
-        charges = self._charges.setdefault((run, kind), _Charges())
-        if began <= charges.at:
+        if began <= self._charged_at.get((run, kind), float("-inf")):
             return  # Instances that died of one batch, or of one cause beside it, count once.
-        if charges.progress != self._progress(run):
-            charges.count = 0
-        charges.count += 1
-        charges.at, charges.progress = self._event_log.monotonic(), self._progress(run)
-        text = (
-            f"{name} died while code of this run alone was at work in it ({charges.count} of {MOST_DEATHS})"
+        self._charged_at[run, kind] = self._event_log.monotonic()
+        count = self._in_a_row(run, kind) + 1
+        text = f"{name} died while code of this run alone was at work in it ({count} of {MOST_DEATHS})"
+        progress = self._event_log.state.runs[run].progress
+        self._event_log.post(
+            ev.DeathCharged(
+                at=self._event_log.now(), run=run, text=text, kind=kind, count=count, progress=progress
+            )
         )
-        self._event_log.post(ev.Noted(at=self._event_log.now(), run=run, text=text))
+
+    def _in_a_row(self, run: str, kind: str) -> int:
+        """Deaths that were charged to the run since its last step; also those that an earlier coordinator charged."""
+        state = self._event_log.state.runs.get(run)
+        charged = state.deaths.get(kind) if state else None
+        return charged.count if state and charged and charged.progress == state.progress else 0
 
     def fatal(self, run: str, kind: str) -> str:
         """Why the run has FAILED: how often instances of a kind died of its code in a row; "" while it may go on."""
-        charges = self._charges.get((run, kind))
-        if charges is None or charges.count < MOST_DEATHS or charges.progress != self._progress(run):
+        count = self._in_a_row(run, kind)
+        if count < MOST_DEATHS:
             return ""
-        return f"{charges.count} {kind} instances died one after the other while code of this run alone was at work"
-
-    def _progress(self, run: str) -> int:
-        state = self._event_log.state.runs.get(run)
-        if state is None:
-            return 0
-        return state.high_step + (state.evaluation.answers if state.evaluation else 0)
+        return f"{count} {kind} instances died one after the other while code of this run alone was at work"
 
     def forget(self, run: str) -> None:
         """The run has ended."""
         self.clear(run)
         self._uses = [use for use in self._uses if use.run != run]
-        for key in [key for key in self._charges if key[0] == run]:
-            del self._charges[key]
+        for key in [key for key in self._charged_at if key[0] == run]:
+            del self._charged_at[key]

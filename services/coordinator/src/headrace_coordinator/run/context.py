@@ -28,8 +28,7 @@ from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.devices.lending import Lending
 from headrace_coordinator.run.devices.placement import Placement
 from headrace_coordinator.run.devices.repliers import Repliers
-from headrace_coordinator.run.modality import Episodes, Modality, Texts
-from headrace_coordinator.run.simulators.pools import Pools
+from headrace_coordinator.run.modality import modality_of
 from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
@@ -89,11 +88,7 @@ class RunContext:
         self.workers = WorkerGroup(fleet, run_id, self.spec)
         self.leases = WorkerLeases(self.workers)
         self.repliers = Repliers(self.leases)
-        self.modality: Modality = (
-            Episodes(Pools(self.workers, self.leases), dataset)
-            if self.spec.environment
-            else Texts(self.workers, dataset, self.repliers)
-        )
+        self.modality = modality_of(self.workers, self.leases, dataset, self.repliers)
         self.staffing = Staffing(self.workers, self.modality)
         self.placement = Placement(self.leases, self.staffing)
         self.lending = Lending(self.leases, self.placement)

@@ -1,6 +1,6 @@
-"""What differs between a run of texts and a run of episodes: prompts, streams, and the peers of a rollout.
+"""What differs between runs of texts, of episodes and of conversations: prompts, streams, and the peers of a rollout.
 
-The one place of `run` that asks which of both a run is. Only a run of texts has repliers, only one of episodes has
+The one place of `run` that asks which of them a run is. Only a run of texts has repliers, only the others have
 simulators.
 """
 
@@ -13,10 +13,13 @@ from typing import Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.workflow import CONVERSATIONS
+from headrace_servicekit.rpc.digests import digest_bytes
 from typing_extensions import override
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.workers.clients import Published
@@ -43,7 +46,7 @@ class Sampling:
 
 
 class Modality(Protocol):
-    """A run of texts, or of episodes."""
+    """A run of texts, of episodes, or of conversations."""
 
     resumable: bool
     """Whether an unfinished trajectory goes on elsewhere from its prefix."""
@@ -169,9 +172,9 @@ class Episodes(Modality):
 
     resumable = False
 
-    def __init__(self, pools: Pools, dataset: Dataset) -> None:
+    def __init__(self, pools: Pools, dataset: Dataset, tasks: Sequence[str]) -> None:
         self.warmup_examples = []
-        self._pools = pools
+        self._pools, self._tasks = pools, tasks
         self._dataset = dataset
 
     @override
@@ -231,3 +234,66 @@ class Episodes(Modality):
         if lost:
             await self._pools.lost(worker.incarnation, lost)
         return bool(lost)
+
+
+class Conversations(Episodes):
+    """Conversations of a language model with environments that simulators hold."""
+
+    @override
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
+        start = rollout.EpisodeStart(
+            task=str(item.metadata.get("task") or self._tasks[0]),
+            seed=_seed(item),
+            options_json=json.dumps(
+                {
+                    **item.fields,
+                    "question": item.question,
+                    "answer": item.answer,
+                    "messages": [dict(turn) for turn in item.messages],
+                    "metadata": dict(item.metadata),
+                }
+            ),
+        )
+        return rollout.Prompt(episode=start)
+
+    @override
+    def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
+        return rollout.GenerateOpen(
+            policy_number=sampling.policy_number,
+            distribution=sampling.distribution,
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+            seed=sampling.seed,
+            evaluation=sampling.evaluation,
+            pools=self._pools.of(worker.incarnation),
+        )
+
+    @override
+    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
+        assert isinstance(response, rollout.GenerateResponse)
+        worker.lost_pools += response.lost_pools
+        return bool(response.lost_pools)
+
+
+def _seed(item: DataItem) -> int:
+    """The seed of an item's conversations, the same in every run: its own, or one that is made of its key."""
+    given = item.metadata.get("seed")
+    if isinstance(given, int) and 0 <= given < 2**63:
+        return given
+    return int(digest_bytes(item.key.encode())[:16], 16) >> 1
+
+
+def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset, repliers: Repliers) -> Modality:
+    """That of a run."""
+    spec = workers.spec
+    if spec.environment is None:
+        return Texts(workers, dataset, repliers)
+    made = Conversations if spec.workflow == CONVERSATIONS else Episodes
+    return made(Pools(workers, leases), dataset, spec.environment.tasks)

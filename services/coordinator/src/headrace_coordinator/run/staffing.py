@@ -182,13 +182,13 @@ class Staffing:
     def _rollout_config(self) -> str:
         elsewhere = bool(self.workers.spec.placement.reply)
         replays = self.workers.spec.algorithm.options.get("routing_replay") is True
-        raw = "tokens" in self._fitted.reward.give
         config = RolloutConfig.of(
             self._fitted,
+            prompt=self.workers.spec.data.prompt,
             replies_elsewhere=elsewhere,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
-            raw_texts=raw,
+            raw_texts="tokens" in self._fitted.reward.give,
         )
         return config.model_dump_json()
 

@@ -30,7 +30,18 @@ class ForeignStore(Exception):
 
 
 class DamagedStore(Exception):
-    """What the store holds cannot be read; the message says where, and what to do."""
+    """What the store holds cannot be read; the message says where, and what to do.
+
+    `what` is "snapshot" or "event", `number` the event's, or that of the last event that the snapshot covers.
+    """
+
+    def __init__(self, what: str, number: int, good: int, reason: str) -> None:
+        where = f"event {number} of the log" if what == "event" else f"the snapshot of event {number}"
+        super().__init__(
+            f"the store is damaged: {where} cannot be read ({reason}). The last good one is event {good}. Give back "
+            "a copy of its data from before; of the store of `headrace up`, `headrace repair` keeps what is good"
+        )
+        self.what, self.number, self.reason = what, number, reason
 
 
 class Stored(msgspec.Struct):
@@ -102,15 +113,20 @@ class StoreMarker:
         Raises:
             ForeignStore: the store is not the one that the file belongs to.
         """
-        lines = self._path.read_text().split() if self._path and self._path.exists() else []
-        expected, *numbers = lines or [""]
+        expected, marks = self.expected()
         if expected and expected != stored_id:
             found = f"holds store {stored_id}" if stored_id else "is empty"
             raise ForeignStore(
                 f"this data directory belongs to store {expected}, but Redis {found}. Give back the Redis data of "
                 f"{expected}, or remove {self._path} to start anew (its runs can then not be resumed)."
             )
-        return stored_id or uuid.uuid4().hex, Marks(*map(int, numbers))
+        return stored_id or uuid.uuid4().hex, marks
+
+    def expected(self) -> tuple[str, Marks]:
+        """What the file says: the store's id, "" where there is no file, and how far its log is known to have come."""
+        lines = self._path.read_text().split() if self._path and self._path.exists() else []
+        expected, *numbers = lines or [""]
+        return expected, Marks(*map(int, numbers))
 
     def keep(self, store_id: str, marks: Marks) -> None:
         """Writes the file if the marks have changed; on a full disk the file keeps its older marks."""

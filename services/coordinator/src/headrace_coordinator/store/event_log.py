@@ -13,14 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import msgspec
 from headrace_servicekit.lease.clock import boottime
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.state import State, restore, snapshot
+from headrace_coordinator.domain.state import State, snapshot
 from headrace_coordinator.store.base import (
     LEAP,
-    DamagedStore,
     Fenced,
     Marks,
     Store,
@@ -28,6 +26,7 @@ from headrace_coordinator.store.base import (
     Stored,
     StoreMarker,
 )
+from headrace_coordinator.store.contents import read
 from headrace_coordinator.store.history import TAIL_LIMIT, History
 from headrace_coordinator.store.segments import Line
 from headrace_coordinator.waits import WaitTimeout
@@ -95,7 +94,7 @@ class EventLog:
         stored = await self._store.load()
         self._marker = StoreMarker(marker)
         store_id, seen = self._marker.identify(stored.store_id)
-        self.state, events = _read(stored)
+        self.state, events = read(stored)
         for _, event, _ in events:
             self.state.apply(event)
         self.history.locate(self.state.runs.values())
@@ -351,24 +350,6 @@ class EventLog:
             finally:
                 timer.cancel()
                 self._waiters.pop(waiter, None)
-
-
-def _read(stored: Stored) -> tuple[State, list[tuple[int, ev.Event, bytes]]]:
-    """The snapshot's state, and (number, event, encoded event) of what follows. Raises `DamagedStore`."""
-    what = f"the snapshot of event {stored.snapshot_sequence}"
-    try:
-        state = restore(stored.snapshot) if stored.snapshot else State()
-        events: list[tuple[int, ev.Event, bytes]] = []
-        for number, payload in stored.events:
-            what = f"event {number} of the log"
-            events.append((number, ev.decode(payload), payload))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        last = events[-1][0] if what.startswith("event") and events else stored.snapshot_sequence
-        raise DamagedStore(
-            f"the store is damaged: {what} cannot be read ({error}). The last good one is event {last}. Give back "
-            "a copy of its data from before"
-        ) from error
-    return state, events
 
 
 def _end_wait(waiter: asyncio.Future[None]) -> None:

@@ -145,6 +145,7 @@ class History:
         self._floors.pop(run, None)
         self._posted.pop(run, None)
         self._files.pop(run, None)
+        self._dirty.discard(run)
 
     # --- reading
 

@@ -22,7 +22,10 @@ class Answer:
     token_count: int = 0
     """Number of sampled tokens."""
     messages: Sequence[Mapping[str, str]] = ()
-    """The data item's conversation, {role, content}, whose last turn is `prompt`; empty where it is plain text."""
+    """The data item's conversation, {role, content}, whose last turn is `prompt`; empty where it is plain text.
+
+    Of a conversation with an environment: all that was said in it, calls and answers of tools among it.
+    """
     finish_reason: str = ""
     """Why generation ended: stop, length, …"""
     raw_prompt: str = ""
@@ -35,6 +38,8 @@ class Answer:
     """Ids of the sampled tokens, and in an exchange of those between them."""
     group: Sequence[str] = ()
     """All answers to the prompt, by sample: with `reward.give: [group]`, in a stage that waits for whole groups."""
+    episode: Mapping[str, Any] | None = None
+    """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn."""
 
 
 class Scorer(Protocol):

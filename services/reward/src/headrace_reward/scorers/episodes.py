@@ -1,4 +1,4 @@
-"""What an episode of a robot is worth, from what its rollout says of it."""
+"""What an episode of a robot, or a conversation with an environment, is worth, from what its rollout says of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EpisodeOptions(Options):
     """Options of `episode`."""
 
     of: Literal["return", "success", "steps"] = Field(
-        "return", description="the sum of rewards, 1 for success, or the number of actions"
+        "return", description="the sum of rewards, 1 for success, or the number of actions or turns"
     )
     scale: float = Field(1.0, description="factor of the figure")
 
@@ -30,10 +30,11 @@ class Episode:
 
     def score(self, answer: Answer) -> float:
         """The scaled figure. A blank answer, which scorers are tried with, is worth 0; ValueError for other text."""
-        if not answer.completion.strip():
+        if answer.episode is None and not answer.completion.strip():
             return 0.0
         try:
-            found: Any = json.loads(answer.completion)[self._of]
+            told = json.loads(answer.completion) if answer.episode is None else answer.episode
+            found: Any = told[self._of]
             value = math.nan if found is None else float(found) * self._scale
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(

@@ -35,6 +35,10 @@ class Finish(Enum):
     LENGTH = "length"
     PROMPT_TOO_LONG = "prompt_too_long"
     ERROR = "error"
+    TERMINATED = "terminated"
+    """Of a conversation: its environment ended it."""
+    TRUNCATED = "truncated"
+    """Of a conversation: it has as many turns as it may have."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a policy and an environment said: (role, content) of all messages, those of the prompt first.
+
+    `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    rewards: tuple[float, ...]
+    success: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class TrajectoryUpdate:
     """What happened to a sample: new tokens, its end, or its stop from outside.
 
@@ -127,6 +144,8 @@ class TrajectoryUpdate:
     """Where in `whole` the text begins that scorers judge."""
     cache: CachedContext | None = None
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
+    said: Said | None = None
+    """Of a conversation that has ended."""
 
 
 @dataclass(frozen=True, eq=False)

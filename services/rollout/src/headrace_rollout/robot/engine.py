@@ -19,13 +19,12 @@ from headrace_servicekit.rpc.blobs import BlobReader
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Freed, Policy, Refused
-from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
+from headrace_rollout.environments.pool import Pools
 from headrace_rollout.robot.model import Decision, RobotModel, Row, Views
-from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
 
 if TYPE_CHECKING:
@@ -62,22 +61,20 @@ class RobotEngine(ThreadedHolder):
         self.views = Views(policy, environment)
         self._model = RobotModel(policy, devices[0] if devices else HOST)
         super().__init__(self._model, "policy")
-        self._blobs, self._token = blobs, token
-        self._pools: dict[tuple[str, str, str], Pool] = {}
+        self._pools = Pools(blobs, token, environment.step_timeout_s)
         self._runners: set[EpisodeRunner] = set()
-        self._asked = BusyTime()
         self._pass_s = math.inf
 
     @property
     def stage_seconds(self) -> dict[str, float]:
         """Seconds in which the policy computed, and in which some environment was at work, since it was built."""
-        return {"act": self.figures.policy_s, "simulate": self._asked.seconds}
+        return {"act": self.figures.policy_s, "simulate": self._pools.asked.seconds}
 
     def run_episodes(self, plan: Plan, pools: Sequence[rollout_pb2.EnvironmentPool]) -> EpisodeRunner:
         """Begins to serve a stream; `leave` ends it. Pools are used from stream to stream."""
         runner = EpisodeRunner(
             plan,
-            [self._pool(pool) for pool in pools],
+            self._pools.of(pools),
             lambda rows: self._decide(rows, plan.policy_number),
         )
         self._runners.add(runner)
@@ -110,10 +107,8 @@ class RobotEngine(ThreadedHolder):
     @override
     async def close(self) -> None:
         """Pools stay open at their simulators."""
-        for pool in self._pools.values():
-            await pool.close()
+        await self._pools.close()
         await super().close()
-        await self._blobs.close()
 
     def _go_on(self) -> None:
         raise Refused("INVALID", "in_flight: an episode is of one version")
@@ -129,14 +124,6 @@ class RobotEngine(ThreadedHolder):
 
     def _forget_work(self) -> None:
         return
-
-    def _pool(self, message: rollout_pb2.EnvironmentPool) -> Pool:
-        key = (message.address, message.pool, message.pool_incarnation)
-        if key not in self._pools:
-            limit_s = self.environment.step_timeout_s
-            self._pools[key] = Pool(message, self._token, self._blobs, limit_s, self._asked)
-        self._pools[key].under(message.header)
-        return self._pools[key]
 
     def _decide(
         self, rows: Sequence[Row], policy_number: int

@@ -5,9 +5,7 @@ Knows no gRPC call of its own and no trajectory: samples in, ended episodes out.
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,11 +18,20 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.episodes import Arrays, Episode
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor
+from typing_extensions import override
 
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import SlotKey
+from headrace_rollout.environments.pool import (
+    Environment,
+    EnvironmentLost,
+    Outcome,
+    Pool,
+    PoolLost,
+    arrays_of,
+)
+from headrace_rollout.environments.runner import EnvironmentRunner
 from headrace_rollout.robot.model import Decision, NotFinite, Row, Views
-from headrace_rollout.robot.pool import Environment, EnvironmentLost, Outcome, Pool, PoolLost, arrays_of
 from headrace_rollout.robot.turns import Decide, Turns
 
 
@@ -70,127 +77,32 @@ class Plan:
 ActingTurns = Turns[Row, Decision, Outcome]
 
 
-@dataclass
-class _Queue:
-    """Samples of one task that have no environment yet."""
-
-    samples: deque[EpisodeSample] = field(default_factory=deque)
-    filled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, sample: EpisodeSample) -> None:
-        self.samples.append(sample)
-        self.filled.set()
-
-    def take(self) -> EpisodeSample | None:
-        found = self.samples.popleft() if self.samples else None
-        if not self.samples:
-            self.filled.clear()
-        return found
-
-
-class EpisodeRunner:
+class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     """The episodes of one stream."""
 
     def __init__(self, plan: Plan, pools: Sequence[Pool], decide: Decide[Row, Decision]) -> None:
         self._plan = plan
-        self._queues: dict[str, _Queue] = {pool.task: _Queue() for pool in pools}
-        self._running: dict[asyncio.Task[EndedEpisode], EpisodeSample] = {}
-        self._any_lost = False
         parts = [ActingTurns(decide) for _ in range(plan.environment.alternating)]
-        self._tasks = [asyncio.create_task(self._watch(pool), name=f"watch {pool.name}") for pool in pools]
+        self._parts: dict[Environment, ActingTurns] = {}
         for place, pool in enumerate(pools):
             for index, environment in enumerate(pool.environments):
                 # A simulator's processes take every so manyth environment: a part is a block, so that it uses them all.
                 part = (index * len(parts) // len(pool.environments) + place) % len(parts)
-                self._tasks.append(asyncio.create_task(self._serve(pool, environment, parts[part])))
+                self._parts[environment] = parts[part]
+        super().__init__(pools, plan.pool_lost)
 
-    @property
-    def living(self) -> int:
-        """Samples that run or wait."""
-        return len(self._running) + sum(len(queue.samples) for queue in self._queues.values())
+    @override
+    def _stopped(self, sample: EpisodeSample) -> EndedEpisode:
+        return EndedEpisode(sample)
 
-    def check(self, samples: Sequence[EpisodeSample]) -> None:
-        """Raises Refused INVALID for a task that no pool has."""
-        for sample in samples:
-            if sample.start.task not in self._queues:
-                have = ", ".join(sorted(self._queues))
-                raise Refused(
-                    "INVALID", f"episode.task: no pool has {sample.start.task!r}; pools have {have}"
-                )
+    @override
+    def _emit(self, ended: EndedEpisode) -> None:
+        self._plan.sink(ended)
 
-    def submit(self, samples: Sequence[EpisodeSample], *, accept: bool = True) -> None:
-        """Queues samples in order; without `accept`, or after a pool was lost, they come back at once."""
-        for sample in samples:
-            if accept and not self._any_lost:
-                self._queues[sample.start.task].put(sample)
-            else:
-                self._plan.sink(EndedEpisode(sample))
-
-    def stop(self, keys: Sequence[SlotKey] | None) -> int:
-        """Stops samples (None: all), which come back as stopped; returns how many."""
-        wanted = None if keys is None else set(keys)
-        running = [task for task, sample in self._running.items() if wanted is None or sample.key in wanted]
-        for task in running:
-            self._end(task)
-        return len(running) + self._return_waiting(wanted)
-
-    async def close(self) -> None:
-        """Stops everything and ends."""
-        self.stop(None)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._running, return_exceptions=True)
-
-    def _return_waiting(self, wanted: set[SlotKey] | None) -> int:
-        count = 0
-        for queue in self._queues.values():
-            waiting = [queue.take() for _ in range(len(queue.samples))]
-            for sample in waiting:
-                assert sample is not None
-                if wanted is None or sample.key in wanted:
-                    count += 1
-                    self._plan.sink(EndedEpisode(sample))
-                else:
-                    queue.put(sample)
-        return count
-
-    async def _watch(self, pool: Pool) -> None:
-        await pool.lost.wait()
-        # What waits is assigned elsewhere; what runs in other pools ends.
-        self._any_lost = True
-        self._plan.pool_lost(pool)
-        self._return_waiting(None)
-
-    async def _serve(self, pool: Pool, environment: Environment, turns: ActingTurns) -> None:
-        queue = self._queues[pool.task]
-        while not pool.reason:
-            await queue.filled.wait()
-            async with environment.turn:
-                sample = None if pool.reason else queue.take()
-                if sample is not None:
-                    await self._run(sample, environment, turns)
-
-    async def _run(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> None:
-        episode = asyncio.create_task(self._episode(sample, environment, turns))
-        self._running[episode] = sample
+    @override
+    async def _play(self, sample: EpisodeSample, environment: Environment) -> EndedEpisode:
         try:
-            await asyncio.wait([episode])
-        finally:
-            self._end(episode)
-
-    def _end(self, episode: asyncio.Task[EndedEpisode]) -> None:
-        """Sends what a sample came to, once: its episode, or that it was stopped."""
-        sample = self._running.pop(episode, None)
-        if sample is not None:
-            stopped = not episode.done() or episode.cancelled()
-            episode.cancel()
-            self._plan.sink(EndedEpisode(sample) if stopped else episode.result())
-
-    async def _episode(
-        self, sample: EpisodeSample, environment: Environment, turns: ActingTurns
-    ) -> EndedEpisode:
-        try:
-            recording, seen = await self._played(sample, environment, turns)
+            recording, seen = await self._played(sample, environment, self._parts[environment])
             video = await environment.video() if sample.start.record else b""
             reported = recording.success_reported
             return EndedEpisode(sample, recording.episode(seen), video=video, success_reported=reported)

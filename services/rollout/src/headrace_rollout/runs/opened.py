@@ -24,6 +24,8 @@ from headrace_rollout.wire import duration_of
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.conversations.template import TurnTemplate
+    from headrace_rollout.environments.pool import Pools
     from headrace_rollout.robot.engine import RobotEngine
     from headrace_rollout.streams.base import AnyStream
 
@@ -92,7 +94,7 @@ class Retention:
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """What an instance holds for its run: a TextRun or a RobotRun, as `runs.opening.open_run` decides."""
+    """What an instance holds for its run: a TextRun, ConversationRun or RobotRun, as `opening.open_run` decides."""
 
     name: str
     config: RolloutConfig
@@ -117,6 +119,10 @@ class OpenedRun:
     def robot(self) -> RobotRun:
         """This run, if its policy acts in environments; else raises ServiceError WRONG_POLICY."""
         raise _wrong_policy("the run's policy is a language model: call Generate; episodes need model.policy")
+
+    async def close(self) -> None:
+        """Ends the engine and what it speaks to, and frees its memory."""
+        await self.engine.close()
 
     def metrics(self) -> common_pb2.StageMetrics | None:
         """The metrics of the generate stage since the last call; None when nothing was sampled."""
@@ -190,6 +196,19 @@ class TextRun(OpenedRun):
         return common_pb2.StageMetrics(
             wall_time=duration_of(busy_s), items=samples, tokens=tokens, values=values
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ConversationRun(TextRun):
+    """A run whose policy is a language model that speaks with environments."""
+
+    template: TurnTemplate
+    pools: Pools
+
+    @override
+    async def close(self) -> None:
+        await self.pools.close()
+        await super().close()
 
 
 @dataclass(frozen=True, eq=False)

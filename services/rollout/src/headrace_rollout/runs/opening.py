@@ -18,6 +18,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import RolloutConfig, reply_model
 from headrace_schema.sections.replying import ReplySection
+from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
@@ -28,13 +29,15 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transfer import receive_weights
 
+from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Authority, Engine, EngineConfig, Policy, Weights
 from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.environments.pool import Pools
 from headrace_rollout.exchanges.engine import ExchangeEngine
 from headrace_rollout.exchanges.exchange import Rules
-from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun
+from headrace_rollout.runs.opened import ConversationRun, OpenedRun, RobotRun, TextRun
 from headrace_rollout.wire import duration_of, refusals, weights_of
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def open_run(
     try:
         policy = policy_of(config.model)
         if policy is None:
-            return _text_run(name, config, leased)
+            return _text_run(name, config, leased, BlobReader(shm_dir, token), token)
         return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
     except PluginError as error:
         code = grpc.StatusCode.INVALID_ARGUMENT
@@ -67,10 +70,12 @@ def open_run(
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
 
 
-def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRun:
+def _text_run(
+    name: str, config: RolloutConfig, leased: Sequence[str], blobs: BlobReader, token: str | None
+) -> TextRun:
     from headrace_modelkit.tokenizer import load_tokenizer
 
-    if config.environment is not None:
+    if config.environment is not None and config.workflow != CONVERSATIONS:
         raise ModelNotReadable(
             f"model.path: {config.model.path!r} holds no robot policy, and environment needs one; give a directory "
             "with policy.json, or model.policy"
@@ -94,6 +99,11 @@ def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRu
 
     if config.reply is not None:
         return TextRun(name, config, _exchange_engine(config, config.reply, settings, build), codec)
+    if config.environment is not None:
+        template = TurnTemplate(codec, config.prompt, append=config.environment.rewritten_turns == "append")
+        template.check()
+        pools = Pools(blobs, token, config.environment.step_timeout_s)
+        return ConversationRun(name, config, build(settings), codec, template, pools)
     return TextRun(name, config, build(settings), codec)
 
 
@@ -128,6 +138,11 @@ def _robot_run(
 
     from headrace_rollout.robot.engine import RobotEngine
 
+    if config.workflow == CONVERSATIONS:
+        raise ModelNotReadable(
+            f"model.path: {config.model.path!r} holds a robot policy, and a conversation is of a language model; set "
+            "workflow: embodied, or give another model"
+        )
     if config.environment is None:
         raise ModelNotReadable("environment: a robot policy acts in environments; name them")
     encode = instruction_encoder(policy, config.model.path)

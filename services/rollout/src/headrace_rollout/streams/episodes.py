@@ -15,7 +15,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.robot.pool import Pool
+from headrace_rollout.environments.pool import Pool
 from headrace_rollout.robot.runner import EndedEpisode, EpisodeSample, Plan
 from headrace_rollout.runs.opened import RobotRun
 from headrace_rollout.streams.base import SampleStream, Serving
@@ -30,7 +30,6 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
 
     def __init__(self, run: RobotRun, opening: rollout_pb2.RunEpisodesOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
-        check_pools(opening.pools)
         self._engine, self._policy_number = run.engine, opening.policy_number
         self._greedy, self._encode = opening.greedy, run.encode
         plan = Plan(
@@ -114,20 +113,6 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
         if isinstance(output, Pool) or (output.episode is None and not output.failure):
             return None
         return trajectory_of(output, self._policy_number, self._serving.producer)
-
-
-def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
-    """Raises INVALID for an opening that gives no environment, or one that is not whole."""
-    if not pools:
-        raise invalid("pools: give at least one pool of environments")
-    for pool in pools:
-        if pool.count < 1 or not (pool.address and pool.pool and pool.pool_incarnation and pool.task):
-            raise invalid(
-                f"pools: {pool.pool!r} needs address, pool, pool_incarnation, task and a count from 1"
-            )
-    names = [(pool.address, pool.pool) for pool in pools]
-    if len(set(names)) < len(names):
-        raise invalid("pools: a pool is named twice")
 
 
 def samples_of(

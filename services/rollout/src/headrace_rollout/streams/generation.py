@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from headrace_rollout.engines.base import prefills_of
 from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, TrajectoryUpdate
+from headrace_rollout.environments.pool import Pool
 from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
 from headrace_rollout.exchanges.repliers import Repliers
 from headrace_rollout.runs.opened import TextRun
@@ -35,11 +36,11 @@ _POLL_S = 0.02
 _TOKEN_BYTES = 8
 
 
-Produced = TrajectoryUpdate | rollout_pb2.LostReplier
+Produced = TrajectoryUpdate | rollout_pb2.LostReplier | Pool
 
 
 class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
-    """The life of a Generate stream. A replier among its outputs was lost."""
+    """The life of a Generate stream. A replier, or a pool of conversations, among its outputs was lost."""
 
     def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
@@ -129,7 +130,10 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         response = rollout_pb2.GenerateResponse(revoked=self._revoked)
         for output in outputs:
             if not isinstance(output, TrajectoryUpdate):
-                response.lost_repliers.append(output)
+                if isinstance(output, Pool):
+                    response.lost_pools.append(output.name)
+                else:
+                    response.lost_repliers.append(output)
                 self._reading = False
                 continue
             self._outstanding -= output.whole is not None
@@ -142,7 +146,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             if output.finish is not None:
                 self._fill(chunk.finished, output)
                 self._retain(chunk.finished)
-        if not (response.chunks or response.partials or response.revoked or response.lost_repliers):
+        lost = response.lost_repliers or response.lost_pools
+        if not (response.chunks or response.partials or response.revoked or lost):
             return None
         self._tell_prefills(response)
         self._tell_stages(response)

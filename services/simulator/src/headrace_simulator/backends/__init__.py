@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace_servicekit.registry import Plugin, PluginError, Registry
 
-from headrace_simulator.backends.base import Backend, BackendError
+from headrace_simulator.backends.base import AnyBackend, BackendError
 
 KEY = "environment.backend"
 _HERE = "headrace_simulator.backends"
@@ -14,16 +14,23 @@ METAWORLD = Plugin(
 )
 MANISKILL = Plugin(f"{_HERE}.maniskill.backend:build", description="ManiSkill 3's tasks on the CPU")
 LIBERO = Plugin(f"{_HERE}.libero:build", description="LIBERO's five suites with their initial states")
-BACKENDS: Registry[Backend] = Registry(
+CONVERSATION = Plugin(
+    f"{_HERE}.conversation.backend:build",
+    description="conversations: with tools, and with a user's own class",
+)
+BACKENDS: Registry[AnyBackend] = Registry(
     "headrace.simulator_backends",
     "backend",
     KEY,
     "environment.backend_options",
-    {name: f"{_HERE}:{name.upper()}" for name in ("gymnasium", "metaworld", "maniskill", "libero")},
+    {
+        name: f"{_HERE}:{name.upper()}"
+        for name in ("gymnasium", "metaworld", "maniskill", "libero", "conversation")
+    },
 )
 
 
-def create(name: str) -> Backend:
+def create(name: str) -> AnyBackend:
     """Makes a backend.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -90,6 +90,37 @@ class SimulatedEnvironment(Protocol):
         ...
 
 
+Message = Mapping[str, str]
+"""{"role": …, "content": …}; roles are system, user, assistant and tool."""
+Tool = Mapping[str, Any]
+"""{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
+
+
+class ConversationEnvironment(Protocol):
+    """One conversation at a time with a language model. It may raise anything: the service then makes a new one.
+
+    Same seed and same item: the same first messages, as the answers of one prompt are compared with each other.
+    """
+
+    def reset(
+        self, seed: int, item: Mapping[str, Any]
+    ) -> Sequence[Message] | tuple[Sequence[Message], Sequence[Tool]]:
+        """Begins a conversation about a data item: its first messages, and the tools that the model may call.
+
+        `item` has `question`, `answer`, `metadata` and the item's `fields`.
+        """
+        ...
+
+    def step(
+        self, message: Message
+    ) -> tuple[Sequence[Message], float, bool] | tuple[Sequence[Message], float, bool, Mapping[str, Any]]:
+        """Takes what the model says: what follows it, the turn's reward, and whether the conversation is over.
+
+        A fourth value may hold `success`.
+        """
+        ...
+
+
 class Backend(Protocol):
     """A simulator; made without arguments, imports its heavy packages only then.
 
@@ -112,3 +143,23 @@ class Backend(Protocol):
             BackendError: the name or an option is wrong, there is no shaped reward, or a package is missing.
         """
         ...
+
+
+@runtime_checkable
+class ConversationBackend(Protocol):
+    """A backend whose environments are conversations; made without arguments."""
+
+    def environments(self) -> list[str]:
+        """Names that `converse` knows, sorted."""
+        ...
+
+    def converse(self, name: str, options: Mapping[str, Any]) -> ConversationEnvironment:
+        """Makes an environment.
+
+        Raises:
+            BackendError: the name or an option is wrong, or a package is missing.
+        """
+        ...
+
+
+AnyBackend = Backend | ConversationBackend

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -18,6 +15,7 @@ from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
+from headrace_simulator.backends.user_file import is_user_environment, load_factory
 from headrace_simulator.spaces import ArraySpace
 
 _SUCCESS_KEYS = ("success", "is_success")
@@ -167,38 +165,3 @@ def _array_space(name: str, space: spaces.Space[Any]) -> ArraySpace:
 def build(options: Options) -> GymnasiumBackend:
     """The backend."""
     return GymnasiumBackend()
-
-
-_FIELD = "environment.name"
-
-
-def is_user_environment(name: str) -> bool:
-    """Whether a name means a file rather than a registered environment."""
-    return ".py:" in name or name.endswith(".py")
-
-
-def load_factory(name: str) -> Callable[..., Any]:
-    """Imports the file and takes the function; whatever the file raises goes through.
-
-    Raises:
-        BackendError: the file or the function is missing.
-    """
-    path_text, _, function_name = name.rpartition(":")
-    if not path_text or not function_name.isidentifier():
-        raise BackendError(_FIELD, f"{name}: name the function too, as {name.split(':')[0]}:make_env")
-    path = Path(path_text).resolve()
-    if not path.is_file():
-        raise BackendError(_FIELD, f"{name}: no such file {path}; paths start where the service does")
-    module_name = f"headrace_user_environment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise BackendError(_FIELD, f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Its neighbours are importable, as when the file is run as a script.
-    sys.path.insert(0, str(path.parent))
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    factory: Callable[..., Any] | None = getattr(module, function_name, None)
-    if not callable(factory):
-        raise BackendError(_FIELD, f"{path}: there is no function {function_name!r}")
-    return factory

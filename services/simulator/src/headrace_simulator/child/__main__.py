@@ -14,8 +14,10 @@ from headrace_servicekit.process.worker_pipes import become_worker, frame, read_
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
-from headrace_simulator.backends.base import Backend, BackendError
+from headrace_simulator.backends.base import AnyBackend, BackendError, ConversationBackend
+from headrace_simulator.child.conversations import Conversations
 from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.output import bound_output
 from headrace_simulator.child.variants import split, varied
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
@@ -29,16 +31,21 @@ class Host:
 
     def __init__(self) -> None:
         self._opening: dict[str, Any] = {}
-        self._backend: Backend | None = None
-        self._environments: dict[int, Episodes] = {}
+        self._backend: AnyBackend | None = None
+        self._environments: dict[int, Episodes | Conversations] = {}
 
     def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
         """Makes the environments; BackendError or Raised where they cannot be made."""
         self._opening = opening
         self._backend = call(lambda: backends.create(opening["backend"]))
+        if isinstance(self._backend, ConversationBackend):
+            bound_output()
         for index in opening["environments"]:
             self._environments[index] = self._make()
-        first = self._environments[opening["environments"][0]].environment
+        opened = self._environments[opening["environments"][0]]
+        if isinstance(opened, Conversations):
+            return simulator_pb2.OpenPoolResponse(conversation=True)
+        first = opened.environment
         return simulator_pb2.OpenPoolResponse(
             observation_spaces=[to_message(space) for space in first.observation_spaces],
             action_space=to_message(first.action_space),
@@ -61,7 +68,7 @@ class Host:
             outcome.status = simulator_pb2.OUTCOME_STATUS_OK
         except (Raised, BackendError) as error:
             lost = self._environments.pop(index, None)
-            if lost is not None:
+            if isinstance(lost, Episodes):
                 lost.stop_recording()
             outcome.Clear()
             outcome.environment, outcome.step_index = index, operation.step_index
@@ -73,19 +80,27 @@ class Host:
         episodes = self._environments.get(index)
         if episodes is None:
             raise Raised("the environment is new; reset it first")
+        if isinstance(episodes, Conversations):
+            raise Raised("a conversation has no picture")
         return encode_tensor(call(episodes.environment.render)).SerializeToString()
 
     def video(self, index: int) -> bytes:
         """The video of an environment's episode; Raised where there is none."""
         if index not in self._environments:
             raise Raised("the environment is new; reset it first")
-        return self._environments[index].take_video()
+        episodes = self._environments[index]
+        if isinstance(episodes, Conversations):
+            raise Raised("a conversation has no video")
+        return episodes.take_video()
 
-    def _make(self) -> Episodes:
+    def _make(self) -> Episodes | Conversations:
         opening, backend = self._opening, self._backend
         if backend is None:
             raise Raised("no backend is open")
         limit = opening["max_episode_steps"]
+        if isinstance(backend, ConversationBackend):
+            made = call(lambda: backend.converse(opening["name"], opening["options"]))
+            return Conversations(made, limit)
         variant, options = call(lambda: split(opening["options"], backend, opening["name"]))
         environment = call(
             lambda: varied(

@@ -30,7 +30,8 @@ _OK, _LOST, _REFUSED = (
 class Description:
     """What the environments of a pool have in common."""
 
-    action_space: ArraySpace
+    action_space: ArraySpace | None
+    """None: the environments are conversations, which take turns."""
     init_state_count: int
     auto_reset: bool
 
@@ -113,6 +114,10 @@ class EnvironmentLedger:
             if operation.HasField("reset"):
                 return self._reset_fault(operation.reset)
             space = self._description.action_space
+            if (space is None) != operation.HasField("turn"):
+                return "a conversation takes turns" if space is None else "turns are of conversations alone"
+            if space is None:
+                return None
             if operation.HasField("action_chunk"):
                 return chunk_fault(space, in_shape(space, _decoded(operation.action_chunk), chunk=True))
             return action_fault(space, in_shape(space, _decoded(operation.action), chunk=False))

@@ -88,7 +88,7 @@ class EnvironmentPool:
             raise
         found = self.description
         found.MergeFromString(self._hosts[0].description)
-        action_space = from_message(found.action_space)
+        action_space = None if found.conversation else from_message(found.action_space)
         shared = Description(action_space, found.init_state_count, self.plan.auto_reset)
         seed = self.plan.seed
         self._ledgers = [EnvironmentLedger(i, seed + i, shared) for i in range(self.plan.count)]

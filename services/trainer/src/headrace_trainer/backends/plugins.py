@@ -38,13 +38,18 @@ class FsdpOptions(Options):
         description="ranks over which the tokens of a row are divided, and attention's heads with them (Ulysses): for "
         "sequences whose activations do not fit on one rank. Must divide the attention heads",
     )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every layer, but for its attention: needs a C++ compiler (CPU) or Triton (GPU), "
+        "and time at the first micro-batches; not with deterministic: true",
+    )
 
 
 FSDP = Plugin(
     "headrace_trainer.backends.fsdp:build",
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
-    check="headrace_trainer.backends.fsdp.checks:check_run",
+    check="headrace_trainer.backends.fsdp.layouts.checks:check_run",
 )
 
 

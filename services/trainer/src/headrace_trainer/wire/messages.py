@@ -21,7 +21,14 @@ from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, M
 from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
 
 _SETTLED = frozenset(
-    {common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH}
+    {
+        common_pb2.FINISH_REASON_EOS,
+        common_pb2.FINISH_REASON_STOP,
+        common_pb2.FINISH_REASON_LENGTH,
+        # Of conversations with an environment:
+        common_pb2.FINISH_REASON_TERMINATED,
+        common_pb2.FINISH_REASON_TRUNCATED,
+    }
 )
 _DISPOSITIONS = {
     Disposition.ACCUMULATED: trainer_pb2.GROUP_DISPOSITION_ACCUMULATED,

@@ -79,7 +79,7 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     A run that has GPUs and names no engine leaves it to the fleet, too.
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
-    if engine != AUTO and (named or spec.environment is not None or not has_gpus(spec, fleet)):
+    if engine != AUTO and (named or spec.workflow == "embodied" or not has_gpus(spec, fleet)):
         return engine, ""
     name, why = _preferred(spec, fleet)
     return name, f"rollout.engine: {AUTO} takes {name}: {why}"

@@ -34,7 +34,7 @@ class Default:
 
 def hardware_defaults(spec: RunSpec, fleet: FleetView) -> list[Default]:
     """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
-    if spec.environment is not None or not has_gpus(spec, fleet):
+    if spec.workflow == "embodied" or not has_gpus(spec, fleet):
         return []
     wanted = [
         Default("rollout", "max_concurrency", CONCURRENCY),

@@ -1,7 +1,7 @@
 """What only an instance can tell of a spec: asked before there is a run, under a name that no run has.
 
 The scorer check: whether scorers load, take their options and judge a blank answer. The environment check: whether
-sizes and names that a spec states are the environment's.
+sizes and names that a spec states are the environment's, and whether conversations can be made.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import CONVERSATIONS
 
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
@@ -23,7 +24,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
-from headrace_coordinator.run.simulators.pools import in_users_keys, opening
+from headrace_coordinator.run.simulators.pools import in_users_keys, opening, other_kind
 from headrace_coordinator.run.workers.clients import RewardClient, SimulatorClient
 
 ENVIRONMENT_S = 60.0
@@ -67,6 +68,7 @@ async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> li
     A simulator that is in trouble or slow is the run's to handle.
     """
     section = spec.environment
+    speaks = spec.workflow == CONVERSATIONS
     if section is None:
         return []
     ready = simulators(fleet.ready("simulator"), section.backend)
@@ -82,7 +84,7 @@ async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> li
         return _refused(in_users_keys(refusal), "environment", chosen.instance)
     except InstanceDown:
         return []
-    return _misfits(spec, section, described)
+    return other_kind(spec, described) or ([] if speaks else _misfits(spec, section, described))
 
 
 def _misfits(

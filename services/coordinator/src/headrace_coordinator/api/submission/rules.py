@@ -98,7 +98,7 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
 
 def _registry(spec: RunSpec) -> str:
     """Which of a trainer's registries the algorithm is in."""
-    return "episode_algorithm" if spec.environment else "algorithm"
+    return "episode_algorithm" if spec.workflow == "embodied" else "algorithm"
 
 
 def staleness(submission: Submission) -> Iterator[KeyProblemView]:
@@ -165,7 +165,7 @@ def options(submission: Submission) -> Iterator[KeyProblemView]:
 
 
 def tasks(submission: Submission) -> Iterator[KeyProblemView]:
-    """Tasks of an embodied run that no simulator has; none where no simulator lists its tasks.
+    """Tasks of a run with environments that no simulator has; none where no simulator lists its tasks.
 
     A task's name behind the "/" of SUITE/TASK, a version, a user's own file and a name behind a module's are known to
     the backend alone: it says what is wrong with them when the run opens. So are sizes of actions and observations.

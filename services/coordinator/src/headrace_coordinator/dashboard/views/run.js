@@ -74,7 +74,12 @@ function runHeader(element, path, signal) {
   }
 
   function offers(run) {
+    if (run.suite) return [h("a", { class: "button main", href: `#/evaluations/${encodeURIComponent(run.id)}` }, "Its figures"), ...(ENDED.includes(run.state) ? [] : steering(run))];
     if (ENDED.includes(run.state)) return [h("a", { class: "button", href: `#/submit?from=${encodeURIComponent(run.id)}` }, "Submit again…")];
+    return steering(run);
+  }
+
+  function steering(run) {
     const cancel = h("button", { type: "button", class: "danger", onclick: () => steer("cancel", `Cancel ${run.id}? It cannot be resumed; its checkpoints stay.`, "Cancel the run") }, "Cancel");
     if (run.intent === "CANCEL" || run.state === "CANCELLING") return [];
     if (run.state === "PAUSED") return [h("button", { type: "button", class: "main", onclick: () => steer("resume") }, "Resume"), cancel];

@@ -109,7 +109,7 @@ export async function show(root, place, signal) {
   await repeat(3000, signal, load);
 }
 
-export function progress(step, steps) {
-  return h("div", { class: "bar", role: "progressbar", "aria-valuenow": step, "aria-valuemin": 0, "aria-valuemax": steps, "aria-label": `step ${step} of ${steps}`, vars: { "--part": `${Math.min(100, (100 * step) / steps)}%` } },
+export function progress(step, steps, word = "step") {
+  return h("div", { class: "bar", role: "progressbar", "aria-valuenow": step, "aria-valuemin": 0, "aria-valuemax": steps, "aria-label": `${word} ${step} of ${steps}`, vars: { "--part": `${Math.min(100, (100 * step) / steps)}%` } },
     h("span", {}, `${step} / ${steps}`));
 }

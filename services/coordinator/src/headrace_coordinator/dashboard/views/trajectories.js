@@ -11,7 +11,9 @@ const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best",
 
 export async function trajectories(root, context) {
   const { query } = context.place;
-  const address = `#${context.path.slice(3)}/trajectories`;
+  const address = context.address ?? `#${context.path.slice(3)}/trajectories`;
+  const most = context.run.spec.tracking?.trajectories_per_step;
+  const kept = most === undefined ? "" : `; at most ${most} of a step are kept, in whole groups`;
   const tokens = [""];
   let token = "";
   const step = field("step", "Step");
@@ -60,7 +62,7 @@ export async function trajectories(root, context) {
     }
     token = page.next_page_token;
     const found = page.trajectories;
-    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most ${context.run.spec.tracking?.trajectories_per_step ?? 64} of a step are kept, in whole groups`;
+    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}${kept}`;
     back.disabled = tokens.length === 1;
     on.disabled = !token;
     const side = prompt.input.value !== "" && found.length > 0;

@@ -26,6 +26,8 @@ class Demand(msgspec.Struct, frozen=True):
     engine: str
     backend: str
     algorithm: str
+    acts: bool
+    """Whether the policy is a robot's, which has algorithms of its own."""
     simulator: str
     """Backend of simulators; empty: none is needed."""
     disaggregated: bool
@@ -49,7 +51,7 @@ class Demand(msgspec.Struct, frozen=True):
     @property
     def algorithms(self) -> str:
         """The trainer's registry in which the algorithm is."""
-        return "episode_algorithms" if self.simulator else "algorithms"
+        return "episode_algorithms" if self.acts else "algorithms"
 
 
 def demand_of(run: RunState) -> Demand:
@@ -70,6 +72,7 @@ def demand_of(run: RunState) -> Demand:
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
+        acts=spec["workflow"] == "embodied",
         simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=apart,
         side_by_side=apart or _tries_both(placement, spec.get("steps", 0), helpers),

@@ -230,6 +230,16 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     text: str
 
 
+class DeathCharged(Noted, frozen=True, kw_only=True):
+    """A shared instance died while code of this run alone was at work in it."""
+
+    kind: str
+    count: int
+    """Deaths of instances of this kind without progress between them."""
+    progress: int
+    """`RunState.progress` at the death."""
+
+
 class Warned(RunEvent, frozen=True, kw_only=True):
     """What makes the run learn nothing has changed: all warnings that hold now, by what they are about."""
 

@@ -12,8 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
-from headrace_schema.problems import Impossible
+from headrace_schema.problems import Impossible, problem
+from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import CONVERSATIONS
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.fitting import simulators as simulators_with
@@ -128,7 +131,7 @@ class Pools:
         async with self._moving:
             await self._staff(rollouts, rollouts if only is None else [only.incarnation])
         self.count_environments()
-        if workers.state.fitted is None and self.described:
+        if workers.state.fitted is None and self.described and workers.spec.workflow != CONVERSATIONS:
             await self._fit()
 
     async def _fit(self) -> None:
@@ -253,6 +256,8 @@ class Pools:
             return where
         except CallRefused as refused:
             raise in_users_keys(refused) from refused
+        if problems := other_kind(self._workers.spec, response):
+            raise CallRefused("simulator", "INVALID", str(Impossible(problems)), problems[0].key)
         self.described[task] = response
         self._open[place] = rollout.EnvironmentPool(
             address=client.instance.address,
@@ -306,6 +311,19 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
     )
     request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
     return request
+
+
+def other_kind(spec: RunSpec, described: simulator.OpenPoolResponse) -> list[KeyProblemView]:
+    """The problem of a run of conversations whose environments are robots', or the other way round."""
+    if described.conversation == (spec.workflow == CONVERSATIONS):
+        return []
+    assert spec.environment is not None
+    backend, key = spec.environment.backend, "environment.backend"
+    if described.conversation:
+        reason = f"{backend} has conversations, and the run's policy is a robot's"
+        return [problem(key, reason, f"set workflow: {CONVERSATIONS}, or name a simulator of robots")]
+    reason = f"{backend} has environments of robots, and the run's policy speaks"
+    return [problem(key, reason, "leave it out, or set workflow: embodied")]
 
 
 def in_users_keys(refused: CallRefused) -> CallRefused:

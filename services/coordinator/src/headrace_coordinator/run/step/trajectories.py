@@ -134,9 +134,11 @@ class Trajectories(dict[SlotKey, Trajectory]):
 
 
 def failure_of(message: common.Trajectory) -> str:
-    """What an episode that failed says of it in its text, such as what its environment raised; empty for others."""
+    """What an episode or a conversation that failed says of it, such as what its environment raised, else ""."""
     if message.finish_reason != common.FINISH_REASON_ERROR:
         return ""
+    if message.conversation.failure:
+        return message.conversation.failure
     try:
         return str(json.loads(message.completion_text)["error"])
     except (ValueError, TypeError, KeyError):

@@ -80,7 +80,7 @@ class Warnings:
     def _all_cut(self, steps: Sequence[StepView]) -> str:
         longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
         short = longest < 16  # answers of a few tokens may well be all of one length
-        if short or self._spec.workflow == "embodied" or not lengths or min(lengths) < CUT_SHARE * longest:
+        if short or self._spec.environment is not None or not lengths or min(lengths) < CUT_SHARE * longest:
             return ""
         return (
             f"answers are {fmean(lengths):.0f} tokens long on average, of at most {longest}: nearly all are cut. Raise "

@@ -14,6 +14,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
+from headrace_modelkit.products import WideLayers
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
@@ -52,6 +53,7 @@ class PolicyModel(HeldModel):
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
+        self._wide = WideLayers(self._model.base_model)
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
@@ -163,6 +165,7 @@ class PolicyModel(HeldModel):
         """
         start = time.perf_counter()
         self._memory.load(tensors, self.device)
+        self._wide.adopt()
         self.adopt_head()
         self.policy = policy
         return time.perf_counter() - start
@@ -180,6 +183,7 @@ class PolicyModel(HeldModel):
         """Drops weights and cache."""
         self.policy, self._head = None, None
         self._memory.free()
+        self._wide.free()
         self.cache.free()
 
 

@@ -27,13 +27,13 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
 )
 from headrace_trainer.backends._base import ReferenceFacts
-from headrace_trainer.backends.fsdp.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
-from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, check_ranks
-from headrace_trainer.backends.fsdp.planned import choose_layout
-from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, check_ranks
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.fsdp.reference import Reference
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, compile_layers
 from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.losses import Forward
@@ -113,11 +113,11 @@ class FsdpModels(FsdpState):
         if self._layout is None:
             ranks = self._ranks.world_size
             rooms, ranks_per_host = self._ranks.least_rooms()
-            self._layout, plan = choose_layout(
+            layout, plan = choose_layout(
                 self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
             )
             check_host(plan, rooms, min(ranks, ranks_per_host))
-            self.layout_chosen, self.saves_in_place = plan.reason, plan.saves_in_place
+            self._layout, self.layout_chosen, self.saves_in_place = layout, plan.reason, plan.saves_in_place
         return self._layout
 
     @property
@@ -159,6 +159,8 @@ class FsdpModels(FsdpState):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
+            if self._options.compile:
+                compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])

@@ -17,10 +17,10 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.backends._base import ReferenceFacts
-from headrace_trainer.backends.fsdp.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
-from headrace_trainer.backends.fsdp.layout import Layout
-from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
+from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup

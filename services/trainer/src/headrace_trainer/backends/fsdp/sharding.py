@@ -29,9 +29,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from headrace_trainer.backends.fsdp.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
-from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
 from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
@@ -300,6 +300,12 @@ class ShardedModel:
         self._root.set_requires_gradient_sync(reduce)
         self._root.set_reshard_after_backward(last or self.layout.shard == "weights")
         self._root.set_is_last_backward(reduce)
+
+
+def compile_layers(body: PreTrainedModel) -> None:
+    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
+    for layer in layers_of(body):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
 
 
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:

@@ -32,7 +32,7 @@ from headrace_trainer.backends._base import (
     StatePart,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.layout import Layout
+from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.reference import base_facts
 from headrace_trainer.backends.fsdp.sharding import ShardedModel

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import ReferenceFacts, StatePart, StateReader
-from headrace_trainer.backends.fsdp.planned import FP32, MOMENTS_BYTES
+from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
 from headrace_trainer.backends.megatron.layout import Layout

@@ -27,13 +27,20 @@ def score_item(
 ) -> reward.ScoreItem:
     """What a reward instance needs of a trajectory, of which a policy sampled `tokens`.
 
-    The texts with special tokens are taken out of the trajectory: nobody else reads them.
+    The texts with special tokens are taken out of the trajectory: nobody else reads them. Of a conversation the
+    policy's last turn is judged as its answer, beside all that was said.
     """
+    completion = message.completion_text
+    conversation = message.conversation if message.HasField("conversation") else None
+    if conversation is not None:
+        turns = [each.content for each in conversation.messages if each.role == "assistant"]
+        completion = turns[-1] if turns else ""
     asked = reward.ScoreItem(
         sample=message.sample,
         attempt=message.attempt,
         prompt=item.question,
-        completion=message.completion_text,
+        completion=completion,
+        conversation=conversation,
         reference=item.answer,
         metadata_json=item.metadata_json,
         finish_reason=message.finish_reason,

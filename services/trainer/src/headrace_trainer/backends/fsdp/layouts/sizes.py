@@ -74,6 +74,8 @@ class Sizes:
     """Elements of the two largest weights that follow each other."""
     merged: int
     """Elements of the largest tensor of experts that an adapter is merged into for a product."""
+    widened: int
+    """Elements of the input and the gradient at the output, together, of the widest linear layer with an adapter."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -112,6 +114,7 @@ class Sizes:
             reference,
             max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())]))),
             _largest_merged(policy),
+            tokens * _widest_adapted(policy),
         )
 
     @property
@@ -155,6 +158,11 @@ def _largest_merged(policy: PreTrainedModel) -> int:
     return max(
         (own.numel() for name, own in named if own.dim() == 3 and adapter_of(name) in adapted), default=0
     )
+
+
+def _widest_adapted(policy: PreTrainedModel) -> int:
+    linear = [layer for _, layer in adapted_layers(policy) if isinstance(layer, nn.Linear)]
+    return max((layer.in_features + layer.out_features for layer in linear), default=0)
 
 
 def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:

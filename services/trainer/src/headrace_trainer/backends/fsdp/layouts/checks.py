@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from importlib.util import find_spec
+
 import torch
 from headrace_modelkit.critic import critic_section
 from headrace_modelkit.experts import expert_shape
-from headrace_modelkit.loading import load_model
+from headrace_modelkit.loading import load_architecture, load_model
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.layout import check_run as check_layout
-from headrace_trainer.backends.fsdp.prefixes import obstacle_to_trees
+from headrace_trainer.backends.fsdp.attending.prefixes import obstacle_to_trees
+from headrace_trainer.backends.fsdp.layouts.layout import check_run as check_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 
+COMPILE = "trainer.backend_options.compile"
 CONTEXT = "trainer.backend_options.context_parallel"
 
 
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
     check_layout(options, config, algorithm)
+    if options.compile:
+        _check_compile(config)
     if options.context_parallel > 1:
         _check_context(options.context_parallel, config, algorithm)
+
+
+def _check_compile(config: TrainerConfig) -> None:
+    if config.deterministic:
+        raise invalid(
+            f"{COMPILE}: with deterministic: true a run that resumes takes the same steps, and what is compiled hangs "
+            "on the lengths that came first; leave one of them out",
+            key=COMPILE,
+        )
+    if expert_shape(load_architecture(config.model)) is not None:
+        raise invalid(
+            f"{COMPILE}: {config.model.path!r} has experts, whose routers follow what the run tells them and cannot be "
+            "compiled; leave it out",
+            key=COMPILE,
+        )
+    if missing := _missing_compiler():
+        raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)
+
+
+def _missing_compiler() -> str:
+    if torch.cuda.is_available():
+        return "" if find_spec("triton") else "there is no Triton"
+    return (
+        ""
+        if shutil.which(os.environ.get("CXX", "g++"))
+        else "there is no C++ compiler (g++, or what CXX names)"
+    )
 
 
 def _check_context(size: int, config: TrainerConfig, algorithm: Algorithm) -> None:

@@ -9,7 +9,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headrace_trainer.backends.fsdp.attention import attend_to_trees
+from headrace_trainer.backends.fsdp.attending.attention import attend_to_trees
 from headrace_trainer.errors import invalid
 
 _log = get_logger(__name__)

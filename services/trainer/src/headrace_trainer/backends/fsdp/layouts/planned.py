@@ -9,8 +9,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.layout import GPUS_PER_HOST, Layout, candidates
-from headrace_trainer.backends.fsdp.sizes import Sizes, Unit, known_sizes
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, candidates
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit, known_sizes
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import COPY, MemoryPlan, Rooms, Tried, host_bytes, kept_bytes
 
@@ -30,46 +30,50 @@ def choose_layout(
     rooms: Rooms,
 ) -> tuple[Layout, MemoryPlan]:
     """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
-    layout, plan = _chosen(config, algorithm, options, ranks, ranks_per_host, rooms)
+    run = _Run(config, algorithm, options, rooms)
+    layout, plan = run.first_fit(ranks, ranks_per_host)
     if plan.tried[-1].fits:
         return layout, plan
     for more in (2 * ranks, 4 * ranks, 8 * ranks, 16 * ranks):
-        per_host = max(ranks_per_host, min(more, GPUS_PER_HOST))
-        other, found = _chosen(config, algorithm, options, more, per_host, rooms)
+        other, found = run.first_fit(more, max(ranks_per_host, min(more, GPUS_PER_HOST)))
         if found.tried[-1].fits:
             return layout, replace(plan, would_fit=f"trainer.ranks: {more} fits, with {other}")
     return layout, replace(plan, would_fit=None)
 
 
-def _chosen(
-    config: TrainerConfig,
-    algorithm: Algorithm,
-    options: FsdpOptions,
-    ranks: int,
-    ranks_per_host: int,
-    rooms: Rooms,
-) -> tuple[Layout, MemoryPlan]:
-    sizes = known_sizes(config, algorithm)
-    tried: list[Tried] = []
-    plans: list[tuple[int, Layout, MemoryPlan]] = []
-    for layout in candidates(config, options, ranks, ranks_per_host, on_gpu=rooms.device is not None):
-        plan = plan_memory(
-            config,
-            algorithm,
-            sizes,
-            layout,
-            ranks,
-            on_gpu=rooms.device is not None,
-            expert_parallel=options.expert_parallel,
-        )
-        plan = with_room_to_save(config, plan, rooms, min(ranks, ranks_per_host))
-        fits = _fits(plan, rooms, min(ranks, ranks_per_host))
-        tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
-        plans.append((tried[-1].device or tried[-1].host, layout, plan))
-        if fits:
-            break
-    _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
-    return layout, replace(plan, layout=str(layout), tried=tuple(tried))
+@dataclass(frozen=True)
+class _Run:
+    """A run whose ranks have `rooms` each."""
+
+    config: TrainerConfig
+    algorithm: Algorithm
+    options: FsdpOptions
+    rooms: Rooms
+
+    def first_fit(self, ranks: int, ranks_per_host: int) -> tuple[Layout, MemoryPlan]:
+        """The first layout that fits so many ranks, or the smallest; the plan says what was tried."""
+        sizes = known_sizes(self.config, self.algorithm)
+        on_gpu, ranks_here = self.rooms.device is not None, min(ranks, ranks_per_host)
+        tried: list[Tried] = []
+        plans: list[tuple[int, Layout, MemoryPlan]] = []
+        for layout in candidates(self.config, self.options, ranks, ranks_per_host, on_gpu=on_gpu):
+            plan = plan_memory(
+                self.config,
+                self.algorithm,
+                sizes,
+                layout,
+                ranks,
+                on_gpu=on_gpu,
+                expert_parallel=self.options.expert_parallel,
+            )
+            plan = with_room_to_save(self.config, plan, self.rooms, ranks_here)
+            fits = _fits(plan, self.rooms, ranks_here)
+            tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
+            plans.append((tried[-1].device or tried[-1].host, layout, plan))
+            if fits:
+                break
+        _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
+        return layout, replace(plan, layout=str(layout), tried=tuple(tried))
 
 
 def with_room_to_save(config: TrainerConfig, plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> MemoryPlan:
@@ -147,13 +151,17 @@ def plan_memory(
         return MemoryPlan(device | host, {})
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
-    # Weights come from files and go to rollouts one by one; one is dropped as the next one is there.
-    host["weights in transit"] = sizes.tensors * FP32
     for part in _OFFLOADED[layout.offload]:
         host[part] = device.pop(part)
+    # Weights come from files and go to rollouts one by one; one is dropped as the next one is there. Those of adapters
+    # are merged where they are computed with.
+    transit, asleep = sizes.tensors * (width if adapters else FP32), 0
     if config.placement.mode != "disaggregated" and config.placement.memory != "resident":
         # While rollouts have the GPU. A step may be open then, whose gradients wait.
-        host["asleep"] = sum(device.get(part, 0) for part in _OFFLOADED["parameters"])
+        asleep = sum(device.get(part, 0) for part in _OFFLOADED["parameters"])
+    # No weight travels while the trainer sleeps: of the two a host has the larger one.
+    host["weights in transit"] = transit if transit > asleep else 0
+    host["asleep"] = asleep if asleep >= transit else 0
     return MemoryPlan(host, device)
 
 
@@ -197,6 +205,8 @@ def _work(
     # the gradients of its weights come.
     again = sizes.layer + sizes.layer // 2 if layout.checkpointing else 0
     again = max(again, 0 if summed else largest.learned * gradient)
+    # A backward multiplies A and B with fp32 copies of what a layer got and of what comes back to it.
+    again += sizes.widened * FP32
     # One rank that has a copy alone gathers nothing ahead, and reduces by two copies of what is given to a reduction.
     alone = layout.shard_ranks == 1
     ahead, copies = (0, 3) if alone else (whole.layer, 1)

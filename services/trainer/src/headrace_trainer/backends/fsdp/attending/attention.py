@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headrace_trainer.backends.fsdp.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
 from headrace_trainer.learning.packing import Paths
 from headrace_trainer.learning.segments import Segments
@@ -41,6 +41,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Rows are padded behind their ends, where a causal model does not look."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels are what they are
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -22,7 +22,10 @@ from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
-from headrace_rollout.robot.model import Decision
+from headrace_rollout.wire import invalid
+
+if TYPE_CHECKING:
+    from headrace_rollout.robot.model import Decision
 
 MAX_OBSERVATION_BYTES = 1 << 28
 RESET_S = 300.0
@@ -55,7 +58,9 @@ class Environment:
 
     async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
         """Begins an episode. Raises as `settled`."""
-        reset = simulator_pb2.ResetOperation(seed=start.seed, record=start.record)
+        reset = simulator_pb2.ResetOperation(
+            seed=start.seed, record=start.record, options_json=start.options_json
+        )
         if start.HasField("init_state"):
             reset.init_state = start.init_state
         if not self._idle.is_set():  # an operation of an episode that was stopped
@@ -70,6 +75,12 @@ class Environment:
         operation = Operation()
         write_tensor(operation.action_chunk, actions_CA)
         self._operate(operation, len(actions_CA), answered)
+
+    async def say(self, content: str) -> Outcome:
+        """Takes a turn of a conversation. Raises as `settled`."""
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._operate(Operation(turn=simulator_pb2.AssistantTurn(content=content)), 1, answered)
+        return await self.settled(await answered)
 
     async def settled(self, outcome: Outcome) -> Outcome:
         """The outcome, with what it refers to.
@@ -257,6 +268,48 @@ class Pool:
                 pool_incarnation=self._message.pool_incarnation,
                 operations=operations,
             )
+
+
+class Pools:
+    """The pools of a run, which are used from stream to stream: steps are counted for as long as a pool lives."""
+
+    def __init__(self, blobs: BlobReader, token: str | None, step_timeout_s: float) -> None:
+        self.asked = BusyTime()
+        """Times in which some environment was asked to do something."""
+        self._blobs, self._token, self._step_timeout_s = blobs, token, step_timeout_s
+        self._pools: dict[tuple[str, str, str], Pool] = {}
+
+    def of(self, messages: Sequence[rollout_pb2.EnvironmentPool]) -> list[Pool]:
+        """The pools that a stream's opening names, under the authority that it gives. Raises ServiceError INVALID."""
+        check_pools(messages)
+        found = []
+        for message in messages:
+            key = (message.address, message.pool, message.pool_incarnation)
+            if key not in self._pools:
+                self._pools[key] = Pool(message, self._token, self._blobs, self._step_timeout_s, self.asked)
+            self._pools[key].under(message.header)
+            found.append(self._pools[key])
+        return found
+
+    async def close(self) -> None:
+        """Ends all streams; pools stay open at their simulators."""
+        for pool in self._pools.values():
+            await pool.close()
+        await self._blobs.close()
+
+
+def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
+    """Raises INVALID for an opening that gives no environment, or one that is not whole."""
+    if not pools:
+        raise invalid("pools: give at least one pool of environments")
+    for pool in pools:
+        if pool.count < 1 or not (pool.address and pool.pool and pool.pool_incarnation and pool.task):
+            raise invalid(
+                f"pools: {pool.pool!r} needs address, pool, pool_incarnation, task and a count from 1"
+            )
+    names = [(pool.address, pool.pool) for pool in pools]
+    if len(set(names)) < len(names):
+        raise invalid("pools: a pool is named twice")
 
 
 def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:

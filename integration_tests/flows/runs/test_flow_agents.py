@@ -1,0 +1,108 @@
+"""Conversations with environments on a real fleet: the guessing game of examples/agents, and one that falls over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness.fleet import RUN_S, Fleet
+from harness.ledger import audit
+from harness.waiting import wait_for
+from headrace.client import HeadraceError
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
+STEPS, GROUPS, SAMPLES = 3, 4, 4
+# Scorers see all that was said, and what the environment gave for each turn.
+JUDGE = """
+def score(completion, messages, episode, finish_reason):
+    assert messages[0] == {"role": "user", "content": "?"}, messages
+    spoken = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    assert spoken[-1] == completion and len(episode["rewards"]) == len(spoken) == episode["steps"]
+    return {"score": len(spoken), "cut": float(finish_reason == "length")}
+"""
+BROKEN = """
+class Broken:
+    def reset(self, seed, item):
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, message):
+        raise RuntimeError("the game fell over")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_simulator(fleet: Fleet) -> Iterator[None]:
+    """Scales the fleet that modules share to one simulator, and back."""
+    fleet.client.scale("simulator", 1)
+    fleet.ready("simulator-0")
+    yield
+    fleet.client.scale("simulator", 0)
+    wait_for(
+        lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "the simulator to leave"
+    )
+
+
+def example(tiny_model: Path, **more: Any) -> dict[str, Any]:
+    """The guessing game's spec with a few short steps."""
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "guess.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(tiny_model)
+    spec["environment"] |= {"tasks": [f"{EXAMPLES / 'guess.py'}:Guess"], "count": 6}
+    spec["reward"] = {"scorers": [{"name": f"{EXAMPLES / 'guess.py'}:reward"}]}
+    spec["algorithm"] |= {"prompts_per_step": GROUPS, "group_size": SAMPLES}
+    return spec | {
+        "steps": STEPS,
+        "evaluation": {"every": 0},
+        "data": {"heldout": 4},
+        "export": False,
+        **more,
+    }
+
+
+def test_a_model_learns_from_conversations_with_an_environment(fleet, tiny_model, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE, encoding="utf-8")
+    spec = example(tiny_model)
+    spec["reward"]["scorers"] += [{"name": each, "weight": 0.0} for each in ("episode", f"{judge}:score")]
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert len(found.trained) == STEPS * GROUPS * SAMPLES and not found.dropped
+
+    talks = fleet.client.trajectories(run.id, limit=100)
+    assert len(talks) == STEPS * GROUPS * SAMPLES
+    for talk in talks:
+        spoken = talk.parts[f"{judge}:score"]
+        assert talk.completion.startswith("user: ?\nassistant: ") and spoken in (1, 2)
+        assert talk.completion.count("assistant: ") == spoken
+        assert talk.finish_reason in ("TERMINATED", "LENGTH")
+        cut = 0.3 * (talk.finish_reason == "LENGTH")
+        assert talk.reward == pytest.approx(talk.parts["episode"] - cut), "what the game gave, turn by turn"
+        assert 1 <= talk.tokens <= 4 * spoken, "the policy's own tokens alone are counted"
+    for certificate in found.live:
+        of_step = [each for each in talks if each.step == certificate.step]
+        assert certificate.tokens == sum(each.tokens for each in of_step)
+        # What the environment said is in the context of the trainer's log-probs as it was in the engine's.
+        assert certificate.log_prob_mismatch_mean < 1e-3
+        # Groups whose rewards are all equal are not computed.
+        assert 0 < certificate.log_prob_compared_tokens <= certificate.tokens
+    assert {"simulate", "generate", "score", "learn"} <= fleet.client.metrics(run.id)[-1].stage_s.keys()
+    assert [each.answers for each in run.evaluations] == [4, 4]
+
+
+def test_what_falls_over_is_named(fleet, tiny_model, tmp_path):
+    """By the submission, where the file is wrong; by the run's reason, where its step is."""
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN, encoding="utf-8")
+    spec = example(tiny_model)
+    spec["environment"]["tasks"] = [f"{file}:Brokn"]
+    with pytest.raises(HeadraceError) as caught:
+        fleet.submit(spec)
+    (problem,) = caught.value.problems
+    assert problem.key == "environment.tasks" and "there is no function 'Brokn'" in problem.problem
+    spec["environment"]["tasks"] = [f"{file}:Broken"]
+    run = fleet.submit(spec)
+    ended = fleet.client.wait(run.id, RUN_S)
+    assert ended.state == "FAILED"
+    assert "RuntimeError: the game fell over (broken.py:" in ended.reason, ended.reason

@@ -1,0 +1,99 @@
+"""What a run of conversations leaves out, and which keys make no sense in it. Knows no fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace_schema.problems import problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.embodied import EPISODES
+from headrace_schema.sections.run import RunSections
+from headrace_schema.workflow import CONVERSATIONS
+
+BACKEND = "conversation"
+OTHERWISE = {
+    "environment.alternating": "turns of all conversations are decoded together",
+    "environment.reward": "a turn's reward is what the environment's step returns",
+    "environment.stop_on_success": "a conversation ends when the environment's step says so",
+    "environment.state": "the environment's messages are what the policy reads",
+    "environment.cameras": "the environment's messages are what the policy reads",
+    "environment.instructions": "the environment's first messages say what is asked for",
+    "environment.variants": "give the environment options of its own in environment.options",
+    "data.prompt.template": "the environment's first messages are the prompt",
+    "data.prompt.system": "the environment's first messages are the prompt",
+    "data.prompt.prefill": "the environment's first messages are the prompt",
+    "evaluation.baseline_prefill": "the environment's first messages are the prompt",
+    "trainer.warmup.steps": "there are no right answers to imitate",
+    "rollout.chunk_tokens": "a conversation is sent when it has ended",
+    "rollout.helpers": "a conversation that a rollout has begun does not go on at another one",
+    "trainer.helpers": "a conversation that a rollout has begun does not go on at another one",
+    "deterministic": "turns meet in no fixed waves, as environments take their own time",
+}
+"""Keys that an agentic run does not have, and why."""
+
+
+def with_conversation_defaults(given: Any) -> Any:
+    """Fills in what an agentic spec may leave out: the backend, where conversations begin, and the reward."""
+    if not isinstance(given, Mapping) or given.get("workflow") != CONVERSATIONS:
+        return given
+    spec, environment = dict(given), given.get("environment")
+    tasks = None
+    if isinstance(environment, Mapping):
+        tasks = environment.get("tasks")
+        spec["environment"] = {"backend": BACKEND, **environment}
+    if isinstance(data := spec.get("data", {}), Mapping):
+        spec["data"] = data = {"source": EPISODES, **data}
+        options = data.get("options", {})
+        if data["source"] == EPISODES and isinstance(options, Mapping) and tasks is not None:
+            spec["data"] = {**data, "options": {"tasks": tasks, **options}}
+    spec.setdefault("reward", {"scorers": [{"name": "episode"}]})
+    return spec
+
+
+def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
+    """What does not fit together in a run of conversations."""
+    if spec.workflow != CONVERSATIONS:
+        if spec.environment is not None and spec.environment.rewritten_turns != "refuse":
+            reason = f"is of agentic runs, and workflow is {spec.workflow}"
+            yield problem("environment.rewritten_turns", reason, "remove it")
+        return
+    if spec.environment is None:
+        fix = "give environment.tasks: [path/to/file.py:Class], or [tools]"
+        yield problem("environment", "an agentic run speaks with one", fix)
+        return
+    for key, why in OTHERWISE.items():
+        place: Any = spec
+        for name in key.split("."):
+            parent, place = place, getattr(place, name)
+        default = type(parent).model_fields[key.rpartition(".")[2]].get_default(call_default_factory=True)
+        if place != default:
+            yield problem(key, f"an agentic run has none: {why}", "remove it")
+    if spec.algorithm.options.get("routing_replay"):
+        reason = "a conversation is put together without routes"
+        yield problem("algorithm.options.routing_replay", reason, "remove it")
+    yield from _tasks(spec)
+
+
+def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
+    assert spec.environment is not None
+    tasks, source = spec.environment.tasks, spec.data.source
+    if len({*tasks}) < len(tasks):
+        yield problem("environment.tasks", "a task is named twice", "name each task once")
+    elif len(tasks) > 1 and source != EPISODES:
+        reason = (
+            f"an item of {source} does not say with which of {len(tasks)} environments it is spoken about"
+        )
+        yield problem("environment.tasks", reason, f"name one, or set data.source: {EPISODES}")
+    for index, task in enumerate(tasks):
+        if task.endswith((".py", ".py:")):
+            reason = f"{task} names a file but no class in it"
+            yield problem(f"environment.tasks[{index}]", reason, f"write {task.rstrip(':')}:Class")
+    listed = spec.data.options.get("tasks") if source == EPISODES else None
+    if strange := {*listed} - {*tasks} if isinstance(listed, list) else set():
+        reason = f"{', '.join(sorted(map(str, strange)))} is not among environment.tasks"
+        yield problem("data.options.tasks", reason, "leave data.options.tasks out")
+    count, least = spec.environment.count, spec.rollout.instances * len(tasks)
+    if count < least:
+        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
+        yield problem("environment.count", reason, f"the nearest valid value is {least}")

@@ -1,0 +1,105 @@
+"""What an agentic run leaves out is filled in, and keys that it does not have are refused by name."""
+
+from typing import Any
+
+import pytest
+from headrace_schema.openings import RolloutConfig
+from headrace_schema.problems import explain
+from headrace_schema.spec import RunSpec
+from pydantic import ValidationError
+
+BASE: dict[str, Any] = {
+    "workflow": "agentic",
+    "model": {"path": "models/tiny"},
+    "environment": {"tasks": ["games.py:Guess"]},
+}
+JSONL = {"source": "jsonl", "options": {"path": "sums.jsonl"}}
+
+
+def problems_of(more: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate({**BASE, **more})
+    return {item.key: f"{item.problem}; {item.fix}" for item in explain(caught.value, RunSpec)}
+
+
+def test_what_is_left_out_follows_from_the_environment():
+    spec = RunSpec.model_validate({**BASE, "data": {"heldout": 16}})
+    assert spec.environment is not None and spec.environment.backend == "conversation"
+    assert (spec.data.source, spec.data.heldout) == ("episodes", 16)
+    assert spec.data.options == {"tasks": ["games.py:Guess"]}
+    assert [scorer.name for scorer in spec.reward.scorers] == ["episode"]
+    assert spec.install == "drain", "a conversation is made with one version"
+    assert (spec.graph.reply_stage, spec.main_stage) == ("", "score")
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+def test_what_is_given_stays():
+    environment = {"tasks": ["tools"], "backend": "other"}
+    reward = {"scorers": [{"name": "exact"}]}
+    spec = RunSpec.model_validate({**BASE, "environment": environment, "data": JSONL, "reward": reward})
+    assert spec.environment is not None and spec.environment.backend == "other"
+    assert (spec.data.source, spec.reward.scorers[0].name) == ("jsonl", "exact")
+
+
+def test_a_rollout_is_told_how_messages_become_prompts():
+    prompt = {"chat": True, "template_arguments": {"enable_thinking": False}}
+    spec = RunSpec.model_validate({**BASE, "data": {"prompt": prompt}})
+    config = RolloutConfig.of(spec, prompt=spec.data.prompt)
+    assert config.workflow == "agentic" and config.environment == spec.environment
+    assert config.prompt.template_arguments == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"environment": None}, "environment", "give environment.tasks"),
+        ({"deterministic": True}, "deterministic", "no fixed waves"),
+        ({"rollout": {"chunk_tokens": 4}}, "rollout.chunk_tokens", "when it has ended"),
+        ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps", "no right answers"),
+        (
+            {"data": {"prompt": {"template": "{question}?"}}},
+            "data.prompt.template",
+            "first messages are the prompt",
+        ),
+        ({"environment": {"tasks": ["a.py:A"], "state": ["x"]}}, "environment.state", "messages are what"),
+        ({"environment": {"tasks": ["a.py"]}}, "environment.tasks[0]", "write a.py:Class"),
+        ({"environment": {"tasks": ["a.py:A", "a.py:A"]}}, "environment.tasks", "named twice"),
+        (
+            {"environment": {"tasks": ["a.py:A", "b.py:B"]}, "data": JSONL},
+            "environment.tasks",
+            "with which of 2 environments",
+        ),
+        (
+            {"environment": {"tasks": ["a.py:A"], "count": 1}, "rollout": {"instances": 2}},
+            "environment.count",
+            "is 2",
+        ),
+        ({"data": {"options": {"tasks": ["b.py:B"]}}}, "data.options.tasks", "not among environment.tasks"),
+        (
+            {"algorithm": {"options": {"routing_replay": True}}},
+            "algorithm.options.routing_replay",
+            "without routes",
+        ),
+        ({"model": {"policy": {"kind": "mlp"}}}, "model.policy", "workflow is agentic"),
+        ({"reply": {}}, "reply", "no second rollout stage"),
+        (
+            {"algorithm": {"max_staleness": 1}, "rollout": {"install": "in_flight"}},
+            "rollout.install",
+            "a conversation is made with one version",
+        ),
+    ],
+)
+def test_keys_that_make_no_sense_are_named_with_the_fix(more, key, words):
+    found = problems_of(more)
+    assert words in found[key], found
+
+
+def test_an_environment_is_of_embodied_and_agentic_runs_alone():
+    found = problems_of({"workflow": "reasoning", "data": JSONL, "reward": {"scorers": [{"name": "exact"}]}})
+    assert "is of embodied runs" in found["environment"]
+    robots = {
+        "workflow": "embodied",
+        "model": {"policy": {"kind": "mlp"}},
+        "environment": {"tasks": ["Pendulum-v1"], "rewritten_turns": "append"},
+    }
+    assert "is of agentic runs" in problems_of(robots)["environment.rewritten_turns"]

@@ -1,0 +1,88 @@
+"""Runs of conversations: where they begin, what scorers get of them, and simulators that are lost."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from embodied_parts import Talks
+from headrace.common.v1 import common_pb2 as common
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.run.modality import Conversations
+from headrace_coordinator.run.simulators.pools import other_kind
+from headrace_coordinator.run.step.scoring.scoring import score_item
+from headrace_schema.spec import RunSpec
+from headrace_simulation.virtual_time import run_virtual
+
+
+@pytest.mark.parametrize("strikes", [0, 3])
+def test_a_run_of_conversations_trains_and_a_lost_simulator_costs_no_step(strikes):
+    world = Talks(1, strikes)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    assert outcome.trained + outcome.dropped == 6 * 16
+    assert outcome.trained > outcome.dropped
+    assert not world.events(ev.PolicyFitted), "nothing of a language model follows from its environment"
+    assert not any(each.pools for each in world.living("simulator"))
+    opened = [each for each in world.requests if isinstance(each, simulator.OpenPoolRequest)]
+    assert {each.environment.name for each in opened} == {"games.py:Guess", "tools"}
+    told = [
+        json.loads(each.config_json) for each in world.requests if isinstance(each, rollout.OpenRunRequest)
+    ]
+    assert told and all(config["workflow"] == "agentic" for config in told)
+    assert all(config["prompt"]["chat"] is True for config in told)
+
+
+def begin(item: DataItem) -> rollout.EpisodeStart:
+    modality: Any = Conversations(SimpleNamespace(), SimpleNamespace(), ["tools"])  # type: ignore[arg-type]
+    return modality.prompt(item).episode
+
+
+def test_a_conversation_begins_with_its_item_and_the_items_own_seed():
+    item = DataItem("2 * 3?", "6", {"level": 1}, {"source": "sums"}, ({"role": "user", "content": "2 * 3?"},))
+    start = begin(item)
+    assert start.task == "tools"
+    assert json.loads(start.options_json) == {
+        "level": 1,
+        "question": "2 * 3?",
+        "answer": "6",
+        "messages": [{"role": "user", "content": "2 * 3?"}],
+        "metadata": {"source": "sums"},
+    }
+    assert begin(item).seed == start.seed != begin(DataItem("2 * 4?", "8")).seed
+    assert 0 <= start.seed < 2**63
+    drawn = begin(DataItem("tools, seed 12", "", {}, {"task": "games.py:Guess", "seed": 12}))
+    assert (drawn.task, drawn.seed) == ("games.py:Guess", 12)
+
+
+def test_scorers_get_the_last_turn_as_the_answer_and_all_that_was_said():
+    said = [("user", "2 * 3?"), ("assistant", "call"), ("tool", "6"), ("assistant", "It is 6.")]
+    message = common.Trajectory(completion_text="user: 2 * 3? …")
+    for role, content in said:
+        message.conversation.messages.add(role=role, content=content)
+    message.conversation.rewards.extend([0.5, 1.0])
+    item = score_item(DataItem("2 * 3?", "6"), message, 7, evaluation=False)
+    assert (item.completion, item.reference, item.prompt) == ("It is 6.", "6", "2 * 3?")
+    assert [(each.role, each.content) for each in item.conversation.messages] == said
+    assert list(item.conversation.rewards) == [0.5, 1.0]
+    plain = score_item(DataItem("a", "b"), common.Trajectory(completion_text="b"), 1, evaluation=False)
+    assert plain.completion == "b" and not plain.HasField("conversation")
+
+
+def spec(workflow: str, backend: str) -> RunSpec:
+    model = {"path": "model"} if workflow == "agentic" else {"policy": {"kind": "mlp"}}
+    environment = {"tasks": ["a.py:A"], "backend": backend}
+    return RunSpec.model_validate({"workflow": workflow, "model": model, "environment": environment})
+
+
+def test_environments_of_the_other_kind_are_named():
+    talks, robots = simulator.OpenPoolResponse(conversation=True), simulator.OpenPoolResponse()
+    assert not other_kind(spec("agentic", "conversation"), talks)
+    assert not other_kind(spec("embodied", "gymnasium"), robots)
+    (wrong,) = other_kind(spec("agentic", "gymnasium"), robots)
+    assert wrong.key == "environment.backend" and "workflow: embodied" in wrong.fix
+    (wrong,) = other_kind(spec("embodied", "conversation"), talks)
+    assert wrong.key == "environment.backend" and "workflow: agentic" in wrong.fix

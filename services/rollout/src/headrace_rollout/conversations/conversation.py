@@ -1,0 +1,79 @@
+"""One conversation under way: the ids so far, what was said, and how it ended. Knows no engine and no simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.simulator.v1 import simulator_pb2
+
+from headrace_rollout.engines.samples import Finish, Prefix, Said, SlotKey, TrajectoryUpdate
+from headrace_rollout.exchanges.exchange import GIVEN
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A sample under way. `tokens` are all those behind the prompt, `said` all messages, those of the prompt first."""
+
+    prompt_ids: Sequence[int]
+    said: list[tuple[str, str]]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    success: bool = False
+    failure: str = ""
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy reads next."""
+        return [*self.prompt_ids, *self.tokens]
+
+    @property
+    def turns(self) -> int:
+        """Turns that the environment has taken."""
+        return len(self.rewards)
+
+    def spoke(self, whole: Prefix, text: str) -> None:
+        """Adds a turn of the policy, which carries loss."""
+        self.tokens += whole.token_ids
+        self.log_probs += whole.log_probs
+        self.spans += whole.spans
+        self.said.append(("assistant", text))
+
+    def judged(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        """Adds what the environment answered, as messages alone."""
+        self.rewards.append(outcome.reward)
+        self.success = outcome.success
+        self.said += [(message.role, message.content) for message in outcome.messages]
+
+    def gave(self, ids: Sequence[int]) -> None:
+        """Adds ids between two turns: context, without loss."""
+        if ids:
+            self.tokens += ids
+            self.log_probs += [0.0] * len(ids)
+            self.spans.append((GIVEN, len(ids)))
+
+    def ended(
+        self, key: SlotKey, attempt: int, number: int, finish: Finish, *, greedy: bool
+    ) -> TrajectoryUpdate:
+        """The whole conversation for the stream's caller."""
+        whole = Prefix(self.tokens, self.log_probs, self.spans)
+        return TrajectoryUpdate(
+            key=key,
+            attempt=attempt,
+            offset=0,
+            token_ids=whole.token_ids,
+            log_probs=whole.log_probs,
+            policy_number=number,
+            prompt_ids=self.prompt_ids,
+            finish=finish,
+            whole=whole,
+            greedy=greedy,
+            said=Said(tuple(self.said), tuple(self.rewards), self.success, self.failure),
+        )
+
+
+def stopped(key: SlotKey, attempt: int, number: int) -> TrajectoryUpdate:
+    """A conversation that was stopped: it begins anew elsewhere, so nothing of it goes with it."""
+    return TrajectoryUpdate(key, attempt, 0, [], [], number, [], stopped=True, whole=Prefix([], [], []))

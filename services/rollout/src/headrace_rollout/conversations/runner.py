@@ -1,0 +1,172 @@
+"""Runs samples as conversations: an environment speaks, the policy answers, until one of them or a limit ends it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from headrace.rollout.v1 import rollout_pb2
+from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.rpc.errors import ServiceError
+from typing_extensions import override
+
+from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.speaker import Asked, Speaker
+from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.engines.base import Engine, Refused
+from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool, PoolLost
+from headrace_rollout.environments.runner import EnvironmentRunner
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class ConversationSample:
+    """One conversation to have."""
+
+    key: SlotKey
+    attempt: int
+    start: rollout_pb2.EpisodeStart
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class ConversationPlan:
+    """What holds for all conversations of a stream; `stream.sink` gets what ended, `failed` what ends the stream."""
+
+    stream: Stream
+    codec: TextCodec
+    template: TurnTemplate
+    failed: Callable[[ServiceError], None]
+    pool_lost: Callable[[Pool], None]
+
+
+class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]):
+    """The conversations of one stream."""
+
+    def __init__(self, plan: ConversationPlan, engine: Engine, pools: Sequence[Pool]) -> None:
+        self._plan, self._stream = plan, plan.stream
+        self._speaker = Speaker(engine, plan.stream)
+        self._most_tokens = engine.max_context_tokens
+        self._openings: dict[int, tuple[int, ...]] = {}
+        super().__init__(pools, plan.pool_lost)
+
+    @override
+    async def close(self) -> None:
+        await super().close()
+        await self._speaker.close()
+
+    @override
+    def _stopped(self, sample: ConversationSample) -> TrajectoryUpdate:
+        return stopped(sample.key, sample.attempt, self._stream.policy_number)
+
+    @override
+    def _emit(self, ended: TrajectoryUpdate) -> None:
+        self._stream.sink([ended])
+
+    @override
+    async def _play(self, sample: ConversationSample, environment: Environment) -> TrajectoryUpdate:
+        talk = Conversation((), [])
+        try:
+            finish = await self._talk(sample, environment, talk)
+        except EnvironmentLost as lost:
+            talk.failure, finish = str(lost), Finish.ERROR
+        except (PoolLost, Refused):  # Refused: the policy was paused, replaced or released meanwhile
+            return self._stopped(sample)
+        except ServiceError as error:
+            self._plan.failed(error)
+            return self._stopped(sample)
+        except ValueError as error:
+            self._plan.failed(_unfit(sample, str(error)))
+            return self._stopped(sample)
+        except Exception as error:  # noqa: BLE001  # the stream would wait for this conversation for ever
+            self._plan.failed(_failed(sample, error))
+            return self._stopped(sample)
+        if finish is None:
+            return self._stopped(sample)
+        number = self._stream.policy_number
+        return talk.ended(sample.key, sample.attempt, number, finish, greedy=sample.greedy)
+
+    async def _talk(
+        self, sample: ConversationSample, environment: Environment, talk: Conversation
+    ) -> Finish | None:
+        """How the conversation ended; None where it was stopped. Fills `talk`."""
+        outcome = await environment.reset(sample.start)
+        tools = json.loads(outcome.tools_json) if outcome.tools_json else None
+        talk.said = [(message.role, message.content) for message in outcome.messages]
+        talk.prompt_ids = self._plan.template.opened(_messages(outcome), tools)
+        self._check_opening(sample, talk.prompt_ids)
+        while True:
+            asked = Asked(sample.key, sample.attempt, talk.turns, talk.context, sample.greedy)
+            turn = await self._speaker.say(asked)
+            if turn.stopped or turn.finish is None:
+                return None
+            if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
+                return turn.finish
+            assert turn.whole is not None
+            text = self._plan.codec.decode(turn.whole.token_ids)
+            talk.spoke(turn.whole, text)
+            if not self._stream.holds():
+                return None
+            outcome = await environment.say(text)
+            talk.judged(outcome)
+            finish = _end(turn.finish, outcome) or self._go_on(talk, turn.whole.token_ids, outcome, tools)
+            if finish is not None:
+                return finish
+
+    def _go_on(
+        self,
+        talk: Conversation,
+        spoken: Sequence[int],
+        outcome: simulator_pb2.EnvironmentOutcome,
+        tools: Sequence[Any] | None,
+    ) -> Finish | None:
+        """Adds what the policy reads before its next turn; LENGTH where the context has no room for it and a token."""
+        given = self._plan.template.between(spoken, _messages(outcome), tools)
+        if len(talk.prompt_ids) + len(talk.tokens) + len(given) >= self._most_tokens:
+            return Finish.LENGTH
+        talk.gave(given)
+        return None
+
+    def _check_opening(self, sample: ConversationSample, ids: Sequence[int]) -> None:
+        """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""
+        if not ids:
+            raise _unfit(sample, "its first messages are empty texts, and the model has to read something")
+        first = self._openings.setdefault(sample.key.prompt_ordinal, tuple(ids))
+        if first != tuple(ids):
+            raise _unfit(
+                sample,
+                "it begins otherwise for the same seed and item, and the answers of one prompt are compared with each "
+                "other; draw all that is random in reset from its seed",
+            )
+
+
+def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome) -> Finish | None:
+    """How a conversation ends with a turn that the environment has taken; None: it goes on.
+
+    A turn that a limit of tokens has cut is the last one.
+    """
+    if turn is Finish.LENGTH:
+        return Finish.LENGTH
+    if outcome.terminated:
+        return Finish.TERMINATED
+    return Finish.TRUNCATED if outcome.truncated else None
+
+
+def _messages(outcome: simulator_pb2.EnvironmentOutcome) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in outcome.messages]
+
+
+def _unfit(sample: ConversationSample, reason: str) -> ServiceError:
+    message = f"environment.tasks: {sample.start.task}: {reason}"
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+def _failed(sample: ConversationSample, error: Exception) -> ServiceError:
+    message = f"a conversation of {sample.start.task!r} failed: {type(error).__name__}: {error}"
+    return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)

@@ -1,0 +1,134 @@
+"""The policy's side of the conversations of one stream: each turn is a sample of its own to the engine.
+
+Turns that are asked for at once go to the engine together, those of one prompt as one group. Knows no environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace_rollout.engines.base import Engine
+from headrace_rollout.engines.samples import Group, Sample, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.exchanges.exchange import Turn
+
+Place = tuple[int, SlotKey, int]
+"""Turn, slot and attempt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample."""
+
+    key: SlotKey
+    attempt: int
+    turn: int
+    prompt_ids: Sequence[int]
+    greedy: bool
+
+    @property
+    def place(self) -> Place:
+        """What tells it from others."""
+        return self.turn, self.key, self.attempt
+
+
+class Speaker:
+    """Asks an engine for turns under the terms of `outer`, each turn with a seed of its own."""
+
+    def __init__(self, engine: Engine, outer: Stream) -> None:
+        self._engine, self._outer = engine, outer
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Asked] = []
+        self._answers: dict[Place, asyncio.Future[TrajectoryUpdate]] = {}
+        self._streams: dict[int, Stream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def say(self, asked: Asked) -> TrajectoryUpdate:
+        """The end of the turn, or its stop from outside. Raises what the engine refuses it with.
+
+        Cancelled, it stops the turn at the engine.
+        """
+        place = asked.place
+        answer: asyncio.Future[TrajectoryUpdate] = self._loop.create_future()
+        self._answers[place] = answer
+        if not self._waiting:
+            self._loop.call_soon(self._submit)
+        self._waiting.append(asked)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if asked in self._waiting:
+                self._waiting.remove(asked)
+            else:
+                self._begin(self._stop(asked))
+            raise
+        finally:
+            if self._answers.get(place) is answer:
+                del self._answers[place]
+
+    async def close(self) -> None:
+        """Ends all turns; nothing comes back."""
+        for task in list(self._tasks):
+            await asyncio.wait({task})
+        for stream in self._streams.values():
+            await self._engine.abort(None, stream=stream)
+
+    def _submit(self) -> None:
+        """Hands over what has come together, in order."""
+        waiting, self._waiting = self._waiting, []
+        by_turn: dict[int, list[Asked]] = defaultdict(list)
+        for asked in waiting:
+            by_turn[asked.turn].append(asked)
+        for turn, several in by_turn.items():
+            self._begin(self._ask(turn, several))
+
+    async def _ask(self, turn: int, several: Sequence[Asked]) -> None:
+        try:
+            await self._engine.submit(self._stream(turn), list(_groups(several)))
+        except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
+            for asked in several:
+                self._resolve(asked.place, error)
+
+    async def _stop(self, asked: Asked) -> None:
+        await self._engine.abort([asked.key], stream=self._stream(asked.turn))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _stream(self, turn: int) -> Stream:
+        if turn not in self._streams:
+
+            def sink(outputs: list[TrajectoryUpdate]) -> None:
+                self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
+
+            seed = Turn(turn, reply=False).seed(self._outer.seed)
+            self._streams[turn] = replace(self._outer, seed=seed, sink=sink, chunk_tokens=0)
+        return self._streams[turn]
+
+    def _arrived(self, turn: int, outputs: list[TrajectoryUpdate]) -> None:
+        for output in outputs:
+            if output.finish is not None or output.stopped:
+                self._resolve((turn, output.key, output.attempt), output)
+
+    def _resolve(self, place: Place, result: TrajectoryUpdate | Exception) -> None:
+        answer = self._answers.get(place)
+        if answer is None or answer.done():
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+
+def _groups(several: Sequence[Asked]) -> list[Group]:
+    """One group for the turns that read the same ids, as those of a prompt's first turns do."""
+    found: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
+    for asked in several:
+        sample = Sample(asked.key.sample_index, asked.attempt, greedy=asked.greedy)
+        found.setdefault((asked.key.prompt_ordinal, tuple(asked.prompt_ids)), []).append(sample)
+    return [Group(ordinal, ids, samples) for (ordinal, ids), samples in found.items()]

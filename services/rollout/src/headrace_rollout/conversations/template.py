@@ -1,0 +1,99 @@
+"""From messages to ids, turn by turn: a conversation's ids are only ever added to, never made again.
+
+What the chat template puts between two turns is the text behind a stand-in for the policy's turn: that turn's own ids
+are those that were sampled. Knows no engine and no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.sections.generating import PromptSection
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+Message = Mapping[str, str]
+STAND_IN = "stand-in 7c1f"
+"""What the policy says in what is rendered to see the text around its turns."""
+_ASKED: Message = {"role": "user", "content": "question 7c1f"}
+_FOLLOWS: Message = {"role": "user", "content": "reply 7c1f"}
+_PROBES = {
+    "": STAND_IN,
+    " that hold <think> …": f"<think>\nthought 7c1f\n</think>\n\n{STAND_IN}",
+}
+
+
+class Rewritten(ValueError):
+    """The chat template shows a turn otherwise once another one follows it."""
+
+
+class TurnTemplate:
+    """The chat template of a conversation, or without `prompt.chat` the contents of messages, one behind the other.
+
+    `append`: where the template rewrites earlier turns, what was sampled stays as it was.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: PromptSection, *, append: bool = False) -> None:
+        self._codec, self._chat, self._append = codec, prompt.chat, append
+        self._arguments = dict(prompt.template_arguments)
+
+    def check(self) -> None:
+        """Raises ModelNotReadable for a template that rewrites earlier turns, unless they are to be appended to."""
+        if not self._chat:
+            return
+        for which, said in _PROBES.items():
+            try:
+                self._behind([_FOLLOWS], None, said)
+            except Rewritten as error:
+                raise ModelNotReadable(
+                    f"environment.rewritten_turns: the chat template of model.path rewrites earlier turns{which} once "
+                    "another one follows, so that the ids of the next turn would not begin with those that were "
+                    "sampled; set it to append (the sampled ids stay in the context as they are), or "
+                    "data.prompt.template_arguments so that the template keeps them"
+                ) from error
+            except ValueError as error:
+                raise ModelNotReadable(
+                    f"environment: a conversation needs turns of user and assistant: {error}"
+                ) from error
+
+    def opened(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """Ids of the first messages, up to where the policy speaks. Raises ValueError with the template's reason."""
+        if not self._chat:
+            return self._codec.encode_prompt(text=_contents(messages))
+        return self._codec.encode_prompt(chat=messages, arguments=self._given(tools))
+
+    def between(
+        self, spoken: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> list[int]:
+        """Ids that follow the policy's turn, which is `spoken`: its end, the messages, the next turn's beginning.
+
+        Raises ValueError with the template's reason, Rewritten where these messages make it rewrite the turn.
+        """
+        text = self._behind(messages, tools, STAND_IN) if self._chat else _contents(messages)
+        ids: list[int] = self._codec.tokenizer.encode(text, add_special_tokens=False) if text else []
+        # The end of the turn is there already where the policy has sampled it.
+        ended = bool(spoken) and spoken[-1] in self._codec.eos_ids and ids[:1] == [spoken[-1]]
+        return ids[1:] if ended else ids
+
+    def _behind(self, messages: Sequence[Message], tools: Sequence[Any] | None, said: str) -> str:
+        """The text that follows what the policy has said."""
+        arguments = self._given(tools)
+        before = self._codec.render([_ASKED], arguments) + said
+        turns = [_ASKED, {"role": "assistant", "content": said}, *messages]
+        whole = self._codec.render(turns, arguments)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        _, found, behind = whole.partition(STAND_IN)
+        if self._append and found:
+            return behind
+        raise Rewritten("it rewrites what stands before the last message")
+
+    def _given(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        return self._arguments | ({"tools": list(tools)} if tools else {})
+
+
+def _contents(messages: Sequence[Message]) -> str:
+    return "".join(message["content"] for message in messages)

@@ -1,0 +1,1 @@
+"""Environments at simulators: pools of them, and the running of samples in them."""

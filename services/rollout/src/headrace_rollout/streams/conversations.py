@@ -1,0 +1,73 @@
+"""One Generate stream of conversations: start states for the runner, their trajectories back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.rpc.requests import check_number, json_object
+from typing_extensions import override
+
+from headrace_rollout.conversations.runner import ConversationPlan, ConversationRunner, ConversationSample
+from headrace_rollout.engines.samples import SlotKey
+from headrace_rollout.runs.opened import ConversationRun
+from headrace_rollout.streams.base import Serving
+from headrace_rollout.streams.generation import Generation
+from headrace_rollout.wire import duration_of, invalid, refusals
+
+
+class ConversationStream(Generation):
+    """The life of a Generate stream whose samples are conversations. A pool among its outputs was lost."""
+
+    def __init__(self, run: ConversationRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
+        super().__init__(run, opening, serving)
+        pools = run.pools.of(opening.pools)
+        plan = ConversationPlan(
+            stream=self._stream,
+            codec=run.codec,
+            template=run.template,
+            failed=self._inbox.put_nowait,
+            pool_lost=lambda pool: self._inbox.put_nowait([pool]),
+        )
+        self._runner = ConversationRunner(plan, run.engine, pools)
+        self._asked, self._told_s = run.pools.asked, run.pools.asked.seconds
+
+    @override
+    async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
+        samples = list(conversations_of(request.groups))
+        self._serving.fence.check(self._header, lease=True)
+        if self._revoking:  # What is not begun is assigned elsewhere.
+            return
+        with refusals():
+            self._runner.check(samples)
+        self._outstanding += len(samples)
+        self._runner.submit(samples)
+
+    @override
+    async def _abort(self) -> None:
+        self._runner.stop(None)
+
+    @override
+    async def _leave(self) -> None:
+        await self._runner.close()
+
+    @override
+    def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
+        now = self._asked.seconds
+        response.stages.add(stage="simulate", wall_time=duration_of(now - self._told_s))
+        self._told_s = now
+
+
+def conversations_of(groups: Iterable[rollout_pb2.GroupAssignment]) -> Iterable[ConversationSample]:
+    """The samples of an assignment, in order. Raises INVALID."""
+    for group in groups:
+        if group.prompt.WhichOneof("form") != "episode":
+            raise invalid("prompt: give episode, where a conversation begins; this run has an environment")
+        start = group.prompt.episode
+        check_number("prompt_ordinal", group.prompt_ordinal)
+        check_number("prompt.episode.seed", start.seed)
+        json_object("prompt.episode.options_json", start.options_json)
+        for sample in group.samples:
+            check_number("samples.sample_index", sample.sample_index)
+            key = SlotKey(group.prompt_ordinal, sample.sample_index)
+            yield ConversationSample(key, sample.attempt, start, sample.greedy)

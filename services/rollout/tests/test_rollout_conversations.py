@@ -1,0 +1,281 @@
+"""Conversations over real gRPC: a real engine speaks with environments in real simulators' children."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from episode_rig import SimulatorProcess, open_pool
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.presets.tiny import tiny_model, write_tiny
+from headrace_servicekit.rpc.digests import trajectory_digest
+from rollout_calls import HEADER, refused
+from transformers import AutoTokenizer
+
+# What it says depends on seed and turn alone; what its item says is done.
+TALKS = """
+import os
+import time
+
+
+class Talk:
+    def __init__(self, turns=3, says=" +"):
+        self.turns, self.says = turns, says
+
+    def reset(self, seed, item):
+        self.turn, self.item = 0, item
+        first = item.get("first", "=")
+        if item.get("unlike"):
+            first += str(time.monotonic_ns() % 1000)
+        return [{"role": "system", "content": "copy"}, {"role": "user", "content": f"{seed % 10}{first}"}]
+
+    def step(self, message):
+        assert message["role"] == "assistant"
+        self.turn += 1
+        wrong = self.item.get("wrong")
+        if wrong == "dies" and self.turn == 2:
+            os._exit(7)
+        if wrong == "raises" and self.turn == 2:
+            raise RuntimeError("the game fell over")
+        if wrong == "hangs" and self.turn == 2:
+            time.sleep(600)
+        says = self.says * (40 if wrong == "grows" else 1)
+        done = self.turn == self.turns
+        return [{"role": "user", "content": says}], 0.5 * self.turn, done, {"success": done}
+"""
+TASK = "talks.py:Talk"
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    directory: Path = tmp_path_factory.mktemp("talks")
+    (directory / "talks.py").write_text(TALKS)
+    simulator = SimulatorProcess(directory)
+    yield simulator.address
+    simulator.kill()
+
+
+@pytest.fixture
+def talking(new_rollout, tiny_directory, publish, reference):
+    """Opens a run of conversations and installs version 3."""
+
+    async def start(**environment):
+        rollout = await new_rollout()
+        rollout.model_path = tiny_directory
+        config = {
+            "workflow": "agentic",
+            "model": {"path": str(tiny_directory), "dtype": "float32", "max_context": 64},
+            "environment": {"backend": "conversation", "tasks": [TASK], **environment},
+            "rollout": {"max_concurrency": 16},
+            "seed": 7,
+        }
+        await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
+        await rollout.install(publish(reference, 3))
+        return rollout
+
+    return start
+
+
+async def pool_of(address, *, options=None, **fields):
+    return await open_pool(
+        address,
+        TASK,
+        options=options,
+        backend="conversation",
+        **{"max_episode_steps": 0, "count": 3, "processes": 3, **fields},
+    )
+
+
+def begins(prompts, samples=1, *, attempt=1, **item):
+    """Groups whose prompt number is the seed of their conversations."""
+    return [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=rollout_pb2.Prompt(
+                episode=rollout_pb2.EpisodeStart(task=TASK, seed=ordinal, options_json=json.dumps(item))
+            ),
+            samples=[
+                rollout_pb2.SampleAssignment(sample_index=index, attempt=attempt) for index in range(samples)
+            ],
+        )
+        for ordinal in prompts
+    ]
+
+
+async def said(rollout, pool, groups, **options):
+    call = rollout.generate(groups, pools=[pool], **{"policy_number": 3, "max_new_tokens": 24, **options})
+    return await (await call.start()).read_all()
+
+
+def parts(trajectory):
+    return [(segment.policy_number, list(segment.tokens.token_ids)) for segment in trajectory.segments]
+
+
+def text_of(codec, ids):
+    return codec.decode(ids, skip_special_tokens=False)
+
+
+ANY = [*"0123456789 =+->:,.?\nacdoprsty"]
+"""Texts of which one ends each turn of a random model, at its first character or, most likely, soon after an <unk>."""
+
+
+async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_probs(
+    talking, talks, codec, reference
+):
+    rollout = await talking()
+    pool = await pool_of(talks)
+    stop = ["1", "2", "3", "4", "5"]
+    found = await said(rollout, pool, begins([4, 7], 3), stop=stop, max_new_tokens=40)
+    again = await said(rollout, pool, begins([4, 7], 3), stop=stop, max_new_tokens=40)
+    assert {key: parts(each) for key, each in found.items()} == {
+        key: parts(each) for key, each in again.items()
+    }
+    assert len(found) == 6
+    whole = 0
+    for (seed, _), trajectory in found.items():
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        prompt, *turns = parts(trajectory)
+        assert text_of(codec, prompt[1]) == f"copy{seed}=" and prompt[0] == 0
+        talk = trajectory.conversation
+        spoken = [each.content for each in talk.messages if each.role == "assistant"]
+        sampled = [ids for number, ids in turns if number]
+        # A turn that a stop string cuts at its beginning has no ids.
+        assert [each for each in spoken if each] == [text for ids in sampled if (text := codec.decode(ids))]
+        assert all(text_of(codec, ids) == " +" for number, ids in turns if not number)
+        assert list(talk.rewards) == [0.5 * (turn + 1) for turn in range(len(talk.rewards))]
+        assert trajectory.completion_text.startswith(f"system: copy\nuser: {seed}=\nassistant: ")
+        if trajectory.finish_reason == common_pb2.FINISH_REASON_TERMINATED:
+            whole += 1
+            assert talk.success and len(talk.rewards) == 3 and len(sampled) <= 3
+        else:
+            assert trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        # Each turn's log-probs are the model's, with all that came before as context.
+        ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
+        with torch.inference_mode():
+            log_probs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        at = 0
+        for segment in trajectory.segments:
+            tokens = list(segment.tokens.token_ids)
+            assert not segment.tokens.text_bytes, "the text that people see has roles too"
+            if segment.policy_number:
+                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
+                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
+            else:
+                assert not segment.tokens.log_probs and not segment.tokens.HasField("distribution")
+            at += len(tokens)
+    assert whole, "no conversation came to its end"
+
+
+async def test_each_limit_is_a_finish_reason(talking, talks):
+    rollout = await talking()
+    free = {"stop": ANY, "max_new_tokens": 8}
+    turns = await said(rollout, await pool_of(talks, max_episode_steps=2), begins(range(6)), **free)
+    assert {each.finish_reason for each in turns.values()} == {common_pb2.FINISH_REASON_TRUNCATED}
+    assert {len(each.conversation.rewards) for each in turns.values()} == {2}
+    cut = await said(rollout, await pool_of(talks), begins(range(3)), max_new_tokens=1)
+    assert {each.finish_reason for each in cut.values()} == {common_pb2.FINISH_REASON_LENGTH}
+    assert {len(each.conversation.rewards) for each in cut.values()} == {1}, (
+        "its environment judges a cut turn"
+    )
+    grows = await said(rollout, await pool_of(talks), begins(range(3), wrong="grows"), **free)
+    assert {each.finish_reason for each in grows.values()} == {common_pb2.FINISH_REASON_LENGTH}
+    for each in grows.values():
+        assert len(each.conversation.rewards) == 1 and sum(map(len, (ids for _, ids in parts(each)))) <= 64
+    long = await said(rollout, await pool_of(talks), begins([1], first="=" * 80), **free)
+    assert [each.finish_reason for each in long.values()] == [common_pb2.FINISH_REASON_PROMPT_TOO_LONG]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("dies", "exit code 7"), ("raises", "RuntimeError: the game fell over"), ("hangs", "longer than 1 s")],
+)
+async def test_a_lost_environment_costs_its_own_conversation_alone(talking, talks, wrong, words):
+    rollout = await talking(step_timeout_s=1)
+    pool = await pool_of(talks, step_timeout_s=1)
+    groups = [*begins([1, 2]), *begins([3], wrong=wrong), *begins([4, 5])]
+    found = await said(rollout, pool, groups, stop=ANY, max_new_tokens=8)
+    lost = found.pop((3, 0))
+    assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert words in lost.conversation.failure and "environment" in lost.conversation.failure
+    assert {each.finish_reason for each in found.values()} == {common_pb2.FINISH_REASON_TERMINATED}
+    again = await said(rollout, pool, begins([3], attempt=2), stop=ANY, max_new_tokens=8)
+    assert [each.finish_reason for each in again.values()] == [common_pb2.FINISH_REASON_TERMINATED]
+
+
+async def test_samples_of_a_prompt_that_begin_otherwise_end_the_stream(talking, talks):
+    rollout = await talking()
+    call = rollout.generate(
+        begins([1], 3, unlike=True), policy_number=3, max_new_tokens=4, pools=[await pool_of(talks)]
+    )
+    call = await call.start()
+    await refused(call.read_all(), "INVALID", TASK, "begins otherwise for the same seed and item")
+
+
+async def test_stopped_conversations_come_back_empty_and_begin_anew_with_the_next_version(
+    talking, talks, publish
+):
+    rollout = await talking()
+    pool = await pool_of(talks, options={"turns": 1000})
+    call = rollout.generate(
+        begins(range(6)), half_close=False, policy_number=3, max_new_tokens=2, pools=[pool], stop=["1"]
+    )
+    call = await call.start()
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await call.read_until(lambda call: len(call.partials) + len(call.finished()) == 6)
+    assert all(not partial.state.token_ids for partial in call.partials)
+    await rollout.install(publish(tiny_model(9), 4))
+    await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
+    call.call.cancel()
+    after = await said(rollout, pool, begins([1]), policy_number=4, max_new_tokens=8)
+    assert {number for number, _ in parts(after[1, 0])} <= {0, 4}
+
+
+async def test_a_lost_simulator_is_told_and_its_conversations_come_back(talking, tmp_path):
+    (tmp_path / "talks.py").write_text(TALKS)
+    simulator = SimulatorProcess(tmp_path)
+    rollout = await talking()
+    pool = await pool_of(simulator.address, options={"turns": 10_000, "says": ""})
+    options = {"policy_number": 3, "max_new_tokens": 8, "stop": ANY, "pools": [pool]}
+    call = rollout.generate(begins(range(4), wrong="hangs"), half_close=False, **options)
+    call = await call.start()
+    simulator.kill()
+    await call.read_until(lambda call: len(call.partials) + len(call.finished()) == 4)
+    assert call.lost_pools == [pool.pool]
+
+
+async def test_what_does_not_fit_is_refused(talking, talks, new_rollout, tiny_directory):
+    rollout = await talking()
+    pool = await pool_of(talks)
+    none = await rollout.generate(begins([1]), policy_number=3).start()
+    await refused(none.read_all(), "INVALID", "pools: give at least one")
+    text = rollout_pb2.GroupAssignment(prompt=rollout_pb2.Prompt(text="1"))
+    wrong = await rollout.generate([text], policy_number=3, pools=[pool]).start()
+    await refused(wrong.read_all(), "INVALID", "prompt: give episode")
+    plain = await new_rollout("rollout-1")
+    await plain.open(tiny_directory)
+    await plain.install(rollout.last)
+    named = await plain.generate(begins([1]), policy_number=3, pools=[pool]).start()
+    await refused(named.read_all(), "INVALID", "names no environment")
+
+
+async def test_a_template_that_rewrites_earlier_turns_is_refused_as_the_run_opens(new_rollout, tmp_path):
+    directory = tmp_path / "forgets"
+    write_tiny(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    forgets = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1].strip() }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{forgets}{{% endfor %}}"
+    tokenizer.save_pretrained(directory)
+    rollout = await new_rollout()
+    config = {
+        "workflow": "agentic",
+        "model": {"path": str(directory), "dtype": "float32"},
+        "environment": {"backend": "conversation", "tasks": [TASK]},
+    }
+    request = rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config))
+    words = ("environment.rewritten_turns", "rewrites earlier turns", "set it to append")
+    await refused(rollout.stub.OpenRun(request), "MODEL_NOT_READABLE", *words)
+    config["environment"]["rewritten_turns"] = "append"
+    await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))

@@ -1,0 +1,39 @@
+"""The backend of conversations: a user's own class by PATH.py:NAME, and built-in ones by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace_servicekit.registry import Options
+
+from headrace_simulator.backends.base import ConversationEnvironment
+from headrace_simulator.backends.conversation.tools import ToolConversation, ToolOptions
+from headrace_simulator.backends.options import parse, unknown
+from headrace_simulator.backends.user_file import is_user_environment, load_factory
+
+BUILT_IN: Mapping[str, Callable[[Mapping[str, Any]], ConversationEnvironment]] = {
+    "tools": lambda options: ToolConversation(parse(ToolOptions, options)),
+}
+
+
+class Conversations:
+    """Conversations by name, or as `path/to/file.py:Class`."""
+
+    def environments(self) -> list[str]:
+        """Those that are built in."""
+        return sorted(BUILT_IN)
+
+    def converse(self, name: str, options: Mapping[str, Any]) -> ConversationEnvironment:
+        """Makes an environment; a user's own class gets the options as keyword arguments."""
+        if is_user_environment(name):
+            made: ConversationEnvironment = load_factory(name, "Conversation")(**options)
+            return made
+        if name not in BUILT_IN:
+            raise unknown("conversation", name, BUILT_IN)
+        return BUILT_IN[name](options)
+
+
+def build(options: Options) -> Conversations:
+    """The backend."""
+    return Conversations()

@@ -1,0 +1,143 @@
+"""The conversations of one environment inside its child: messages in and out, checked, and the limit of turns.
+
+Environments are other people's code and may return anything: what is not messages is named, and the environment is
+made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from headrace.common.v1 import common_pb2
+from headrace.simulator.v1 import simulator_pb2
+
+from headrace_simulator.backends.base import ConversationEnvironment
+from headrace_simulator.child.episodes import Raised, call
+
+MOST_CHARACTERS = 1 << 20
+"""Of the messages, and of the tools, that one call returns."""
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE = "{'role': 'user', 'content': 'TEXT'}"
+
+
+class Conversations:
+    """An environment with the count of its conversation's turns; after `most_turns` it is cut (0: never)."""
+
+    def __init__(self, environment: ConversationEnvironment, most_turns: int) -> None:
+        for method in ("reset", "step"):
+            if not callable(getattr(environment, method, None)):
+                kind = type(environment).__name__
+                raise Raised(
+                    f"{kind} has no method {method}; a conversation has reset(seed, item) and step(message)"
+                )
+        self._environment, self._most_turns = environment, most_turns
+        self._turns = 0
+
+    def operate(
+        self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
+    ) -> None:
+        """Runs a valid operation and writes how it went into the outcome; Raised where the environment failed."""
+        if operation.HasField("reset"):
+            self._reset(operation.reset, outcome)
+        else:
+            self._step(operation.turn.content, outcome)
+
+    def _reset(self, reset: simulator_pb2.ResetOperation, outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        self._turns = 0
+        item = json.loads(reset.options_json or "{}")
+        said: Any = call(lambda: self._environment.reset(reset.seed, item))
+        messages, tools = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
+        outcome.messages.extend(_messages(messages, "reset", ROLES))
+        if not outcome.messages:
+            raise Raised("reset returned no message, and the model has to answer one")
+        if tools:
+            outcome.tools_json = _tools(tools)
+
+    def _step(self, content: str, outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        said: Any = call(lambda: self._environment.step({"role": "assistant", "content": content}))
+        if not isinstance(said, tuple) or len(said) not in (3, 4):
+            raise Raised(f"step returned {_shown(said)}; return (messages, reward, done)")
+        messages, reward, done, info = said if len(said) == 4 else (*said, {})
+        self._turns += 1
+        outcome.messages.extend(_messages(messages, "step", tuple(r for r in ROLES if r != "assistant")))
+        outcome.reward = _number(reward)
+        outcome.terminated = _flag(done, "done")
+        outcome.truncated = not outcome.terminated and self._turns == self._most_turns
+        outcome.success = isinstance(info, Mapping) and bool(info.get("success"))
+        outcome.executed_length = 1
+        if not (outcome.messages or outcome.terminated):
+            raise Raised(
+                "step returned no message and done is False: return one for the model to answer, or True"
+            )
+
+
+def _messages(given: Any, method: str, roles: Sequence[str]) -> list[common_pb2.ChatMessage]:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {MESSAGE}")
+    found, total = list[common_pb2.ChatMessage](), 0
+    for index, each in enumerate(given):
+        where = f"message {index} of what {method} returned"
+        if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
+            raise Raised(f"{where} is {_shown(each)}; a message is {MESSAGE} and no more")
+        role, content = each["role"], each["content"]
+        if role not in roles:
+            raise Raised(f"{where} has the role {_shown(role)}; it may be {', '.join(roles)}")
+        total += len(_text(content, where))
+        if total > MOST_CHARACTERS:
+            raise Raised(
+                f"the messages of one {method} are longer than {MOST_CHARACTERS} characters; shorten them"
+            )
+        found.append(common_pb2.ChatMessage(role=role, content=content))
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    if not isinstance(content, str):
+        raise Raised(f"{where} has the content {_shown(content)}; it has to be a str")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise Raised(
+            f"{where} is no text that can be sent ({error}); decode bytes with errors='replace'"
+        ) from error
+    return content
+
+
+def _tools(given: Any) -> str:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise Raised(f"reset returned the tools {_shown(given)}; give a list of JSON objects")
+    for index, each in enumerate(given):
+        if not isinstance(each, Mapping):
+            raise Raised(f"tool {index} of what reset returned is {_shown(each)}; give a JSON object")
+    try:
+        text = json.dumps(list(given), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Raised(f"the tools that reset returned are not JSON: {error}") from error
+    if len(text) > MOST_CHARACTERS:
+        raise Raised(f"the tools that reset returned are longer than {MOST_CHARACTERS} characters")
+    return text
+
+
+def _number(reward: Any) -> float:
+    try:
+        value = float(reward)
+    except (TypeError, ValueError) as error:
+        raise Raised(f"step returned the reward {_shown(reward)}; return a number") from error
+    if not math.isfinite(value):
+        raise Raised(f"step returned a reward of {value}, which is not finite")
+    return value
+
+
+def _flag(done: Any, name: str) -> bool:
+    if not isinstance(done, bool | np.bool_):
+        raise Raised(f"step returned {name} as {_shown(done)}; return True or False")
+    return bool(done)
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{str(value)[:80]!r} ({kind})" if isinstance(value, str | int | float) else f"an object of {kind}"
