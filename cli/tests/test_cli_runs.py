@@ -102,6 +102,24 @@ def test_a_cancelled_queued_run_claims_no_checkpoint(headrace, coordinator):
     assert reason in headrace("run", "cancel", "r-1").stdout
 
 
+def test_an_ended_run_is_deleted_once_its_user_says_yes(headrace, coordinator, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    ended = view(state="SUCCEEDED", run_directory="/data/runs/r-1")
+    coordinator.routes |= {"GET /v1/runs/r-1": (200, ended), "POST /v1/runs/r-1:delete": (200, {"id": "r-1"})}
+    refused = headrace("run", "delete", "r-1")
+    assert refused.returncode and "/data/runs/r-1" in refused.stderr
+    assert not coordinator.requests("POST /v1/runs/r-1:delete")
+    assert "run r-1 is deleted" in headrace("run", "delete", "r-1", "--yes").stdout
+
+
+def test_a_runs_page_is_opened_by_its_id(headrace, coordinator):
+    coordinator.routes |= {
+        "GET /v1/runs/r-1": (200, view()),
+        "POST /v1/links": (201, {"path": "/open?code=c", "expires_in_s": 60}),
+    }
+    assert headrace("run", "open", "r-1").stdout.strip().endswith("/open?code=c&run=r-1")
+
+
 def test_watching_goes_on_while_a_run_yields(headrace, coordinator, tmp_path):
     life = [
         view(state="RUNNING"),

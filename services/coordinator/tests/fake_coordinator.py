@@ -174,6 +174,11 @@ class FakeCoordinator:
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         return self._move(run_id, "CANCELLED")
 
+    async def delete(self, run_id: str, idempotency_key: str) -> None:
+        if self.run(run_id).state not in ENDED:
+            raise Refused("CONFLICT", f"run {run_id} has not ended")
+        del self.records[run_id]
+
     async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
         self.records[run_id] = self.run(run_id).model_copy(update={"wanted_ranks": change.trainer.ranks})
         return self.records[run_id]

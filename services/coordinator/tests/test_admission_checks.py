@@ -1,5 +1,6 @@
 """What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_warm_up_needs_answers(tmp_path):
     data = {"source": "jsonl", "options": {"path": str(path)}}
     found = problems({"data": data, "trainer": {"warmup": {"steps": 3}}})
     assert "1 of 2 training items have no answer" in found["trainer.warmup.steps"]
+    assert problems({"data": data}) == {}
+
+
+def test_a_warm_up_fits_the_message_that_opens_the_run(tmp_path):
+    path = tmp_path / "items.jsonl"
+    rows = [{"question": f"{number} {'x' * 900_000}", "answer": "c"} for number in range(55)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": "jsonl", "options": {"path": str(path)}}
+    found = problems({"data": data, "trainer": {"warmup": {"steps": 3}}})
+    assert "the 55 training items have 50 MB as examples" in found["trainer.warmup.steps"]
     assert problems({"data": data}) == {}
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from headrace_coordinator.data import Dataset
-from headrace_coordinator.data.dataset import Curriculum
+from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.run.context import RunContext
 from headrace_schema.sections.generating import CurriculumSection, DataSection
 from headrace_simulation.fleet.trainer import Trainer

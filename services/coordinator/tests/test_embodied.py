@@ -15,7 +15,9 @@ from headrace_coordinator.run.step.trajectories import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.tensors import encode_tensor
+from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.virtual_time import run_virtual
 from submission_parts import checked
 
@@ -98,6 +100,32 @@ def test_what_does_not_fit_the_environment_is_named(policy, environment, pools, 
     assert [each.key for each in caught.value.problems] == [key]
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [([3, 64, 64], "moveaxis"), ([84, 84, 4], "one RGB frame"), ([84, 84, 1], "one RGB frame")],
+)
+@pytest.mark.parametrize("policy", [{"kind": "mlp"}, {"kind": "cnn"}, None])
+def test_images_of_other_shapes_are_named_with_the_remedy(shape, words, policy):
+    spaces = [
+        simulator.Space(name="tool", data_type=FLOAT, shape=[3]),
+        simulator.Space(name="front", data_type=PIXEL, shape=shape),
+    ]
+    odd = simulator.OpenPoolResponse(observation_spaces=spaces, action_space=pool().action_space)
+    with pytest.raises(Impossible, match=words) as caught:
+        fit(policy, section(), {"a": odd})
+    assert f"a shows 'front' with shape {' x '.join(map(str, shape))}" in str(caught.value)
+    if policy == {"kind": "mlp"}:  # A user may read it as numbers, or leave it out.
+        assert fit(policy, section(cameras={}), {"a": odd}).state is not None
+
+
+def test_an_mlp_that_would_see_images_alone_is_told_so():
+    spaces = [simulator.Space(name="front", data_type=PIXEL, shape=[48, 64, 3])]
+    seen = simulator.OpenPoolResponse(observation_spaces=spaces, action_space=pool().action_space)
+    with pytest.raises(Impossible, match="an mlp reads numbers, and a shows images alone") as caught:
+        fit({"kind": "mlp"}, section(), {"a": seen})
+    assert [each.key for each in caught.value.problems] == ["model.policy.kind"]
+
+
 WRITTEN = {"kind": "openvla_oft", "bounds": {"low": [-1, -1], "high": [1, 1]}, "cameras": ["primary"]}
 SEEN = {"state": ["tool"], "cameras": {"primary": "front"}}
 
@@ -163,7 +191,8 @@ def test_pictures_go_through_shared_memory_where_simulator_and_rollout_share_a_h
     world = Robots(1)
     world.hosts = [f"host{index}" for index in range(hosts)]
     run_virtual(world.live())
-    asked = {r.blob_bytes for r in world.requests if isinstance(r, simulator.OpenPoolRequest)}
+    pools = [r for r in world.requests if isinstance(r, simulator.OpenPoolRequest)]
+    asked = {r.blob_bytes for r in pools if "trial" not in r.header.run}
     assert asked == ({BLOB_BYTES} if hosts == 1 else {BLOB_BYTES, 0})
 
 
@@ -199,6 +228,55 @@ def test_instances_are_told_the_whole_policy():
     assert all('"state_size":3' in text for text in of_policy)
 
 
+def test_what_an_environment_raised_is_in_the_event_that_drops_its_group(monkeypatch):
+    make = Rollout._make
+    words = "environment 3 of pools/1: RuntimeError: the gripper fell off (robots.py:7)"
+
+    async def dies(self, opening, group, sample, done):
+        if opening.evaluation or group.prompt_ordinal != 1:
+            return await make(self, opening, group, sample, done)
+        key = common.SlotKey(prompt_ordinal=1, sample_index=sample.sample_index)
+        failed = common.Trajectory(
+            sample=key, attempt=sample.attempt, finish_reason=common.FINISH_REASON_ERROR
+        )
+        failed.body_digest = trajectory_digest(failed)
+        failed.completion_text = json.dumps({"return": 0.0, "success": False, "steps": 0, "error": words})
+        done.put_nowait(failed)
+
+    monkeypatch.setattr(Rollout, "_make", dies)
+    world = Robots(1)
+    run_virtual(world.live())
+    (dropped,) = [event for event in world.events(ev.GroupDropped) if event.prompt == 1]
+    assert dropped.detail == f"sample 0 failed 3 times: {words}"
+
+
+class Discrete(Robots):
+    """Its simulators make environments that take one of three actions, once a run is at work."""
+
+    found: list[str]
+
+    async def trouble(self) -> None:
+        while not self.events(ev.StepCommitted):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        for each in self.living("simulator"):
+            describe = each._describe
+
+            def discrete(number: int, describe=describe) -> simulator.OpenPoolResponse:
+                found = describe(number)
+                found.action_space.discrete_count = 3
+                return found
+
+            each._describe = discrete
+        fields = self.spec.model_dump(mode="json", exclude_unset=True)
+        self.found = [each.key for each in await checked(self.coordinator, RunSpec(**fields))]
+
+
+def test_discrete_actions_are_refused_before_there_is_a_run():
+    world = Discrete(1)
+    run_virtual(world.live())
+    assert world.found == ["environment.tasks"]
+
+
 class Submitted(Robots):
     """While the run is at work, others are submitted that state sizes."""
 
@@ -222,5 +300,5 @@ def test_sizes_that_are_not_the_environments_are_refused_at_submission():
     tried = [
         r for r in world.requests if isinstance(r, simulator.OpenPoolRequest) and "trial" in r.header.run
     ]
-    assert [request.count for request in tried] == [1, 1]
+    assert [request.count for request in tried] == [1, 1, 1], "the first run was asked about too"
     assert not any(i.pools for i in world.living("simulator"))

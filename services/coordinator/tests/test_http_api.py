@@ -142,6 +142,14 @@ async def test_pause_resume_cancel(api, run_id):
     assert (again.status_code, again.json()["reason"]) == (409, "CONFLICT")
 
 
+async def test_an_ended_run_is_deleted(api, run_id):
+    early = await api.post(f"/v1/runs/{run_id}:delete")
+    assert (early.status_code, early.json()["reason"]) == (409, "CONFLICT")
+    await api.post(f"/v1/runs/{run_id}:cancel")
+    assert (await api.post(f"/v1/runs/{run_id}:delete")).json() == {"id": run_id}
+    assert (await api.get(f"/v1/runs/{run_id}")).status_code == 404
+
+
 async def test_a_change_of_a_run(api, run_id):
     changed = await api.post(f"/v1/runs/{run_id}:set", json={"trainer": {"ranks": 2}})
     assert (changed.status_code, changed.json()["wanted_ranks"]) == (200, 2)
@@ -316,7 +324,7 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     program = (
         "import sys, time\n"
         "import headrace_coordinator.api.http\n"
-        "heavy = ('torch', 'grpc', 'numpy', 'reasoning_gym', 'tensorboardX', 'redis')\n"
+        "heavy = ('torch', 'grpc', 'pyarrow', 'datasets', 'reasoning_gym', 'tensorboardX', 'redis')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -367,7 +375,7 @@ async def test_405_names_the_methods_that_there_are(api, method, path, allowed):
 async def test_a_timeline_has_the_leases_that_the_run_holds_now(api, spec_json):
     run = (await api.post("/v1/runs", json=spec_json)).json()["id"]
     found = (await api.get(f"/v1/runs/{run}/timeline")).json()
-    assert found == {"parts": [], "work": [], "holds": [], "labels": [], "older": False}
+    assert found == {"parts": [], "work": [], "holds": [], "labels": [], "older": False, "tail": None}
     assert (await api.get(f"/v1/runs/{run}/timeline?labels=true")).json() == found
     assert (await api.get(f"/v1/runs/{run}/timeline?steps=0")).status_code == 422
     assert (await api.get("/v1/runs/nobody/timeline")).status_code == 404

@@ -49,8 +49,7 @@ def asked(suite="math500", **more):
 
 def answers(*found):
     return {
-        (0, sample): Answer(reward, {}, choice, 1, cut=False, failed=False)
-        for sample, (choice, reward) in enumerate(found)
+        (0, sample): Answer(reward, {}, choice, 1, cut=False) for sample, (choice, reward) in enumerate(found)
     }
 
 
@@ -58,8 +57,8 @@ def test_right_answers_are_one_choice_where_the_scorer_says_that_they_are_equal(
     """Two spellings of the right one outvote twice the same wrong one, as three votes of five."""
     suite = open_suite("math500", {})
     found = answers(("2\\sqrt{2}", 1.0), ("\\sqrt{8}", 1.0), ("8^{1/2}", 1.0), ("3", 0.0), ("3", 0.0))
-    assert values("maj@5", asked(), suite, found, 1) == [1.0]
+    assert values("maj@5", asked(), suite, found, 1) == {0: 1.0}
     own = asked(reward=RewardSection.model_validate({"scorers": [{"name": "exact"}]}).model_dump())
-    assert values("maj@5", own, suite, found, 1) == [0.0], "another scorer may pass answers that differ"
+    assert values("maj@5", own, suite, found, 1) == {0: 0.0}, "another scorer may pass answers that differ"
     puzzle = open_suite("reasoning_gym", {"dataset": "chain_sum"})
-    assert values("maj@5", asked(), puzzle, found, 1) == [0.0], "several answers may be right"
+    assert values("maj@5", asked(), puzzle, found, 1) == {0: 0.0}, "several answers may be right"

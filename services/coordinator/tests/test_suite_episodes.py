@@ -38,10 +38,7 @@ def evaluated(**options):
 
 def answers(items, right):
     """An answer to each item, worth 1 where `right` says so of (task, variant)."""
-    return {
-        (index, 0): Answer(float(right(item)), {}, "", 1, cut=False, failed=False)
-        for index, item in enumerate(items)
-    }
+    return {(index, 0): Answer(float(right(item)), {}, "", 1, cut=False) for index, item in enumerate(items)}
 
 
 def test_a_variant_is_the_task_with_other_options():

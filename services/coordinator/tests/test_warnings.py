@@ -63,6 +63,7 @@ def last(warnings, *steps):
         ("learning_rate", {"learning_rate": 0.0}, "optimizer.schedule has ended"),
         ("length", {"answer_length_mean": 63.5}, "nearly all are cut"),
         ("reference", {"reference_kl": 9.0}, "9.0 nats a token away"),
+        ("leaps", {"approx_kl": 0.9}, "moved the policy by 0.9 nats a token"),
     ],
 )
 def test_each_is_found_after_five_steps_and_over_with_the_next_good_one(name, figures, words):

@@ -177,6 +177,13 @@ def test_episode_reads_what_a_rollout_says_of_it():
     check_scorer("episode", {}, Answer("", told))
 
 
+def test_an_episode_of_which_nobody_says_whether_it_succeeded_has_no_score():
+    told = '{"return": 3.0, "success": null, "steps": 50}'
+    assert score("episode", told) == 3
+    with pytest.raises(ValueError, match=r"the environment never said its success .*info\['success'\]"):
+        score("episode", told, of="success")
+
+
 def test_episode_reads_what_an_environment_gave_for_a_conversation():
     """Whatever its last turn is: JSON, or nothing at all."""
     episode = {"return": 1.5, "success": True, "steps": 2, "rewards": [0.5, 1.0]}

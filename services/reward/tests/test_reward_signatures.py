@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
@@ -117,3 +118,53 @@ async def test_a_scorer_that_ends_its_process_with_each_answer_is_broken(reward,
     assert found[0].status == reward_pb2.SCORE_STATUS_ANSWER_FAILED
     assert found[3].status == reward_pb2.SCORE_STATUS_SCORER_BROKEN
     assert "with each of 4 answers" in found[3].detail
+
+
+TOKENS = """#file
+def score(raw_prompt, raw_completion, prompt_ids, completion_ids):
+    assert raw_prompt == "<s>1 + 1?" and prompt_ids == [1, 5, 6]
+    return float(raw_completion == "2</s>") + len(completion_ids) / 10
+"""
+OF_TRL = """#file
+def score(completions, completion_ids, prompt_ids, raw_completions):
+    return [len(ids) + len(prompt) / 10 for ids, prompt in zip(completion_ids, prompt_ids)]
+"""
+RANKED = """#file
+def score(completion, group):
+    return sorted(group).index(completion)
+"""
+READ = {
+    "raw_prompt": "<s>1 + 1?",
+    "prompt_ids": [1, 5, 6],
+    "raw_completion": "2</s>",
+    "completion_ids": [7, 2],
+}
+
+
+async def test_scorers_get_tokens_where_the_spec_gives_them(reward, scorer_file):
+    await reward.open(scorer_file(TOKENS), (scorer_file(OF_TRL, "trl.py"), 10.0), give=["tokens"])
+    (found,) = await reward.answers("2", **READ)
+    assert (found.parts["mine.py:score"], found.parts["trl.py:score"]) == (1.2, 2.3)
+    (without,) = await reward.answers("2")
+    assert without.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and "comes without" in without.detail
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (TOKENS, r"it takes 'raw_prompt', which scorers get with reward.give: \[tokens\]"),
+        (OF_TRL, r"it takes 'completion_ids', which scorers get with reward.give: \[tokens\]"),
+        (RANKED, r"it takes 'group', which scorers get with reward.give: \[group\]"),
+    ],
+)
+async def test_what_the_spec_does_not_give_is_refused_by_name(reward, scorer_file, body, words):
+    with pytest.raises(grpc.aio.AioRpcError, match=words):
+        await reward.open(scorer_file(body))
+
+
+async def test_a_scorer_may_compare_the_answers_of_a_group(reward, scorer_file):
+    await reward.open(scorer_file(RANKED), give=["group"])
+    found = await reward.answers("c", "a", "b", group=["c", "a", "b"])
+    assert [each.reward for each in found] == [2.0, 0.0, 1.0]
+    (alone,) = await reward.answers("d")
+    assert alone.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and "granularity: group" in alone.detail

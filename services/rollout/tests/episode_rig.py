@@ -37,8 +37,8 @@ class Walker(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"]}
     action_space = spaces.Box(-10.0, 10.0, (2,), np.float32)
 
-    def __init__(self, goal=1.0, ends_at=1000, image=0, step_s=0.0):
-        self.goal, self.ends_at, self.image, self.step_s = goal, ends_at, image, step_s
+    def __init__(self, goal=1.0, ends_at=1000, image=0, step_s=0.0, says=True):
+        self.goal, self.ends_at, self.image, self.step_s, self.says = goal, ends_at, image, step_s, says
         shown = {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "steps": spaces.Discrete(1001)}
         if image:
             shown["front"] = spaces.Box(0, 255, (image, image, 3), np.uint8)
@@ -64,7 +64,8 @@ class Walker(gymnasium.Env):
         if self.seed in (667, 668) and self.steps == 2:
             self.place[1] = np.nan if self.seed == 667 else -np.inf
         reached = bool(self.steps >= self.goal)
-        return self.observe(), float(self.steps), self.steps >= self.ends_at, False, {"success": reached}
+        said = {"success": reached} if self.says else {}
+        return self.observe(), float(self.steps), self.steps >= self.ends_at, False, said
 
     def render(self):
         return np.full((8, 8, 3), self.steps, np.uint8)

@@ -43,10 +43,10 @@ class Rollout:
     def servicer(self) -> RolloutServicer:
         return self.instance.on_grant.__self__
 
-    async def open(self, model_path, **rollout):
+    async def open(self, model_path, more=None, **rollout):
         self.model_path = model_path
         model = {"path": str(model_path), "dtype": "float32", "max_context": 128}
-        config = json.dumps({"model": model, "rollout": rollout, "seed": 7})
+        config = json.dumps({"model": model, "rollout": rollout, "seed": 7, **(more or {})})
         return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
 
     async def install(self, published: Published, *, in_flight: bool = False):

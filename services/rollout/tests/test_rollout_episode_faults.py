@@ -72,6 +72,14 @@ async def test_a_lost_environment_costs_its_own_episode_alone(new_walker, simula
     assert len(again) == 4, "the new process serves the next episodes"
 
 
+@pytest.mark.parametrize(("says", "success"), [(True, True), (False, None)])
+async def test_what_nobody_reports_is_no_failure(new_walker, simulator_address, says, success):
+    rollout = await new_walker()
+    pool = await walks(simulator_address, options={"says": says})
+    (walked,) = (await (await run_episodes(rollout, [pool], begin([1]))).read_all()).values()
+    assert json.loads(walked.completion_text)["success"] is success
+
+
 async def test_an_observation_that_is_not_finite_costs_its_own_episode_alone(new_walker, simulator_address):
     rollout = await new_walker()
     pool = await walks(simulator_address)

@@ -43,6 +43,28 @@ async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
         assert trajectory.attempt == 1
 
 
+async def test_longer_prompts_than_the_run_trains_end_at_once_and_texts_come_raw(rollout, assignments, codec):
+    """Of held-out items none ends so: they are measured as far as the context goes."""
+    lengths = [len(codec.encode_prompt(text=each.prompt.text)) for each in assignments]
+    most = sorted(lengths)[-2]
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    published = rollout.last
+    await rollout.open(rollout.model_path, {"longest_prompt": most, "raw_texts": True})
+    await rollout.install(published)
+    found = await (await rollout.generate(assignments).start()).read_all()
+    assert len(found) == sum(len(each.samples) for each in assignments)
+    for (ordinal, _), trajectory in found.items():
+        long = lengths[ordinal] > most
+        assert (trajectory.finish_reason == common_pb2.FINISH_REASON_PROMPT_TOO_LONG) == long
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        prompt, ids = trajectory.segments[0].tokens.token_ids, sampled(trajectory)
+        assert trajectory.raw_prompt_text == codec.decode(prompt, skip_special_tokens=False)
+        assert trajectory.raw_completion_text == codec.decode(ids, skip_special_tokens=False)
+        assert bool(ids) != long
+    heldout = await (await rollout.generate(assignments, evaluation=True).start()).read_all()
+    assert all(sampled(trajectory) for trajectory in heldout.values())
+
+
 async def test_responses_tell_when_prompts_were_computed(rollout, assignments):
     began = time.perf_counter()
     call = await rollout.generate(assignments).start()

@@ -128,8 +128,40 @@ async def test_a_sparse_reward_is_made_of_success(simulator, environment_file):
     assert [(await pool.act([what, 3.0])).reward for what in (0.0, 5.0)] == [0.0, 1.0]
     blind = await simulator.open("CartPole-v1", reward_mode=SPARSE)
     await blind.reset()
-    lost = await blind.act(1)
-    assert lost.status == LOST and "no success flag" in lost.detail
+    while not (ended := await blind.act(1)).detail:
+        assert ended.status == OK and not ended.terminated and not ended.success_reported
+    assert ended.status == LOST and "ended without a success flag" in ended.detail
+
+
+AT_ITS_END = """
+import gymnasium, numpy as np
+from gymnasium import spaces
+class Reach(gymnasium.Env):
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+    def step(self, action):
+        self.steps += 1
+        ended = self.steps == 3
+        return np.zeros(1, np.float32), 9.0, ended, False, {"is_success": True} if ended else {}
+make_env = Reach
+"""
+
+
+async def test_success_may_be_reported_at_an_episodes_end_alone(simulator, tmp_path):
+    (tmp_path / "reach.py").write_text(AT_ITS_END)
+    pool = await simulator.open(f"{tmp_path}/reach.py:make_env", reward_mode=SPARSE)
+    await pool.reset()
+    begun = await pool.act_chunk([[0.0], [0.0]])
+    assert (begun.status, begun.reward, begun.success_reported) == (OK, 0.0, False)
+    ended = await pool.act_chunk([[0.0], [0.0]])
+    assert (ended.reward, ended.success, ended.success_reported, ended.terminated) == (1.0, True, True, True)
+    cut = await simulator.open(f"{tmp_path}/reach.py:make_env", reward_mode=SPARSE, max_episode_steps=2)
+    await cut.reset()
+    early = await cut.act_chunk([[0.0], [0.0]])
+    assert (early.status, early.truncated, early.reward) == (OK, True, 0.0), "its limit came before its end"
 
 
 async def test_as_many_processes_as_asked_for(simulator, environment_file):

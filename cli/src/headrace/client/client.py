@@ -88,9 +88,12 @@ class Client:
         """Closes the connections."""
         self._transport.close()
 
-    def link(self) -> str:
-        """An address that opens the dashboard in a browser; good once and for a minute."""
-        return self.base_url.rstrip("/") + str(self._transport.post("/v1/links")["path"])
+    def link(self, run: str = "") -> str:
+        """An address that opens the dashboard, or a run's page, in a browser; good once and for a minute."""
+        path = str(self._transport.post("/v1/links")["path"])
+        if run:
+            path += f"&run={quote(run, safe='')}" if "?" in path else f"#/runs/{quote(run, safe='')}"
+        return self.base_url.rstrip("/") + path
 
     def healthy(self) -> bool:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""
@@ -301,6 +304,10 @@ class Client:
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""
         return Run.from_json(self._transport.post(f"{_path(run)}:cancel"))
+
+    def delete(self, run: str) -> None:
+        """Deletes an ended run with its checkpoints, export and files, for ever."""
+        self._transport.post(f"{_path(run)}:delete")
 
     def instances(self) -> Sequence[Instance]:
         """Processes of the services."""

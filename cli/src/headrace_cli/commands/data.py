@@ -24,6 +24,16 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as data.heldout=64.")
 ]
 PROMPT_CHARACTERS = 1200
+MORE = (
+    "messages",
+    "finish_reason",
+    "raw_prompt",
+    "raw_completion",
+    "prompt_ids",
+    "completion_ids",
+    "group",
+)
+"""Keys of an answer that scorers may ask for; they go as they are."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,7 +59,8 @@ def data(
     texts = list(rendered(opened, codec))
     lengths = Lengths("tokens" if codec else "characters", sorted(length for length, _ in texts))
     shown = [text for _, text in texts[:prompts]]
-    heldout = len(opened.heldout_items())
+    heldout, longest = len(opened.heldout_items()), spec.data.prompt.longest
+    too_long = sum(length > longest for length, _ in texts) if codec and longest else None
     document = {
         "items": opened.train_size + heldout,
         "train": opened.train_size,
@@ -58,6 +69,7 @@ def data(
         "contradicting": opened.contradicting,
         "unanswered": opened.unanswered(),
         "left_out": opened.left_out,
+        "too_long": too_long,
         "lengths": {"unit": lengths.unit, **lengths.marks()},
         "prompts": shown,
     }
@@ -164,6 +176,7 @@ def _answers(file: Path) -> Iterator[dict[str, Any]]:
             "reference": str(row.get("reference", "")),
             "metadata": metadata if isinstance(metadata, dict) else {},
             "token_count": int(row.get("token_count") or row.get("tokens") or 0),
+            **{key: row[key] for key in MORE if key in row},
         }
     if not found:
         raise user_error("--on", f"{file} holds no answer", "name a file of JSON lines")

@@ -304,6 +304,11 @@ def open_dashboard(
 
     with connect(find_target(url, data_dir)) as client:
         link = client.link()
+    show_link(link, browser, as_json)
+
+
+def show_link(link: str, browser: bool, as_json: bool) -> None:
+    """Prints a link to the dashboard, and opens it where there is a browser and somebody who looks."""
     if as_json:
         print_json({"url": link})
         return

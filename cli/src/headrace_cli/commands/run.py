@@ -254,6 +254,43 @@ def cancel(
 
 
 @app.command()
+def delete(
+    run: RunId,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete an ended run with its checkpoints, export and files, for ever."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.get(run)
+        if not yes and not as_json:
+            kept = f"its checkpoints and files below {found.raw['run_directory']}"
+            typer.confirm(f"Delete run {run} ({found.state}), {kept}, for ever?", abort=True, err=True)
+        client.delete(run)
+    if as_json:
+        print_json({"id": run})
+    else:
+        console().print(f"run {run} is deleted", markup=False)
+
+
+@app.command("open")
+def open_run(
+    run: RunId,
+    browser: Annotated[bool, typer.Option(help="Open it, where there is a browser.")] = True,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Open a run's page in a browser and print its address: a link that is good once and for a minute."""
+    from headrace_cli.commands.fleet import show_link
+
+    with connect(find_target(url, data_dir)) as client:
+        link = client.link(client.get(run).id)
+    show_link(link, browser, as_json)
+
+
+@app.command()
 def logs(
     run: RunId,
     after: Annotated[int, typer.Option(help="Only events with a higher id.")] = 0,

@@ -70,7 +70,7 @@ def result_table(found: EvaluationRun) -> RenderableType:
         of = ("episodes", "actions") if result.tasks else ("answers", "tokens")
         parts.append(
             f"{result.answers} {of[0]} of {result.tokens_mean:.0f} {of[1]}; {result.truncated:.0%} cut by the limit"
-            + (f"; {result.failed} made a scorer fail" if result.failed else "")
+            + (f"; {result.unanswered} not answered: {result.failure}" if result.unanswered else "")
         )
         parts.append(", ".join(f"{name} {value:.3f}" for name, value in result.parts.items()))
     return Group(*parts)

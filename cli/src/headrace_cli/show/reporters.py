@@ -18,7 +18,7 @@ from rich.text import Text
 
 from headrace_cli.output import STATE_STYLES, console, error_console, state_text
 from headrace_cli.show.fleet import short_name
-from headrace_cli.show.runs import confidence, heldout, step_line, steps_table
+from headrace_cli.show.runs import confidence, evaluations, heldout, step_line, steps_table
 from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
@@ -98,13 +98,14 @@ class PlainReporter:
 
     def _evaluations(self, snapshot: Snapshot) -> None:
         baseline = snapshot.run.baseline_prefill
-        for item in [*([baseline] if baseline else []), *heldout(snapshot.run)]:
+        for item in [*([baseline] if baseline else []), *evaluations(snapshot.run)]:
             if (item.kind, item.step) not in self._evaluated:
                 self._evaluated.add((item.kind, item.step))
                 parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
+                unanswered = f"; {item.unanswered} not answered: {item.failure}" if item.unanswered else ""
                 self._print(
                     f"{item.kind} at step {item.step}: {item.score:.3f}{confidence(item)} over {item.answers} answers "
-                    f"({parts})"
+                    f"({parts}){unanswered}"
                 )
 
     def _print(self, text: str) -> None:
@@ -133,7 +134,8 @@ def _words(kind: str, data: dict[str, Any]) -> str:
             dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
             return f"step {step}: reward {_score(reward)}, {view.get('trained', 0)} trained{dropped}"
         case "evaluated", {"view": {"kind": name, "step": step, "score": score, "answers": answers}}:
-            return f"{name} at step {step}: {_score(score)} over {answers} answers"
+            missing = f", {data['view']['unanswered']} not answered" if data["view"].get("unanswered") else ""
+            return f"{name} at step {step}: {_score(score)} over {answers} answers{missing}"
     return ""
 
 

@@ -48,7 +48,11 @@ def run_table(run: Run) -> Table:
         ("layout", run.layout),
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.ordinal}, digest {run.policy.digest[:16]}" if run.policy else ""),
-        ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
+        *(
+            ("held-out" if kind == "heldout" else kind, change(found) + confidence(found[-1]))
+            for kind in kinds(run)
+            if (found := evaluations(run, kind))
+        ),
         (
             "slots",
             f"{counts.trained} trained, {counts.dropped} dropped{filtered}, {counts.duplicates} duplicates",
@@ -215,12 +219,23 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
 
 def heldout(run: Run) -> list[Evaluation]:
     """Evaluations of held-out items, oldest first."""
-    return sorted((item for item in run.evaluations if item.kind == "heldout"), key=lambda item: item.step)
+    return evaluations(run, "heldout")
 
 
-def heldout_change(run: Run) -> str:
-    """First and last held-out score."""
-    scores = [item.score for item in heldout(run)]
+def kinds(run: Run) -> list[str]:
+    """What a run is evaluated on: its held-out items, and each set of evaluation.data."""
+    return list(dict.fromkeys(["heldout", *(item.kind for item in run.evaluations)]))
+
+
+def evaluations(run: Run, kind: str | None = None) -> list[Evaluation]:
+    """Evaluations of a kind, or of all kinds, oldest first."""
+    found = (item for item in run.evaluations if kind in (None, item.kind))
+    return sorted(found, key=lambda item: item.step)
+
+
+def change(found: list[Evaluation]) -> str:
+    """First and last score."""
+    scores = [item.score for item in found]
     if not scores:
         return ""
     return f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}"
@@ -263,7 +278,7 @@ def _table(runs: Sequence[Run]) -> RenderableType:
             run.place or "",
             *([run.priority] if ranked else []),
             f"{run.step}/{run.steps}",
-            heldout_change(run),
+            change(heldout(run)),
             age(run.created_at),
             sentence(run),
         )

@@ -13,8 +13,13 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
-from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Share, Tokens
+from headrace_schema.sections.generating import (
+    MAX_UNANSWERED,
+    ModelSection,
+    PromptSection,
+    RolloutSection,
+)
 from headrace_schema.sections.running import LimitsSection, SchedulingSection
 from headrace_schema.sections.scoring import RewardSection
 
@@ -86,6 +91,7 @@ class EvaluationSpec(Section):
         description="figures to report: greedy, avg@K, pass@K, maj@K; default: greedy, or all three with K = samples",
     )
     pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
+    max_unanswered: Share = Field(default=0.25, description=MAX_UNANSWERED)
     reward: RewardSection | None = Field(default=None, description="default: the suite's scorers")
     rollout: RolloutSection = RolloutSection()
     devices: list[str] = Field(

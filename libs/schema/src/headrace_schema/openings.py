@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.rules.combinations import truncated_sampling
-from headrace_schema.sections.base import Count, Section, Seed
+from headrace_schema.sections.base import Count, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection, SamplingSection
 from headrace_schema.sections.learning import (
@@ -50,6 +50,10 @@ class RolloutConfig(Opening):
     """Other instances reply: each Generate stream says which."""
     routed_experts: bool = False
     """Trajectories carry the experts that their tokens were sent to."""
+    longest_prompt: Tokens | None = None
+    """Samples of a longer one, in tokens, end at once; held-out ones do not."""
+    raw_texts: bool = False
+    """Trajectories carry their texts with special tokens: some scorer reads them."""
     seed: Seed = 0
 
     @classmethod

@@ -180,7 +180,9 @@ def _not_a_number(kind: str, value: Any) -> tuple[str, str]:
     if not math.isfinite(number) or abs(number) > 2**53:
         return reason, f"write {wanted}"
     if kind.startswith("int"):
-        return reason, f"write {round(number)}" + (" without quotes" if isinstance(value, str) else "")
+        # Most whole numbers of a spec are counts from 1 on: 0 would be refused too.
+        whole = round(number) or int(number > 0)
+        return reason, f"write {whole}" + (" without quotes" if isinstance(value, str) else "")
     return reason, f"write {number:g}"
 
 

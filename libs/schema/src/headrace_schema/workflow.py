@@ -64,6 +64,12 @@ class GraphSection(Section):
         return edge.granularity or ("group" if learns else "trajectory")
 
     @property
+    def whole_groups(self) -> frozenset[str]:
+        """Reward stages that wait for all answers to a prompt."""
+        into = (edge for edge in self.edges if self.granularity(edge) == "group")
+        return frozenset(edge.target for edge in into if edge.target in self.of("reward"))
+
+    @property
     def reply_stage(self) -> str:
         """The rollout stage that answers `generate`; empty: there is none."""
         return next((name for name in self.of("rollout") if name != "generate"), "")

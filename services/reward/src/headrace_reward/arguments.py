@@ -7,7 +7,7 @@ plural judges a batch: each of its arguments is a list with one entry an answer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,24 @@ def _turns(answer: Answer, text: str, role: str) -> Any:
     return [{"role": role, "content": text}] if answer.messages else text
 
 
+def _tokens(answer: Answer) -> Answer:
+    """The answer, where its tokens are known."""
+    if not answer.prompt_ids:
+        raise LookupError(
+            "it takes tokens, and this answer comes without: of a file, write raw_prompt, raw_completion, prompt_ids "
+            "and completion_ids"
+        )
+    return answer
+
+
+def _group(answer: Answer) -> list[str]:
+    if not answer.group:
+        raise LookupError(
+            "it takes the group, which only stages behind an edge with granularity: group have (docs/workflows.md)"
+        )
+    return list(answer.group)
+
+
 SINGLE: dict[str, Callable[[Answer], Any]] = {
     "prompt": lambda answer: answer.prompt,
     "completion": lambda answer: answer.completion,
@@ -29,6 +47,11 @@ SINGLE: dict[str, Callable[[Answer], Any]] = {
     "messages": lambda answer: list(answer.messages),
     "finish_reason": lambda answer: answer.finish_reason,
     "token_count": lambda answer: answer.token_count,
+    "raw_prompt": lambda answer: _tokens(answer).raw_prompt,
+    "raw_completion": lambda answer: _tokens(answer).raw_completion,
+    "prompt_ids": lambda answer: list(_tokens(answer).prompt_ids),
+    "completion_ids": lambda answer: list(_tokens(answer).completion_ids),
+    "group": lambda answer: _group(answer),
     "episode": lambda answer: answer.episode,
     # verl
     "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
@@ -46,6 +69,12 @@ BATCHED: dict[str, Callable[[Answer], Any]] = {
     "finish_reasons": lambda answer: answer.finish_reason,
     "token_counts": lambda answer: answer.token_count,
     "episodes": lambda answer: answer.episode,
+    "raw_prompts": lambda answer: _tokens(answer).raw_prompt,
+    "raw_completions": lambda answer: _tokens(answer).raw_completion,
+    "groups": lambda answer: _group(answer),
+    # TRL
+    "prompt_ids": lambda answer: list(_tokens(answer).prompt_ids),
+    "completion_ids": lambda answer: list(_tokens(answer).completion_ids),
     # verl
     "data_sources": lambda answer: SINGLE["data_source"](answer),
     "solution_strs": lambda answer: answer.completion,
@@ -55,7 +84,13 @@ BATCHED: dict[str, Callable[[Answer], Any]] = {
 """What each entry of a parameter of a function of batches is of one answer."""
 MARKS = ("completions", "solution_strs")
 """The parameters by which a function of batches is known."""
-OF_TRL_ALONE = ("trainer_state", "completion_ids", "prompt_ids", "log_extra", "log_metric")
+OF_TOKENS = frozenset(
+    {"raw_prompt", "raw_completion", "raw_prompts", "raw_completions", "prompt_ids", "completion_ids"}
+)
+"""Parameters that need `reward.give: [tokens]`."""
+OF_GROUP = frozenset({"group", "groups"})
+"""Parameters that need `reward.give: [group]`."""
+OF_TRL_ALONE = ("trainer_state", "log_extra", "log_metric")
 """What only TRL's own trainer can give; functions that take `**kwargs` do without."""
 
 
@@ -70,8 +105,8 @@ class Arguments:
     """The function takes `**kwargs`: of a batch, all other columns of the data."""
 
     @classmethod
-    def of_function(cls, function: Callable[..., Any]) -> Arguments:
-        """Reads a function's parameters. Raises TypeError naming one that nothing can be given for."""
+    def of_function(cls, function: Callable[..., Any], give: Collection[str] = ()) -> Arguments:
+        """Reads a function's parameters; `give` is `reward.give`. Raises TypeError naming one that gets nothing."""
         parameters = inspect.signature(function).parameters.values()
         if any(each.kind is each.VAR_POSITIONAL for each in parameters):
             raise TypeError("it takes *args, but arguments are given by name")
@@ -81,6 +116,10 @@ class Arguments:
             raise TypeError(f"its parameter {places[0]!r} can only be given by place")
         batched = any(each.name in MARKS for each in named)
         known = BATCHED if batched else SINGLE
+        for name in (each.name for each in named):
+            for what, those in (("tokens", OF_TOKENS), ("group", OF_GROUP)):
+                if name in known and name in those and what not in give:
+                    raise TypeError(f"it takes {name!r}, which scorers get with reward.give: [{what}]")
         unknown = [each for each in named if each.name.lstrip("_") not in known]
         wanted = [each.name for each in unknown if each.default is each.empty]
         if batched and (of_trl := [name for name in wanted if name in OF_TRL_ALONE]):

@@ -68,7 +68,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
             place = {"scorer_set": set_name, "index": index}
             try:
                 _write(writer, {"at": place | {"doing": "loaded"}})
-                each = judge.load(entry["name"], entry["options"], entry["part"], directory)
+                each = judge.load(entry["name"], entry["options"], entry["part"], directory, message["give"])
                 _write(writer, {"at": place | {"doing": "probed with a blank answer"}})
                 judge.probe(each)
             except ScorerError as error:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ class NoScores(Exception):
 
 # Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.
 _CODE_FAULTS = (SyntaxError, ImportError, NameError, NoScores)
-_BLANK = Answer(prompt="", completion="", reference="", metadata={})
+_BLANK = Answer(prompt="", completion="", reference="", metadata={}, prompt_ids=[0], group=[""])
 NOBODY = "every scorer abstained; of each kind of item one must return a number"
 TOTAL = "score"
 """The key of a returned dict that is the whole score; the others are shown beside it."""
@@ -90,13 +90,15 @@ class Judgement:
     detail: str = ""
 
 
-def load(name: str, options: Mapping[str, Any], part: str, directory: Path) -> LoadedScorer:
-    """Makes one scorer.
+def load(
+    name: str, options: Mapping[str, Any], part: str, directory: Path, give: Collection[str] = ()
+) -> LoadedScorer:
+    """Makes one scorer; `give` is `reward.give`.
 
     Raises:
         ScorerError: there is none, its options are wrong, or its code cannot be imported.
     """
-    made = _call(lambda: _build(name, options, directory))
+    made = _call(lambda: _build(name, options, directory, give))
     if isinstance(made, Raised):
         if isinstance(made.error, ScorerError):
             raise made.error
@@ -209,12 +211,14 @@ async def _gathered(called: Sequence[Any]) -> list[Any]:
     return list(await asyncio.gather(*map(result, called)))
 
 
-def _build(name: str, options: Mapping[str, Any], directory: Path) -> tuple[Scorer, str]:
+def _build(
+    name: str, options: Mapping[str, Any], directory: Path, give: Collection[str]
+) -> tuple[Scorer, str]:
     if is_user_scorer(name):
         if options:
             raise ScorerError("options", "a scorer of your own takes no options; put them into its file")
         path, function = locate(name, directory)
-        return load_user_scorer(path, function), _digest_of(path.read_bytes(), ())
+        return load_user_scorer(path, function, give), _digest_of(path.read_bytes(), ())
     chosen = scorers.choose(name, options)
     source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""

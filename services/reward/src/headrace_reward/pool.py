@@ -296,7 +296,9 @@ class InlinePool(Pool):
             self._loaded[name] = []
             for index, entry in enumerate(entries):
                 try:
-                    each = judge.load(entry["name"], entry["options"], entry["part"], directory)
+                    each = judge.load(
+                        entry["name"], entry["options"], entry["part"], directory, self._opening["give"]
+                    )
                 except ScorerError as error:
                     raise OpenFault(name, index, error.field, error.message) from error
                 self._loaded[name].append(each)

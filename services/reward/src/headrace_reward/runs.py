@@ -205,7 +205,12 @@ class Run:
             ]
             for name, entries in self.section.sets().items()
         }
-        return {"operation": "open", "directory": str(directory), "sets": sets}
+        return {
+            "operation": "open",
+            "directory": str(directory),
+            "sets": sets,
+            "give": list(self.section.give),
+        }
 
 
 def part_names(entries: list[ScorerSection]) -> list[str]:

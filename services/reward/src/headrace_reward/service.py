@@ -142,6 +142,15 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         .removeprefix("FINISH_REASON_")
         .lower(),
     }
+    if message.prompt_ids:
+        answer |= {
+            "raw_prompt": message.raw_prompt,
+            "raw_completion": message.raw_completion,
+            "prompt_ids": list(message.prompt_ids),
+            "completion_ids": list(message.completion_ids),
+        }
+    if message.group:
+        answer["group"] = list(message.group)
     if message.HasField("conversation"):
         answer |= _of_conversation(message.conversation)
     return Item(

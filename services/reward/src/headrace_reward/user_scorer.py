@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -110,8 +110,8 @@ def locate(name: str, directory: Path) -> tuple[Path, str]:
     return path, function
 
 
-def load_user_scorer(path: Path, function_name: str) -> UserScorer:
-    """Imports the file and takes the function; whatever the file raises goes through.
+def load_user_scorer(path: Path, function_name: str, give: Collection[str] = ()) -> UserScorer:
+    """Imports the file and takes the function; whatever the file raises goes through. `give` is `reward.give`.
 
     Raises:
         ScorerError: the function is missing or takes arguments that nobody can give it.
@@ -122,7 +122,7 @@ def load_user_scorer(path: Path, function_name: str) -> UserScorer:
     if not callable(function):
         raise ScorerError("name", f"{path}: there is no function {function_name!r}; write {SIGNATURE}")
     try:
-        return UserScorer(function, Arguments.of_function(function), folder)
+        return UserScorer(function, Arguments.of_function(function, give), folder)
     except TypeError as error:
         raise ScorerError("name", f"{path}:{function_name}: {error}; write {SIGNATURE}") from error
 

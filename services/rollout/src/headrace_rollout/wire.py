@@ -172,10 +172,12 @@ def fill_trajectory(
     stream: Stream,
     codec: TextCodec,
     producer: str,
+    *,
+    raw_texts: bool = False,
 ) -> None:
     """Fills a trajectory from a finished update: the prompt's segment, then one for each version.
 
-    Version 0 stands for tokens that were given.
+    Version 0 stands for tokens that were given. `raw_texts`: with its texts and their special tokens.
     """
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
@@ -191,9 +193,12 @@ def fill_trajectory(
     trajectory.routed_experts = pack_routes(output.whole.routes)
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
-    # Before completion_text, which no digest covers.
+    # Before the texts, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     trajectory.completion_text = text
+    if raw_texts:
+        trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
+        trajectory.raw_completion_text = codec.decode(output.whole.token_ids, skip_special_tokens=False)
 
 
 def _fill_said(message: common_pb2.Conversation, said: Said) -> str:

@@ -39,11 +39,15 @@ class SuiteResultView(Resource):
         default_factory=list, description="of episodes: the first mode's figure of each task"
     )
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
-    answers: int
+    answers: int = Field(description="answers that are scored, of which all figures are")
     truncated: float = Field(
         description="share of answers that the limit of tokens, or of an episode's steps, cut"
     )
-    failed: int = Field(default=0, description="answers that made a scorer fail; reward.failed_reward counts")
+    unanswered: int = Field(
+        default=0,
+        description="answers that an environment, an engine or a scorer failed at; no figure has them",
+    )
+    failure: str = Field(default="", description="why the first of them is missing")
     tokens_mean: float = Field(description="tokens of an answer, actions of an episode")
 
 

@@ -25,13 +25,18 @@ class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
     kind: str = Field(
-        description="heldout, or baseline_prefill for the untrained model with its answer begun"
+        description="heldout, a name of evaluation.data, or baseline_prefill: the untrained model with its answer begun"
     )
     step: int = Field(description="ordinal of the evaluated version")
     version: int
     score: float = Field(description="mean weighted score over all answers")
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
-    answers: int
+    answers: int = Field(description="answers that are scored, of which all figures are")
+    unanswered: int = Field(
+        default=0,
+        description="answers that an environment, an engine or a scorer failed at; no figure has them",
+    )
+    failure: str = Field(default="", description="why the first of them is missing")
     score_low: float | None = Field(
         default=None, description="95% interval of the score over prompts; none: one prompt"
     )
@@ -299,6 +304,12 @@ class CheckpointListView(Resource):
 
     checkpoints: list[CheckpointView]
     next_page_token: str = ""
+
+
+class DeletedView(Resource):
+    """A run that there is no more."""
+
+    id: str
 
 
 class LinkView(Resource):

@@ -104,11 +104,16 @@ def _evaluation(spec: RunSections) -> Iterator[KeyProblemView]:
     wants = (
         "every" if evaluation.every else "baseline_prefill" if evaluation.baseline_prefill is not None else ""
     )
-    if wants and not spec.data.heldout:
+    other = ", give evaluation.data" if wants == "every" else ""
+    if wants and not spec.data.heldout and not (wants == "every" and evaluation.data):
         yield problem(
             f"evaluation.{wants}",
             "there are no held-out items to evaluate",
-            f"set data.heldout above 0, or evaluation.{wants} to {'0' if wants == 'every' else 'null'}",
+            f"set data.heldout above 0{other}, or evaluation.{wants} to {'0' if wants == 'every' else 'null'}",
+        )
+    for name in sorted(evaluation.data.keys() & {"heldout", "baseline_prefill"}):
+        yield problem(
+            f"evaluation.data.{name}", "is the name of another kind of evaluation", "use another name"
         )
     if evaluation.greedy and evaluation.samples > 1:
         yield problem(

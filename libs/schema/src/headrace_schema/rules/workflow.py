@@ -194,6 +194,9 @@ def _loose_ends(graph: GraphSection) -> Iterator[KeyProblemView]:
 
 def _scorers(spec: RunSections, graph: GraphSection) -> Iterator[KeyProblemView]:
     stages = graph.of("reward")
+    if "group" in spec.reward.give and not graph.whole_groups:
+        fix = "give an edge into a reward stage granularity: group (docs/workflows.md)"
+        yield problem("reward.give", "no reward stage waits for whole groups", fix)
     for name in spec.reward.stages:
         if name not in stages:
             reason = "the workflow has no reward stage of this name"

@@ -12,6 +12,7 @@ CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 

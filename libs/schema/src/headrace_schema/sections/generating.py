@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Share, Tokens
 
+MAX_UNANSWERED = (
+    "share of answers that an environment, an engine or a scorer may fail at; they count for nothing"
+)
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """Options of an engine by which one model spans several GPUs."""
 
@@ -81,6 +84,11 @@ class PromptSection(Section):
     )
     prefill: str = Field(
         default="", description="text that begins the assistant's answer and counts as prompt"
+    )
+    longest: Tokens | None = Field(
+        default=None,
+        description="tokens of the longest prompt that is trained: longer ones are dropped in their turn, and replaced "
+        "as algorithm.options.max_refill says; default: what model.max_context takes",
     )
     template_arguments: dict[str, Any] = Field(
         default_factory=dict,
@@ -172,15 +180,34 @@ class RolloutSection(Section):
     )
 
 
+class EvaluationData(Section):
+    """Other data than the run's, on which it is evaluated too. Its items are not kept out of training."""
+
+    source: str = Field(description="name of a data source, as data.source")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
+    prompt: PromptSection | None = Field(default=None, description="default: data.prompt")
+    limit: Count | None = Field(
+        default=None, description="ask only so many items, always the same ones; default: all"
+    )
+
+
+SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+
+
 class EvaluationSection(Section):
-    """Held-out evaluation."""
+    """Evaluation within the run: of held-out items, and of other data."""
 
     every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
+    data: dict[SetName, EvaluationData] = Field(
+        default_factory=dict,
+        description="other items to evaluate on, by a name of your own; each has its figure",
+    )
     greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
     temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
     samples: Count = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
     pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
     max_new_tokens: Tokens | None = Field(default=None, description="default: as in sampling")
+    max_unanswered: Share = Field(default=0.25, description=MAX_UNANSWERED)
     baseline_prefill: str | None = Field(
         default=None, description="also evaluate the untrained model with its answer begun by this text"
     )

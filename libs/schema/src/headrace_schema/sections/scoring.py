@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -29,6 +29,11 @@ class RewardSection(Section):
     stages: dict[str, Annotated[list[ScorerSection], Field(min_length=1)]] = Field(
         default_factory=dict,
         description="scorers of further reward stages of the workflow, by the stage's name",
+    )
+    give: list[Literal["tokens", "group"]] = Field(
+        default_factory=list,
+        description="what scorers get beside text. tokens: ids, and prompt and answer with special tokens; group: all "
+        "answers to the prompt, in stages behind an edge of granularity group",
     )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="limit of one answer; beyond it the answer failed"

@@ -174,7 +174,7 @@ class StepResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentOutcome(_message.Message):
-    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation", "messages", "tools_json")
+    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation", "messages", "tools_json", "success_reported")
     class ObservationEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class EnvironmentOutcome(_message.Message):
     FINAL_OBSERVATION_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_REPORTED_FIELD_NUMBER: _ClassVar[int]
     environment: int
     step_index: int
     status: OutcomeStatus
@@ -221,7 +222,8 @@ class EnvironmentOutcome(_message.Message):
     final_observation: _containers.MessageMap[str, _common_pb2.Tensor]
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]
     tools_json: str
-    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    success_reported: bool
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., success_reported: _Optional[bool] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
     __slots__ = ("pool", "environments", "video")

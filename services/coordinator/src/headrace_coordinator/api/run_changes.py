@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import shutil
+from pathlib import Path
 
 from headrace_schema.changing import RunChange
 from headrace_schema.problems import explain, problem
@@ -28,6 +31,8 @@ from headrace_coordinator.waits import WaitTimeout
 
 INTENT_SHOWN_S = 2.0
 """How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
+ARCHIVED_S = 10.0
+"""How long a deletion waits for a run that has just ended to be written to its files."""
 KEY = "trainer.ranks"
 
 
@@ -51,6 +56,47 @@ class RunChanges:
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """Ends a run; the checkpoints that it has stay."""
         return await self._intend(run_id, run_states.CANCEL, idempotency_key, "cancel")
+
+    async def delete(self, run_id: str, idempotency_key: str) -> None:
+        """Deletes an ended run with its checkpoints, export and files, for ever; returns once they are gone.
+
+        Raises Refused: CONFLICT for a run that has not ended, or of whose checkpoint another run begins;
+        UNAVAILABLE where the disk refuses, after which the run is not listed any more.
+        """
+        body = digest([run_id, "delete"])
+        async with self._keys.held(idempotency_key):
+            if self._keys.made(idempotency_key, body):
+                return
+            if run_id not in self._event_log.state.ended:
+                await self._archived(self._reads.find(run_id))
+            if users := [run.id for run in self._event_log.state.active_runs() if _begins_with(run, run_id)]:
+                others = ", ".join(users)
+                reason = (
+                    f"{others} may still read a checkpoint of run {run_id}; wait for its end, or cancel it"
+                )
+                raise Refused("CONFLICT", reason)
+            directory = self._event_log.history.directory(run_id).parent
+            deleted = ev.RunDeleted(at=self._event_log.now(), run=run_id)
+            await self._event_log.commit(deleted, self._keys.used(idempotency_key, body, run_id))
+            try:
+                await asyncio.to_thread(_remove, directory)
+            except OSError as error:
+                reason = (
+                    f"run {run_id} is not listed any more, and its files stay: {error}; remove {directory}"
+                )
+                raise Refused("UNAVAILABLE", reason) from error
+
+    async def _archived(self, run: RunState) -> None:
+        """Waits until a run that has ended is archived; raises Refused CONFLICT for one that has not ended."""
+        if run.state not in run_states.TERMINAL:
+            raise Refused("CONFLICT", f"run {run.id} is {run.state}; headrace run cancel {run.id} first")
+        state = self._event_log.state
+        try:
+            await self._event_log.wait_until(
+                lambda: run.id in state.ended and run.id not in state.runs, ARCHIVED_S, "the run's last view"
+            )
+        except WaitTimeout as late:
+            raise Refused("UNAVAILABLE", f"run {run.id} is still being closed ({late}); try again") from late
 
     async def _intend(self, run_id: str, intent: str, key: str, request: str) -> RunView:
         """Records what the user wants, and the key with it."""
@@ -80,6 +126,18 @@ class RunChanges:
                 used = self._keys.used(idempotency_key, body, run_id)
                 await self._event_log.commit(*events, used)
         return self._reads.run(run_id)
+
+
+def _begins_with(run: RunState, origin: str) -> bool:
+    """Whether a run that has not ended is a fork of another, or evaluates its checkpoint."""
+    forked = run.spec.get("from_checkpoint") or {}
+    evaluates = run.evaluation is not None and run.evaluation.checkpoint_run == origin
+    return evaluates or forked.get("run") == origin
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
 
 
 def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: float) -> list[ev.Event]:

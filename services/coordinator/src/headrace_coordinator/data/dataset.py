@@ -8,23 +8,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
+import numpy as np
 from headrace_schema.problems import Impossible, problem
-from headrace_schema.sections.generating import CurriculumSection, DataSection
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.generating import DataSection
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.data.items import DataItem, squeezed
+from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
 from headrace_coordinator.data.sources import DataSource, open_source
 
 ORDERS_KEPT = 2
-TRIES = 64
-"""Items that a curriculum looks at for one prompt; when none fits, it takes the first."""
-Observed = tuple[int, int, int]
-"""Place of an item in the training part, answers that passed, answers."""
+LARGE = 20_000
+"""Training items from which an order takes long enough to find to be found in a thread."""
+WARMUP_BYTES = 48_000_000
+"""Of the examples of a supervised warm-up, which travel in the one message that opens a run at a trainer."""
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What a supervised warm-up imitates: examples, none of them where they have more than WARMUP_BYTES, and bytes."""
+
+    examples: list[dict[str, object]]
+    size: int
 
 
 class Dataset:
@@ -37,31 +48,41 @@ class Dataset:
     def __init__(
         self,
         section: DataSection,
-        items: Sequence[DataItem],
+        items: PackedItems | Sequence[DataItem],
         seed: int,
         weights: Sequence[int] = (),
         left_out: Mapping[str, int] | None = None,
     ) -> None:
-        excluded = {squeezed(text) for text in section.exclude}
+        self._items = items = items if isinstance(items, PackedItems) else PackedItems(items)
         self._prompter = Prompter(section.prompt, items)
-        distinct, self.contradicting = _distinct(items, self._prompter.shown)
+        distinct, self._ids, self.contradicting = _distinct(items, self._prompter.shown)
         self.repeated = len(items) - len(distinct)
         """Items left out because the same one had been read before."""
         self.left_out = dict(left_out or {})
         """Rows that the source's options leave out, by reason."""
-        kept = [item for item in distinct if not excluded & item.names()]
+        kept = self._not_excluded(distinct, {squeezed(text) for text in section.exclude})
         if len(kept) < len(distinct):
             self.left_out["named by data.exclude"] = len(distinct) - len(kept)
         _enough(section, len(kept), len(distinct) - len(kept))
-        ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
-        self._heldout = ranked[: section.heldout]
-        self._train = sorted(ranked[section.heldout :], key=lambda item: item.key)
-        self._places = {item.key: place for place, item in enumerate(self._train)}
         self._seed = seed
-        self._orders: dict[tuple[int, int], list[DataItem]] = {}
-        self._parts = _parts(self._train, weights)
+        self._heldout: list[DataItem] = []
+        heldout = np.empty(0, np.int64)
+        if section.heldout:
+            ranked = self._ranked(f"heldout {section.heldout_seed}", kept)
+            heldout, kept = ranked[: section.heldout], np.sort(ranked[section.heldout :])
+            self._heldout = [self._item(number) for number in heldout.tolist()]
+        hashes = self._hashes(kept)
+        order = in_order(hashes)
+        self._train = kept[order]
+        """Numbers of the training items, in the order of their keys' hashes."""
+        self._train_hashes = hashes[order]
+        self._train_high = self._train_hashes["high"].astype(np.uint64)
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._parts = _parts(self._train, items.parts, weights)
         self._weights = tuple(weights) or (1,)
-        self.digest = _digest(self._heldout, self._train)
+        self.digest = self._digest(heldout)
+        self.sets: dict[str, tuple[Dataset, list[DataItem]]] = {}
+        """The data of evaluation.data and the items that are asked of it, by name."""
 
     @classmethod
     def open(cls, section: DataSection, seed: int) -> Dataset:
@@ -93,12 +114,11 @@ class Dataset:
         turns = _turns(self._seed, number, self._weights)
         part = turns[place]
         if attempt:
-            return self._parts[part][
-                self._draw(f"instead {prompt_ordinal} {attempt}") % len(self._parts[part])
-            ]
+            mine = self._parts[part]
+            return self._item(mine[self._draw(f"instead {prompt_ordinal} {attempt}") % len(mine)])
         drawn = number * self._weights[part] + turns[:place].count(part)
         epoch, position = divmod(drawn, len(self._parts[part]))
-        return self._order(part, epoch)[position]
+        return self._item(self._order(part, epoch)[position])
 
     def chance(self, prompt_ordinal: int, attempt: int) -> float:
         """A number in [0, 1) that is the same for ever."""
@@ -106,7 +126,11 @@ class Dataset:
 
     def place(self, item: DataItem) -> int:
         """Where a training item stands among them: the same in every process that reads the same items."""
-        return self._places[item.key]
+        (wanted,) = np.frombuffer(hash_of(item.key.encode()), WORDS)
+        place = int(np.searchsorted(self._train_high, np.uint64(wanted["high"])))
+        while self._train_hashes[place] != wanted:
+            place += 1
+        return place
 
     def _draw(self, purpose: str) -> int:
         return int.from_bytes(_hash(f"{purpose} {self._seed}"), "big")
@@ -115,10 +139,40 @@ class Dataset:
         """The held-out items, always in the same order."""
         return list(self._heldout)
 
+    @property
+    def evaluated(self) -> list[str]:
+        """Kinds of evaluations of a version: the held-out items, if there are any, and each set of other data."""
+        return [*(["heldout"] if self._heldout else []), *self.sets]
+
+    def of_kind(self, kind: str) -> tuple[Dataset, list[DataItem]]:
+        """The items of a kind of evaluation, and the data that renders their prompts."""
+        return self.sets.get(kind) or (self, self._heldout)
+
+    def open_sets(self, spec: RunSpec) -> None:
+        """Opens evaluation.data, which may be slow. Raises `Impossible` as `open`."""
+        for name, asked in spec.evaluation.data.items():
+            prompt = asked.prompt or spec.data.prompt
+            try:
+                opened = Dataset.open(
+                    DataSection(source=asked.source, options=asked.options, prompt=prompt), spec.seed
+                )
+            except Impossible as error:
+                raise Impossible([_of_set(name, each, spec) for each in error.problems]) from error
+            self.sets[name] = opened, opened.asked(asked.limit)
+        if self.sets:
+            digests = [self.digest, *(f"{name} {each.digest}" for name, (each, _) in self.sets.items())]
+            self.digest = hash_of("\n".join(digests).encode()).hex()
+
+    @property
+    def asked_size(self) -> int:
+        """Items of a suite, without a limit."""
+        return len(self._heldout) or self.train_size
+
     def asked(self, limit: int | None = None) -> list[DataItem]:
         """Items of a suite: the held-out ones, else all, always in the same order; `limit`: only the first ones."""
-        ranked = self._heldout or sorted(self._train, key=lambda item: _rank("suite", item))
-        return ranked[:limit]
+        if self._heldout:
+            return self._heldout[:limit]
+        return [self._item(number) for number in self._ranked("suite", self._train)[:limit]]
 
     def prompt(self, item: DataItem, prefill: str | None = None) -> PromptContent:
         """The prompt of an item; `prefill`, a template, stands in for data.prompt.prefill."""
@@ -130,92 +184,160 @@ class Dataset:
 
     def unanswered(self) -> int:
         """Training items without an answer, which a supervised warm-up cannot use."""
-        return sum(not item.answer for item in self._train)
+        return int((~self._items.answered[self._train]).sum())
 
-    def _order(self, part: int, epoch: int) -> list[DataItem]:
-        if (part, epoch) not in self._orders:
-            mine = sorted(kept for kept in self._orders if kept[0] == part)
-            for kept in mine[: len(mine) + 1 - ORDERS_KEPT]:
-                del self._orders[kept]
+    @cached_property
+    def warmup(self) -> Warmup:
+        """The training items as examples of a supervised warm-up. Renders each: slow."""
+        examples, size = list[dict[str, object]](), 0
+        for ordinal in range(self.train_size):
+            item = self.train_item(ordinal)
+            content = self.prompt(item)
+            example: dict[str, object] = {
+                "chat": content.chat,
+                "text": content.text,
+                "prefill": content.prefill,
+                "arguments": content.arguments,
+                "answer": item.answer,
+            }
+            size += len(json.dumps(example))
+            if size <= WARMUP_BYTES:
+                examples.append(example)
+        return Warmup(examples if size <= WARMUP_BYTES else [], size)
+
+    def ready(self, first: int, last: int) -> bool:
+        """Whether `train_item` of these prompt ordinals is quick: their epochs' orders are known, or small."""
+        return self.train_size < LARGE or all(each in self._orders for each in self._epochs(first, last))
+
+    def prepare(self, first: int = 0, last: int = 0) -> None:
+        """Finds the orders of these ordinals' epochs, which takes seconds where there are a million items."""
+        for part, epoch in self._epochs(first, last):
+            self._order(part, epoch)
+
+    def _epochs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """(part, epoch) of the first and the last of some ordinals."""
+        found = set[tuple[int, int]]()
+        for number in (first // sum(self._weights), last // sum(self._weights)):
+            for part, weight in enumerate(self._weights):
+                ends = (number * weight, (number + 1) * weight - 1)
+                found |= {(part, drawn // len(self._parts[part])) for drawn in ends}
+        return sorted(found)
+
+    def _order(self, part: int, epoch: int) -> np.ndarray:
+        """Numbers of a part's items in the order of an epoch. Any thread may ask."""
+        found = self._orders.get((part, epoch))
+        if found is None:
             # A sort by keyed hashes rather than a shuffle: it is the same in every Python for ever.
-            purpose = f"train {self._seed} {epoch}"
-            self._orders[part, epoch] = sorted(self._parts[part], key=lambda item: _rank(purpose, item))
-        return self._orders[part, epoch]
+            found = self._ranked(f"train {self._seed} {epoch}", self._parts[part])
+            mine = sorted(kept for kept in self._orders if kept[0] == part)[1 - ORDERS_KEPT :]
+            others = {kept: order for kept, order in self._orders.items() if kept[0] != part or kept in mine}
+            self._orders = {**others, (part, epoch): found}  # A new one: another thread may read the old one.
+        return found
+
+    def _item(self, number: int) -> DataItem:
+        item = self._items[number]
+        return replace(item, id=self._ids[number]) if number in self._ids else item
+
+    def _key(self, number: int) -> bytes:
+        return f"id {self._ids[number]}".encode() if number in self._ids else self._items.key(number)
+
+    def _hashes(self, numbers: np.ndarray) -> np.ndarray:
+        """Hashes of the keys of items, (N,) of WORDS."""
+        found: np.ndarray = self._items.key_hashes[numbers]
+        for place, number in enumerate(numbers.tolist()) if self._ids else ():
+            if number in self._ids:
+                found[place] = np.frombuffer(hash_of(self._key(number)), WORDS)[0]
+        return found
+
+    def _ranked(self, purpose: str, numbers: np.ndarray) -> np.ndarray:
+        """The numbers in an order that depends on the purpose and each item's key alone."""
+        first = f"{purpose}\0".encode()
+        hashes = b"".join(hash_of(first + self._key(number)) for number in numbers.tolist())
+        ranked: np.ndarray = numbers[in_order(np.frombuffer(hashes, WORDS))]
+        return ranked
+
+    def _not_excluded(self, numbers: np.ndarray, excluded: set[str]) -> np.ndarray:
+        if not excluded:
+            return numbers
+        kept = [number for number in numbers.tolist() if not excluded & self._items[number].names()]
+        return np.array(kept, np.int64)
+
+    def _digest(self, heldout: np.ndarray) -> str:
+        """32 hex digits over every item's part and all that it has; what the ledger holds a run to."""
+        state = hashlib.blake2b(digest_size=HASH_BYTES)
+        for part, numbers in (("heldout", heldout), ("train", self._train)):
+            state.update(f"{part} {len(numbers)}\n".encode())
+            state.update(np.ascontiguousarray(self._items.row_hashes[numbers]).tobytes())
+        return state.hexdigest()
 
 
 async def open_dataset(spec: RunSpec) -> Dataset:
     """The data of a run, opened in a thread; raises `Impossible` as `Dataset.open`."""
-    return await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
+
+    def read() -> Dataset:
+        dataset = Dataset.open(spec.data, spec.seed)
+        dataset.prepare()
+        dataset.open_sets(spec)
+        if spec.workflow != "embodied" and spec.trainer.warmup.steps:
+            _ = dataset.warmup  # What takes long to find is known before rules ask for it.
+        return dataset
+
+    return await asyncio.to_thread(read)
 
 
-class Curriculum:
-    """Draws items whose last group had a pass rate within the window, items that were never drawn, and a few others.
+def _of_set(name: str, found: KeyProblemView, spec: RunSpec) -> KeyProblemView:
+    """A problem of other data under its own key; one of a prompt that is the run's keeps it."""
+    if found.key.startswith("data.prompt") and spec.evaluation.data[name].prompt is None:
+        return found.model_copy(update={"problem": f"evaluation.data.{name}: {found.problem}"})
+    return found.model_copy(update={"key": found.key.replace("data.", f"evaluation.data.{name}.", 1)})
 
-    The choice is a function of the prompt ordinal and of what was observed before the step, which the run's history
-    has: a resumed run that is told the same goes on with the same prompts.
+
+def _distinct(items: PackedItems, shown: Sequence[str]) -> tuple[np.ndarray, dict[int, str], int]:
+    """Numbers of items that differ, ids of some, and how many the source answers in more than one way.
+
+    The first answer counts. Where the question alone does not tell items apart, the id of each is all that the prompt
+    shows of it.
     """
-
-    def __init__(self, section: CurriculumSection, dataset: Dataset) -> None:
-        self._section = section
-        self._dataset = dataset
-        self._rates: dict[int, float] = {}
-
-    def begin(self, observed: Iterable[Observed]) -> None:
-        """Forgets everything but what these groups, oldest first, say."""
-        self._rates = {}
-        self.observe(observed)
-
-    def observe(self, observed: Iterable[Observed]) -> None:
-        """Takes the pass rates of a step's groups; only between two steps, as `item` changes by it."""
-        self._rates.update((place, passed / answers) for place, passed, answers in observed)
-
-    def item(self, prompt_ordinal: int) -> DataItem:
-        """The item of a prompt ordinal: that of the epoch's order, or another one of its part in its place."""
-        for attempt in range(TRIES):
-            item = self._dataset.train_item(prompt_ordinal, attempt)
-            if self._fits(item) or self._dataset.chance(prompt_ordinal, attempt) < self._section.revisit:
-                return item
-        return self._dataset.train_item(prompt_ordinal)
-
-    def _fits(self, item: DataItem) -> bool:
-        rate = self._rates.get(self._dataset.place(item))
-        return rate is None or self._section.min_pass_rate <= rate <= self._section.max_pass_rate
-
-
-def _distinct(items: Sequence[DataItem], shown: Sequence[str]) -> tuple[list[DataItem], int]:
-    """Items that differ, and how many of them the source answers in more than one way; the first answer counts.
-
-    Where the question alone does not tell items apart, the id of each is all that the prompt shows of it.
-    """
-    first: dict[str, DataItem] = {}
-    alike: dict[str, dict[str, DataItem]] = {}
+    hashes = items.key_hashes
+    order = in_order(hashes)
+    again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
+    if not len(again):
+        return np.arange(len(items)), {}, 0
+    alike: dict[int, list[int]] = {}
+    first = -1
+    for place in again.tolist():
+        if place - 1 != first or not alike:
+            start = int(order[place - 1])
+        first = place
+        alike.setdefault(start, []).append(int(order[place]))
+    kept = np.ones(len(items), np.bool_)
+    ids: dict[int, str] = {}
     contradicting: set[str] = set()
-    for item in items:
-        one = first.setdefault(item.key, item)
-        if one is item:
-            continue
-        same = alike.setdefault(item.key, {one.told_apart(shown): one})
-        known = same.setdefault(told := item.told_apart(shown), item)
-        if known.answer != item.answer:
-            contradicting.add(told)
-    found: list[DataItem] = []
-    for key, item in first.items():
-        same = alike.get(key, {})
-        found += [replace(each, id=told) for told, each in same.items()] if len(same) > 1 else [item]
-    return found, len(contradicting)
+    for one, others in alike.items():
+        known = items[one]
+        same = {known.told_apart(shown): (one, known.answer)}
+        for number in others:
+            item = items[number]
+            number_known, answer = same.setdefault(told := item.told_apart(shown), (number, item.answer))
+            kept[number] = number_known == number
+            if answer != item.answer:
+                contradicting.add(told)
+        if len(same) > 1:
+            ids |= {number: told for told, (number, _) in same.items()}
+    return np.flatnonzero(kept), ids, len(contradicting)
 
 
 @lru_cache(maxsize=2)
 def _read(
     source_class: type[DataSource], options: str, fingerprint: str
-) -> tuple[tuple[DataItem, ...], dict[str, int]] | Impossible:
+) -> tuple[PackedItems, dict[str, int]] | Impossible:
     """Items of a source and what it left out, or why there are none.
 
-    Kept, as a run is checked and started in one process; see `forget_items`.
+    Kept, as a run is checked and started in one process.
     """
     source = source_class.model_validate_json(options)
     try:
-        return tuple(source.items()), source.left_out()
+        return PackedItems(source.items()), source.left_out()
     except Impossible as error:
         return error
 
@@ -240,12 +362,12 @@ def _enough(section: DataSection, kept: int, excluded: int) -> None:
         raise Impossible([problem("data.heldout", reason, f"the nearest valid value is {kept - 1}")])
 
 
-def _parts(train: list[DataItem], weights: Sequence[int]) -> list[list[DataItem]]:
-    """Training items by source, where the sources have weights; else one part with all."""
+def _parts(train: np.ndarray, part_of: np.ndarray, weights: Sequence[int]) -> list[np.ndarray]:
+    """Numbers of training items by source, where the sources have weights; else one part with all."""
     if not weights:
         return [train]
-    parts = [[item for item in train if item.fields["part"] == part] for part in range(len(weights))]
-    if empty := [part for part, items in enumerate(parts) if not items]:
+    parts = [train[part_of[train] == part] for part in range(len(weights))]
+    if empty := [part for part, numbers in enumerate(parts) if not len(numbers)]:
         key = f"data.options.parts[{empty[0]}]"
         reason = (
             "no item of it is left to train on (held out, excluded, or the same as one of a part before it)"
@@ -263,20 +385,4 @@ def _turns(seed: int, number: int, weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _hash(purpose: str) -> bytes:
-    return hashlib.blake2b(purpose.encode(), digest_size=16).digest()
-
-
-def _rank(purpose: str, item: DataItem) -> tuple[bytes, str]:
-    key = item.key
-    return _hash(f"{purpose}\0{key}"), key
-
-
-def _digest(heldout: Sequence[DataItem], train: Sequence[DataItem]) -> str:
-    """32 hex digits over every item's part, question, answer and fields; what the ledger holds a run to."""
-    state = hashlib.blake2b(digest_size=16)
-    for part, items in (("heldout", heldout), ("train", train)):
-        for item in items:
-            row: list[object] = [part, item.question, item.answer, dict(item.fields)]
-            row += [[dict(turn) for turn in item.messages]] if item.messages else []
-            state.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
-    return state.hexdigest()
+    return hash_of(purpose.encode())

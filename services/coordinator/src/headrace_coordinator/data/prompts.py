@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
@@ -12,6 +11,7 @@ from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.sections.generating import PromptSection
 
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.data.packed import PackedItems
 
 DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 
@@ -63,8 +63,8 @@ class Template:
 class Prompter:
     """Renders items by a prompt section, whose templates are checked against all items when it is made."""
 
-    def __init__(self, section: PromptSection, items: Sequence[DataItem]) -> None:
-        self._fields = Counter(name for item in items for name in item.fields)
+    def __init__(self, section: PromptSection, items: PackedItems) -> None:
+        self._fields = items.fields
         self._count = len(items)
         self._section = section
         self._template = self._parse(section.template, "data.prompt.template")
@@ -105,13 +105,13 @@ class Prompter:
             return f"{self._count - have} of {self._count} items have no field {name!r}"
         return f"items have no field {name!r}"
 
-    def _check_conversations(self, items: Sequence[DataItem]) -> None:
-        if not any(len(item.messages) > 1 for item in items):
+    def _check_conversations(self, items: PackedItems) -> None:
+        if not items.conversations:
             return
         if not self._section.chat:
             reason = "items are conversations, which only a chat template renders"
             raise Impossible([problem("data.prompt.chat", reason, "leave it out")])
-        own = sum(item.messages[0]["role"] == "system" for item in items if item.messages)
+        own = items.system_messages
         if own and self._system is not None:
             reason = f"{own} items begin with a system message of their own"
             raise Impossible([problem("data.prompt.system", reason, "leave it out, or remove theirs")])

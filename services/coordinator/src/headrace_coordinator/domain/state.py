@@ -121,6 +121,8 @@ class State(msgspec.Struct):
                 self.runs.pop(event.run, None)
                 self.ended[event.run] = EndedRun(event.state, event.created_at, event.evaluation)
                 _shorten(self.ended, ENDED_KEPT)
+            case ev.RunDeleted():
+                self.ended.pop(event.run, None)
             case ev.RunSubmitted():
                 self._submit(event)
             case ev.RunEvent(run=name):

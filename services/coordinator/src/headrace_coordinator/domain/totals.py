@@ -96,10 +96,13 @@ class Totals(msgspec.Struct):
     def _evaluated(self, view: dict[str, Any]) -> None:
         if view["kind"] == "baseline_prefill":
             self.baseline = view
-        elif view["kind"] == "heldout":
-            shown = [each for each in self.evaluations if each["step"] != view["step"]] + [view]
-            surplus = len(shown) - EVALUATIONS_SHOWN
-            self.evaluations = shown[:1] + shown[1 + surplus :] if surplus > 0 else shown
+            return
+        kind, step = view["kind"], view["step"]
+        shown = [each for each in self.evaluations if (each["kind"], each["step"]) != (kind, step)] + [view]
+        mine = [each for each in shown if each["kind"] == kind]
+        if len(mine) > EVALUATIONS_SHOWN:  # The first one stays, to compare with.
+            shown.remove(mine[1])
+        self.evaluations = shown
 
     def _rewind(self, event: ev.VersionRestored) -> None:
         kept = event.kept or ev.Kept()

@@ -31,7 +31,8 @@ class Answer(msgspec.Struct, frozen=True):
     choice: str
     tokens: int
     cut: bool
-    failed: bool
+    failure: str = ""
+    """Why it counts for nothing: an environment, an engine or a scorer failed at it."""
 
 
 class Transcripts:
@@ -49,9 +50,7 @@ class Transcripts:
 def answer_of(line: SettledTrajectory, extract: Extract) -> Answer:
     """The figures of a transcript."""
     choice = extract(line.completion)[:LONGEST_CHOICE]
-    return Answer(
-        line.reward, line.parts, choice, line.tokens, line.finish_reason in CUT, failed=bool(line.detail)
-    )
+    return Answer(line.reward, line.parts, choice, line.tokens, line.finish_reason in CUT, line.detail)
 
 
 def read_answers(directory: Path, extract: Extract) -> dict[Key, Answer]:

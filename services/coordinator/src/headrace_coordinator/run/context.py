@@ -12,7 +12,8 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.data.dataset import Curriculum, Dataset
+from headrace_coordinator.data.curriculum import Curriculum
+from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, FILTERED, Slot
@@ -34,6 +35,9 @@ from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.warnings import Warnings
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
+
+ITEMS_AHEAD = 4
+"""Steps whose items are at hand before one begins: it may take prompts in place of dropped ones."""
 
 
 class Unwritable(Exception):
@@ -92,6 +96,10 @@ class RunContext:
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
+        self.without_figure: set[tuple[str, int]] = set()
+        """Evaluations that had too few answers, by kind and number of the version: they are not made again."""
+        self.scorer_failed = False
+        """The run's user was told of an answer that a scorer failed at."""
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
@@ -110,9 +118,14 @@ class RunContext:
         every, head = self.spec.evaluation.every, self.state.lineage.base
         ordinal = head.ordinal if head else 0
         due = ordinal == 0 or self.finished or (every > 0 and ordinal % every == 0)
-        if not due or not self.dataset.heldout_items():
-            return False
-        return evaluation_key("heldout", ordinal) not in self.state.evaluated
+        return due and any(self.unevaluated(kind) for kind in self.dataset.evaluated)
+
+    def unevaluated(self, kind: str) -> bool:
+        """Whether the head has no evaluation of a kind, and may have one."""
+        head = self.state.lineage.base
+        number, ordinal = (head.number, head.ordinal) if head else (0, 0)
+        known = evaluation_key(kind, ordinal) in self.state.evaluated
+        return not known and (kind, number) not in self.without_figure
 
     @property
     def finished(self) -> bool:
@@ -128,7 +141,7 @@ class RunContext:
             self.spec.evaluation.every,
             self.state.lineage.base,
         )
-        if not every or head is None or not self.dataset.heldout_items():
+        if not every or head is None or not self.dataset.evaluated:
             return left
         return min(left, every - head.ordinal % every)
 
@@ -155,6 +168,14 @@ class RunContext:
     def item(self, prompt: int) -> DataItem:
         """The data item of a prompt ordinal; with a curriculum, of one of the open step."""
         return self.curriculum.item(prompt) if self.curriculum else self.dataset.train_item(prompt)
+
+    async def prepare_items(self) -> None:
+        """Finds the order of the items of the next steps, of a large data set in a thread: the event loop goes on."""
+        ledger, staleness = self.state.ledger, self.spec.algorithm.max_staleness
+        first = ledger.prompts.start
+        last = first + ITEMS_AHEAD * (1 + staleness) * ledger.prompts_per_step
+        if not self.dataset.ready(first, last):
+            await asyncio.to_thread(self.dataset.prepare, first, last)
 
     def observed(self, slots: Iterable[Slot]) -> list[ev.Observed]:
         """For a curriculum: how many answers to each item of a step passed."""

@@ -19,7 +19,7 @@ from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
 from headrace_coordinator.run.devices.assignment import PlacementError
 from headrace_coordinator.run.devices.autoplan import Autoplan
-from headrace_coordinator.run.evaluation.evaluate import evaluate
+from headrace_coordinator.run.evaluation.evaluate import TooFewAnswers, evaluate
 from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.step.pipeline import Pipeline
@@ -170,6 +170,7 @@ class RunLoop:
         return over or self._at_boundary() is not None
 
     async def _step(self, pipeline: Pipeline) -> None:
+        await self.context.prepare_items()
         step = Step(pipeline)
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
@@ -209,19 +210,25 @@ class RunLoop:
         ordinal = self._published.version.ordinal
         if not context.evaluation_due():
             return
-        kinds: list[tuple[str, str | None]] = [("heldout", None)]
+        kinds: list[tuple[str, str | None]] = [(kind, None) for kind in context.dataset.evaluated]
         if ordinal == 0 and section.baseline_prefill is not None:
             kinds.insert(0, ("baseline_prefill", section.baseline_prefill))
         for kind, prefill in kinds:
-            if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
+            if context.unevaluated(kind):
                 acting = [*context.workers.rollouts, *context.workers.repliers]
                 devices = {device for worker in acting for device in worker.devices}
-                with self._timer.stage("evaluate", sorted(devices)):
-                    view = await evaluate(context, self._published, kind, prefill)
+                try:
+                    with self._timer.stage("evaluate", sorted(devices)):
+                        view = await evaluate(context, self._published, kind, prefill)
+                except TooFewAnswers as missing:
+                    if not ordinal:  # Nothing was trained yet.
+                        raise RunFailed(f"evaluation.{missing}") from missing
+                    context.note(f"no evaluation ({kind}) at step {ordinal}: evaluation.{missing}")
+                    context.without_figure.add((kind, self._published.version.number))
+                    continue
+                figures = view.model_dump(mode="json")
                 await self._event_log.commit(
-                    ev.Evaluated(
-                        at=self._event_log.now(), run=context.run_id, view=view.model_dump(mode="json")
-                    )
+                    ev.Evaluated(at=self._event_log.now(), run=context.run_id, view=figures)
                 )
                 context.projection.evaluation(view)
                 context.keep_time("evaluation", ordinal, self._timer)

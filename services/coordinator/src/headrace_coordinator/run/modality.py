@@ -54,10 +54,18 @@ class Modality(Protocol):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
-    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
         """The prompt of an item, or where its episode begins.
 
-        `prefill` stands in for data.prompt.prefill; `record` asks for a video of the episode.
+        `prefill` stands in for data.prompt.prefill; `record` asks for a video of the episode; `dataset`
+        renders the prompt of other data than the run's.
         """
 
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
@@ -92,24 +100,18 @@ class Texts(Modality):
         self.resumable = workers.spec.reply is None
         self._dataset = dataset
         self._repliers = repliers
-        self.warmup_examples = self._examples() if workers.spec.trainer.warmup.steps else []
-
-    def _examples(self) -> list[dict[str, object]]:
-        items = [self._dataset.train_item(ordinal) for ordinal in range(self._dataset.train_size)]
-        return [
-            {
-                "chat": content.chat,
-                "text": content.text,
-                "prefill": content.prefill,
-                "arguments": content.arguments,
-                "answer": item.answer,
-            }
-            for item, content in ((item, self._dataset.prompt(item)) for item in items)
-        ]
+        self.warmup_examples = dataset.warmup.examples if workers.spec.trainer.warmup.steps else []
 
     @override
-    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
-        content = self._dataset.prompt(item, prefill=prefill)
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
+        content = (dataset or self._dataset).prompt(item, prefill=prefill)
         if content.chat is None:
             return rollout.Prompt(text=content.text or "")
         messages = [common.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
@@ -176,7 +178,14 @@ class Episodes(Modality):
         self._dataset = dataset
 
     @override
-    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
         start = rollout.EpisodeStart(**item.metadata, record=record)
         if said := self._pools.instruction(start.task):
             start.instruction = self._dataset.prompt(replace(item, question=said)).text or ""
@@ -231,7 +240,14 @@ class Conversations(Episodes):
     """Conversations of a language model with environments that simulators hold."""
 
     @override
-    def prompt(self, item: DataItem, prefill: str | None = None, *, record: bool = False) -> rollout.Prompt:
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
         start = rollout.EpisodeStart(
             task=str(item.metadata.get("task") or self._tasks[0]),
             seed=_seed(item),

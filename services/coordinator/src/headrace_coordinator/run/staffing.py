@@ -187,6 +187,8 @@ class Staffing:
             prompt=self.workers.spec.data.prompt,
             replies_elsewhere=elsewhere,
             routed_experts=replays,
+            longest_prompt=self._fitted.data.prompt.longest,
+            raw_texts="tokens" in self._fitted.reward.give,
         )
         return config.model_dump_json()
 

@@ -28,6 +28,16 @@ class Answer:
     """
     finish_reason: str = ""
     """Why generation ended: stop, length, …"""
+    raw_prompt: str = ""
+    """The prompt as the model read it, with its special tokens. This and the next three: `reward.give: [tokens]`."""
+    raw_completion: str = ""
+    """The answer with its special tokens."""
+    prompt_ids: Sequence[int] = ()
+    """Ids of the prompt's tokens."""
+    completion_ids: Sequence[int] = ()
+    """Ids of the sampled tokens, and in an exchange of those between them."""
+    group: Sequence[str] = ()
+    """All answers to the prompt, by sample: with `reward.give: [group]`, in a stage that waits for whole groups."""
     episode: Mapping[str, Any] | None = None
     """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn."""
 

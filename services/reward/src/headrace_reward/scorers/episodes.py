@@ -35,11 +35,15 @@ class Episode:
         try:
             told = json.loads(answer.completion) if answer.episode is None else answer.episode
             found: Any = told[self._of]
-            value = float(found) * self._scale
+            value = math.nan if found is None else float(found) * self._scale
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{answer.completion[:80]!r} does not tell the {self._of} of an episode"
             ) from error
+        if found is None:
+            raise ValueError(
+                f"the environment never said its {self._of} (success: info['success']): report it, or score of: return"
+            )
         if not math.isfinite(value):
             raise ValueError(f"the {self._of} of the episode is {found}")
         return value

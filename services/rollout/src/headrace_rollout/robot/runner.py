@@ -54,6 +54,8 @@ class EndedEpisode:
     episode: Episode | None = None
     failure: str = ""
     video: bytes = b""
+    success_reported: bool = False
+    """Whether its environment said whether it succeeded."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,10 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     @override
     async def _play(self, sample: EpisodeSample, environment: Environment) -> EndedEpisode:
         try:
-            episode = await self._played(sample, environment, self._parts[environment])
+            recording, seen = await self._played(sample, environment, self._parts[environment])
             video = await environment.video() if sample.start.record else b""
-            return EndedEpisode(sample, episode, video=video)
+            reported = recording.success_reported
+            return EndedEpisode(sample, recording.episode(seen), video=video, success_reported=reported)
         except EnvironmentLost as lost:
             return EndedEpisode(sample, failure=str(lost))
         except NotFinite as error:
@@ -117,7 +120,10 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             self._plan.failed(_failed(sample, error))
         return EndedEpisode(sample)
 
-    async def _played(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Episode:
+    async def _played(
+        self, sample: EpisodeSample, environment: Environment, turns: ActingTurns
+    ) -> tuple[Recording, Arrays]:
+        """The episode as it was recorded, and what was seen at its end."""
         plan = self._plan
         recording = Recording(plan.environment.stop_on_success or plan.until_success)
         seen = plan.views(arrays_of(await environment.reset(sample.start)))
@@ -129,7 +135,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             decision, outcome = await turns.take(row, environment)
             recording.add(seen, decision, outcome)
             seen = plan.views(arrays_of(outcome, final=recording.ended))
-        return recording.episode(seen)
+        return recording, seen
 
 
 class _NotHeld(Exception):
@@ -162,6 +168,8 @@ class Recording:
     stop_on_success: bool
     terminated: bool = False
     truncated: bool = False
+    success_reported: bool = False
+    """Whether the environment said at any action whether it succeeded."""
     _observations: list[Arrays] = field(default_factory=list)
     _decisions: list[Decision] = field(default_factory=list)
     _rewards: list[np.ndarray] = field(default_factory=list)
@@ -182,6 +190,7 @@ class Recording:
         rewards_K = decode_tensor(outcome.rewards, max_bytes=_MAX_BYTES)
         successes_K = decode_tensor(outcome.successes, max_bytes=_MAX_BYTES)
         self.terminated, self.truncated = outcome.terminated, outcome.truncated and not outcome.terminated
+        self.success_reported |= outcome.success_reported
         if self.stop_on_success and successes_K.any():
             kept = int(successes_K.argmax()) + 1
             rewards_K, successes_K = rewards_K[:kept], successes_K[:kept]

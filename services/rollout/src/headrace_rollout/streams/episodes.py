@@ -142,7 +142,7 @@ def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> co
     fill_key(trajectory.sample, output.sample.key)
     if output.sample.prompt_ids:
         trajectory.segments.add().tokens.token_ids.extend(output.sample.prompt_ids)
-    text: dict[str, float | bool | int | str]
+    text: dict[str, float | bool | int | str | None]
     if (episode := output.episode) is not None:
         segment = trajectory.segments.add(policy_number=policy_number)
         segment.actions.CopyFrom(encode_episode(episode))
@@ -150,7 +150,8 @@ def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> co
             common_pb2.FINISH_REASON_TERMINATED if episode.terminated else common_pb2.FINISH_REASON_TRUNCATED
         )
         trajectory.finish_reason = ended
-        text = {"return": episode.total_reward, "success": episode.success, "steps": episode.steps}
+        success = episode.success if output.success_reported else None
+        text = {"return": episode.total_reward, "success": success, "steps": episode.steps}
     else:
         trajectory.finish_reason = common_pb2.FINISH_REASON_ERROR
         text = {"return": 0.0, "success": False, "steps": 0, "error": output.failure}

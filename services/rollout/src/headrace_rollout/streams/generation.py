@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -13,7 +13,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
 from headrace_rollout.engines.base import prefills_of
-from headrace_rollout.engines.samples import TrajectoryUpdate
+from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, TrajectoryUpdate
 from headrace_rollout.environments.pool import Pool
 from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
 from headrace_rollout.exchanges.repliers import Repliers
@@ -82,8 +82,30 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         if self._revoking:  # What is not begun is assigned elsewhere.
             return
         self._outstanding += sum(len(group.samples) for group in groups)
+        longest = None if self._evaluation else self._run.config.longest_prompt
+        if longest is not None:
+            long = [group for group in groups if len(group.prompt_ids) > longest]
+            groups = [group for group in groups if len(group.prompt_ids) <= longest]
+            if long:
+                self._inbox.put_nowait([*self._too_long(long)])
         with refusals():
             await self._engine.submit(self._stream, groups)
+
+    def _too_long(self, groups: Sequence[Group]) -> Iterator[TrajectoryUpdate]:
+        """The ends of samples whose prompt is longer than the run wants; no engine sees them."""
+        for group in groups:
+            for sample in group.samples:
+                yield TrajectoryUpdate(
+                    SlotKey(group.prompt_ordinal, sample.sample_index),
+                    sample.attempt,
+                    0,
+                    [],
+                    [],
+                    self._stream.policy_number,
+                    group.prompt_ids,
+                    Finish.PROMPT_TOO_LONG,
+                    whole=Prefix([], [], []),
+                )
 
     @override
     async def revoke(self) -> None:
@@ -157,7 +179,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     def _fill(self, trajectory: common_pb2.Trajectory, output: TrajectoryUpdate) -> None:
         """Fills the trajectory of a finished output where it stands."""
-        fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer)
+        raw = self._run.config.raw_texts
+        fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer, raw_texts=raw)
 
 
 def _failed(reason: str) -> ServiceError:

@@ -125,6 +125,7 @@ class Episodes:
         self.environment = environment
         self._rules = rules
         self._steps = 0
+        self._success_reported = False
         self._film: Film | NoVideo | None = None
 
     def operate(
@@ -191,7 +192,7 @@ class Episodes:
     ) -> tuple[Observation, Mapping[str, Any]]:
         self.stop_recording()
         observation, info = call(lambda: self.environment.reset(seed, options, init_state))
-        self._steps = 0
+        self._steps, self._success_reported = 0, False
         return self._checked(observation), info
 
     def _act(self, actions: np.ndarray, outcome: simulator_pb2.EnvironmentOutcome) -> list[Transition]:
@@ -207,6 +208,13 @@ class Episodes:
             if done[-1].terminated or truncated:
                 break
         last = done[-1]
+        outcome.success_reported = any(each.success is not None for each in done)
+        self._success_reported |= outcome.success_reported
+        # One that is cut by its limit of steps may only not have come to say it.
+        if self._rules.sparse and last.terminated and not self._success_reported:
+            raise Raised(
+                "an episode ended without a success flag, which environment.reward: sparse needs (info['success'])"
+            )
         outcome.executed_length = len(done)
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)
@@ -224,9 +232,9 @@ class Episodes:
         transition = call(lambda: self.environment.step(action))
         reward = transition.reward
         if self._rules.sparse:
-            if transition.success is None:
-                raise Raised("no success flag, which REWARD_MODE_SPARSE needs (info['success'])")
-            reward = float(transition.success)
+            reward = float(
+                bool(transition.success)
+            )  # Many environments report it with their episode's end alone.
         if not np.isfinite(reward):
             raise Raised(f"a reward of {reward}, which is not finite")
         self._checked(transition.observation)

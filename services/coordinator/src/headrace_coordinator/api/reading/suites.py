@@ -109,7 +109,10 @@ def compare(first: RunView, second: RunView) -> ComparisonView:
         raise _incomparable("second", reason, fix)
     earlier, later = _Answered(first), _Answered(second)
     modes = [mode for mode in earlier.asked.wanted_modes if mode in later.asked.wanted_modes] or [SCORE]
-    differences = [_difference(mode, earlier, later) for mode in modes]
+    differences = [found for mode in modes if (found := _difference(mode, earlier, later)) is not None]
+    if not differences:
+        reason = f"no item was answered in both, {first.id} and {second.id}"
+        raise _incomparable("second", reason, "evaluate again what failed")
     return ComparisonView(first=first.id, second=second.id, items=first.suite.items, differences=differences)
 
 
@@ -126,8 +129,8 @@ class _Answered:
         except OSError as error:
             raise self._gone(str(error)) from error
 
-    def values(self, mode: str) -> list[float]:
-        """The figure of each item."""
+    def values(self, mode: str) -> dict[int, float]:
+        """The figure of each item that was answered."""
         asked = self.asked
         mode = f"avg@{asked.samples}" if mode == SCORE else mode
         try:
@@ -140,8 +143,13 @@ class _Answered:
         return Refused("UNAVAILABLE", message)
 
 
-def _difference(mode: str, earlier: _Answered, later: _Answered) -> DifferenceView:
-    found = estimates.compare(earlier.values(mode), later.values(mode))
+def _difference(mode: str, earlier: _Answered, later: _Answered) -> DifferenceView | None:
+    """Over the items that have a figure in both; None without one."""
+    before, after = earlier.values(mode), later.values(mode)
+    both = sorted(before.keys() & after.keys())
+    if not both:
+        return None
+    found = estimates.compare([before[item] for item in both], [after[item] for item in both])
     return DifferenceView(
         mode=mode,
         first=found.first,

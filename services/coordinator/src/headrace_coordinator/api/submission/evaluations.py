@@ -72,7 +72,7 @@ def suite_evaluation(submission: Submission) -> SuiteEvaluation | None:
     made = SuiteEvaluation(
         spec=evaluated.asked.model_dump(mode="json"),
         model=evaluated.model,
-        items=len(data.asked(evaluated.asked.suite.limit)),
+        items=min(data.asked_size, evaluated.asked.suite.limit or data.asked_size),
         versions=_versions(),
     )
     if (

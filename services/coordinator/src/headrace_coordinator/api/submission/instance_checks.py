@@ -29,7 +29,6 @@ from headrace_coordinator.run.workers.clients import RewardClient, SimulatorClie
 
 ENVIRONMENT_S = 60.0
 """Longest time that a submission waits for one environment; what takes longer is found out when the run opens."""
-SIZES = ("bounds", "state_size", "cameras", "height", "width")
 Client = TypeVar("Client", bound=WorkerClient)
 
 
@@ -63,25 +62,14 @@ async def check_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[K
     return []
 
 
-def _states_sizes(spec: RunSpec) -> bool:
-    """Whether the spec says something of the environment that the environment may contradict."""
-    section, policy = spec.environment, spec.model.policy
-    if section is None:
-        return False
-    named = section.state is not None or section.cameras is not None
-    given = any(key in policy for key in SIZES) if policy is not None else read_policy_file(spec.model.path)
-    return named or bool(given)
-
-
 async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
     """Makes one environment of the first task at a ready simulator and compares; what does not fit, by key.
 
-    Specs that leave sizes to the environment of a robot are not asked about: nothing in them can be wrong. A simulator
-    that is in trouble or slow is the run's to handle.
+    A simulator that is in trouble or slow is the run's to handle.
     """
     section = spec.environment
     speaks = spec.workflow == CONVERSATIONS
-    if section is None or not (speaks or _states_sizes(spec)):
+    if section is None:
         return []
     ready = simulators(fleet.ready("simulator"), section.backend)
     if not ready:

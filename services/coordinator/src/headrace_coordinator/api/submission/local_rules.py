@@ -17,6 +17,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import text_config
 from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.data.dataset import WARMUP_BYTES
 from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -72,6 +73,13 @@ def data(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem(
             "trainer.warmup.steps", reason, "give every item an answer, or set trainer.warmup.steps: 0"
         )
+    elif answers and opened.warmup.size > WARMUP_BYTES:
+        reason = (
+            f"the {opened.train_size} training items have {opened.warmup.size / 1e6:.0f} MB as examples, and trainers "
+            f"are told {WARMUP_BYTES / 1e6:.0f} MB at most"
+        )
+        fix = "leave out long items (data.options.longest_question), or set trainer.warmup.steps: 0"
+        yield problem("trainer.warmup.steps", reason, fix)
 
 
 def trackers(submission: Submission) -> Iterator[KeyProblemView]:
@@ -83,7 +91,7 @@ def suite_limit(submission: Submission) -> Iterator[KeyProblemView]:
     """An evaluation that asks more items than its suite has."""
     if submission.evaluated is None or submission.data is None or isinstance(submission.data, Impossible):
         return
-    count, limit = len(submission.data.asked()), submission.evaluated.asked.suite.limit
+    count, limit = submission.data.asked_size, submission.evaluated.asked.suite.limit
     if limit is not None and limit > count:
         yield problem("suite.limit", f"the suite has {count} items", f"the nearest valid value is {count}")
 

@@ -145,9 +145,18 @@ function reward(title, curves, signal) {
 }
 
 function scores(title, curves, signal) {
-  if (!curves.evaluations.some((each) => each.kind === "heldout")) return null;
-  const chart = new Chart(title, [{ label: "score", colour: "--c3", points: true }], { signal });
-  return { chart, update: () => { const [steps, values] = curves.scores("heldout"); chart.set(steps, [values]); } };
+  const kinds = [...new Set(curves.evaluations.map((each) => each.kind))].filter((kind) => kind !== "baseline_prefill").sort();
+  if (!kinds.length) return null;
+  const label = (kind) => (kind === "heldout" ? (kinds.length > 1 ? "held-out" : "score") : kind);
+  const chart = new Chart(title, kinds.map((kind, place) => ({ label: label(kind), colour: `--c${3 + (place % 4)}`, points: true })), { signal });
+  return {
+    chart,
+    update() {
+      const found = kinds.map((kind) => curves.scores(kind));
+      const steps = [...new Set(found.flatMap(([at]) => at))].sort((a, b) => a - b);
+      chart.set(steps, found.map(([at, values]) => steps.map((step) => values[at.indexOf(step)] ?? null)));
+    },
+  };
 }
 
 function stages(title, curves, signal) {

@@ -113,6 +113,7 @@ function runHeader(element, path, signal) {
     figures.replaceChildren(facts([
       ["Reward", number(run.last_step?.reward_mean)],
       ["Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
+      ...(best.at(-1)?.unanswered ? [["Not answered", `${best.at(-1).unanswered}: ${best.at(-1).failure}`]] : []),
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],
       ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],

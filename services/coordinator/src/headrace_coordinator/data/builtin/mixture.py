@@ -28,7 +28,8 @@ class Part(BaseModel):
     )
     weight: Annotated[int, Field(strict=True, ge=1, le=1000)] | None = Field(
         default=None,
-        description="prompts of it among as many as all weights add up to; none: items are its share",
+        description="prompts of it among as many as all weights add up to (3 and 7 for shares of 0.3 and 0.7); none: "
+        "items are its share",
     )
 
 

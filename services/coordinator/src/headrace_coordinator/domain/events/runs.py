@@ -42,6 +42,12 @@ class RunArchived(Event, frozen=True, kw_only=True):
     evaluation: bool = False
 
 
+class RunDeleted(Event, frozen=True, kw_only=True):
+    """A user deleted an ended run: it is not listed any more, and its directory is removed."""
+
+    run: str
+
+
 class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
 

@@ -1,9 +1,13 @@
-"""Answers to items under the installed policy, and the evaluation of held-out items. None of them is trained."""
+"""Answers to items under the installed policy, and the evaluation of held-out items. None of them is trained.
+
+An answer that an environment, an engine or a scorer failed at says nothing about the policy: it is counted, and left
+out of every figure.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +16,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.resources.views import EvaluationView
 
+from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
@@ -19,7 +24,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
-from headrace_coordinator.run.step.trajectories import sampled
+from headrace_coordinator.run.step.trajectories import failure_of, sampled
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
@@ -27,6 +32,12 @@ ATTEMPTS = 5
 EXAMPLES = 5
 SEEDS = 2**63
 """How many seeds there are: what `seed` of the spec and of GenerateOpen can be."""
+UNMADE = {
+    common.FINISH_REASON_ERROR: "the engine failed",
+    common.FINISH_REASON_ABORTED: "the engine stopped it",
+    common.FINISH_REASON_PROMPT_TOO_LONG: "the prompt does not fit model.max_context",
+}
+"""How a trajectory ends that is no answer, in words."""
 Answers = dict[tuple[int, int], common.Trajectory]
 """Finished trajectories by (index of the item, sample)."""
 
@@ -41,6 +52,8 @@ class Questions:
     prefill: str | None = None
     recorded: Collection[int] = ()
     """Items whose episodes are to be recorded."""
+    dataset: Dataset | None = None
+    """Renders their prompts; None: the run's own."""
     videos: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Theirs, by (index of the item, sample), as they come."""
 
@@ -109,7 +122,10 @@ async def _assignments(
         rollout.GroupAssignment(
             prompt_ordinal=index,
             prompt=context.modality.prompt(
-                questions.items[index], questions.prefill, record=index in questions.recorded
+                questions.items[index],
+                questions.prefill,
+                record=index in questions.recorded,
+                dataset=questions.dataset,
             ),
             samples=[
                 rollout.SampleAssignment(sample_index=sample, attempt=1)
@@ -126,20 +142,70 @@ def _key(sample: common.SlotKey) -> tuple[int, int]:
     return sample.prompt_ordinal, sample.sample_index
 
 
+class TooFewAnswers(Exception):
+    """More answers of an evaluation are missing than its spec allows; the message is for its user."""
+
+    def __init__(self, missing: int, asked: int, allowed: float, why: str) -> None:
+        super().__init__(
+            f"max_unanswered: {missing} of {asked} answers were not made or not scored, and {allowed:.0%} may be "
+            f"missing; mend that, or allow more. The first: {why}"
+        )
+
+
+async def judge(
+    context: RunContext, items: Sequence[DataItem], answers: Iterable[common.Trajectory]
+) -> dict[tuple[int, int], reward.ScoreResult]:
+    """The score of each answer by (index of the item, sample); one that was not made has ANSWER_FAILED and says why."""
+    found, made = list[reward.ScoreResult](), list[reward.ScoreItem]()
+    for each in answers:
+        if why := why_unmade(each):
+            status = reward.SCORE_STATUS_ANSWER_FAILED
+            found.append(reward.ScoreResult(sample=each.sample, status=status, detail=why))
+        else:
+            item = items[each.sample.prompt_ordinal]
+            made.append(score_item(item, each, sampled(each)[0], evaluation=True))
+    if "group" in context.spec.reward.give:
+        groups = defaultdict[int, list[str]](list)
+        for asked in sorted(made, key=lambda asked: _key(asked.sample)):
+            groups[asked.sample.prompt_ordinal].append(asked.completion)
+        for asked in made:
+            asked.group.extend(groups[asked.sample.prompt_ordinal])
+    found += await score_all(context.staffing, made)
+    return {_key(score.sample): score for score in found}
+
+
+def why_unmade(answer: common.Trajectory) -> str:
+    """Why a trajectory is no answer of the policy's; empty where it is one."""
+    why = UNMADE.get(answer.finish_reason, "")
+    return failure_of(answer) or why if why else ""
+
+
 async def evaluate(
     context: RunContext, published: Published, kind: str, prefill: str | None
 ) -> EvaluationView:
-    """Generates and scores every held-out item with the installed version."""
-    items = context.dataset.heldout_items()
-    questions = Questions(items, context.spec.evaluation.samples, _sampling(context, published), prefill)
+    """Generates and scores every item of a kind with the installed version. Raises TooFewAnswers."""
+    dataset, items = context.dataset.of_kind(kind)
+    sampling = _sampling(context, published)
+    questions = Questions(items, context.spec.evaluation.samples, sampling, prefill, dataset=dataset)
     done: Answers = {}
     await answer(context, published, questions, range(len(items)), done)
     answers = [done[key] for key in sorted(done)]
-    scores = await score_all(
-        context.staffing,
-        [score_item(items[a.sample.prompt_ordinal], a, sampled(a)[0], evaluation=True) for a in answers],
-    )
-    return _view(context, published, kind, items, answers, scores)
+    scores = await judge(context, items, answers)
+    counted, failures = list[common.Trajectory](), list[str]()
+    for each in answers:
+        score = scores[_key(each.sample)]
+        if score.status == reward.SCORE_STATUS_OK:
+            counted.append(each)
+        else:
+            failures.append(score.detail or "a scorer failed")
+    asked = len(items) * questions.samples
+    view = _view(context, published, kind, items, counted, scores)
+    view.unanswered = asked - len(counted)
+    view.failure = [*failures, "rollout instances failed"][0] if view.unanswered else ""
+    allowed = context.spec.evaluation.max_unanswered
+    if view.unanswered > allowed * asked or not counted:
+        raise TooFewAnswers(view.unanswered, asked, allowed, view.failure)
+    return view
 
 
 def evaluation_seed(seed: int, ordinal: int) -> int:
@@ -168,9 +234,9 @@ def _view(
     kind: str,
     items: Sequence[DataItem],
     answers: Sequence[common.Trajectory],
-    scores: Sequence[reward.ScoreResult],
+    by_slot: Mapping[tuple[int, int], reward.ScoreResult],
 ) -> EvaluationView:
-    by_slot = {_key(score.sample): score for score in scores}
+    scores = [by_slot[_key(answer.sample)] for answer in answers]
     parts: dict[str, float] = defaultdict(float)
     examples: list[dict[str, Any]] = []
     for answer in answers:
@@ -191,7 +257,9 @@ def _view(
     for score in scores:
         by_prompt[score.sample.prompt_ordinal].append(score.reward)
     low, high = interval([*by_prompt.values()]) or (None, None)
-    passed = pass_at([*by_prompt.values()], context.spec.evaluation.pass_reward)
+    section = context.spec.evaluation
+    whole = [each for each in by_prompt.values() if len(each) == section.samples]
+    passed = pass_at(whole, section.pass_reward)
     return EvaluationView(
         kind=kind,
         step=published.version.ordinal,

@@ -1,4 +1,4 @@
-"""The figures of an evaluation from its answers, item by item. Pure."""
+"""The figures of an evaluation from its answers, item by item; those that failed count for nothing. Pure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,27 @@ RIGHT = "\0right"
 
 def values(
     mode: str, asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: int
-) -> list[float]:
-    """The figure of each item in a mode. KeyError where an answer is missing."""
-    rows = [[answers[item, sample] for sample in range(asked.samples)] for item in range(items)]
+) -> dict[int, float]:
+    """The figure of each item in a mode, by its index. KeyError where an answer was not asked for yet.
+
+    An answer with a failure counts for nothing: avg and maj take the others, and an item has no figure that is left
+    without an answer, or in pass@K with fewer than K.
+    """
+    fewest = int(mode.partition("@")[2]) if mode.startswith("pass@") else 1
+    whole = {
+        item: [each for sample in range(asked.samples) if not (each := answers[item, sample]).failure]
+        for item in range(items)
+    }
+    answered = {item: row for item, row in whole.items() if len(row) >= fewest}
+    rows = answered.values()
     rewards = [[each.reward for each in row] for row in rows]
     merges = suite.one_answer and asked.reward is None
     right = asked.pass_reward if merges else inf
     choices = [
         [RIGHT if each.choice and each.reward >= right else each.choice for each in row] for row in rows
     ]
-    return item_values(mode, rewards, choices, asked.pass_reward)
+    found = item_values(mode, rewards, choices, asked.pass_reward)
+    return dict(zip(answered, found, strict=True))
 
 
 def result_of(
@@ -40,10 +51,12 @@ def result_of(
     found = {mode: values(mode, asked, suite, answers, len(items)) for mode in asked.wanted_modes}
     modes = [
         ModeView(mode=mode, score=fmean(each), low=low, high=high)
-        for mode, each in found.items()
+        for mode, of in found.items()
+        if (each := [*of.values()])
         for low, high in [_limits(each)]
     ]
-    everything = list(answers.values())
+    everything = [each for each in answers.values() if not each.failure]
+    failures = [each.failure for each in answers.values() if each.failure]
     names = sorted({name for each in everything for name in each.parts})
     return SuiteResultView(
         modes=modes,
@@ -51,16 +64,17 @@ def result_of(
         parts={name: fmean(each.parts.get(name, 0.0) for each in everything) for name in names},
         answers=len(everything),
         truncated=fmean(each.cut for each in everything),
-        failed=sum(each.failed for each in everything),
+        unanswered=len(failures),
+        failure=next(iter(failures), ""),
         tokens_mean=fmean(each.tokens for each in everything),
     )
 
 
-def _tasks(suite: Suite, items: Sequence[DataItem], found: Sequence[float]) -> list[TaskView]:
+def _tasks(suite: Suite, items: Sequence[DataItem], found: Mapping[int, float]) -> list[TaskView]:
     """The figure of each task, and of each of its variants behind it."""
     by_task: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for item, value in zip(items, found, strict=True):
-        by_task[suite.task_of(item)].append(value)
+    for index, value in found.items():
+        by_task[suite.task_of(items[index])].append(value)
     by_task.pop(("", ""), None)
     return [
         TaskView(task=task, variant=variant, items=len(each), score=fmean(each), low=low, high=high)

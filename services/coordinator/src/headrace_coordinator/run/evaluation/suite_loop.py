@@ -15,6 +15,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.evaluating import EvaluationSpec
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import SuiteEvaluation
@@ -22,12 +23,11 @@ from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
 from headrace_coordinator.run.context import RunContext, Unwritable
-from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, answer
+from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, TooFewAnswers, answer, judge
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
-from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.trajectories import sampled
 from headrace_coordinator.run.workers.clients import Published
@@ -47,10 +47,10 @@ class SuiteLoop(RunLoop):
         super().__init__(context)
         self._asked = EvaluationSpec.model_validate(self._evaluation.spec)
         self._suite = open_suite(self._asked.suite.name, self._asked.suite.options)
-        self._items = context.dataset.asked(self._asked.suite.limit)
+        self._items: list[DataItem] = []
         self._directory = Path(context.state.directory)
         self._answers: dict[Key, Answer] = {}
-        self._recorded = self._suite.recorded(self._items)
+        self._recorded: frozenset[int] = frozenset()
 
     @property
     def _evaluation(self) -> SuiteEvaluation:
@@ -67,19 +67,31 @@ class SuiteLoop(RunLoop):
             await self._generate_ready()
             await self._weights_known()
             await self._block(missing[: self._block_items()])
+            self._check_answered()
             self._steps += 1
         result = result_of(self._asked, self._suite, self._answers, self._items).model_dump(mode="json")
         await self._event_log.commit(
             ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
         )
-        return Outcome(run_states.SUCCEEDED, f"{len(self._answers)} answers to {len(self._items)} items")
+        unanswered = f", {result['unanswered']} not answered" if result["unanswered"] else ""
+        return Outcome(
+            run_states.SUCCEEDED, f"{result['answers']} answers to {len(self._items)} items{unanswered}"
+        )
+
+    def _check_answered(self) -> None:
+        """Raises RunFailed as soon as more answers are missing than may be."""
+        missing = [each.failure for each in self._answers.values() if each.failure]
+        total, allowed = len(self._items) * self._asked.samples, self._asked.max_unanswered
+        if len(missing) > allowed * total or len(missing) == total:
+            raise RunFailed(str(TooFewAnswers(len(missing), total, allowed, missing[0])))
 
     async def _prepare(self) -> None:
-        """Instances opened, and the answers read that were written before."""
+        """Instances opened, and the items and the answers read that were written before."""
         context, evaluation = self.context, self._evaluation
         if context.state.state == run_states.RUNNING:
             self._move(run_states.RECOVERING, "the coordinator restarted")
-        self._answers = await asyncio.to_thread(read_answers, self._directory, self._suite.extract)
+        self._items, self._answers = await asyncio.to_thread(self._read)
+        self._recorded = self._suite.recorded(self._items)
         self._transcripts = await asyncio.to_thread(Transcripts, self._directory)
         await context.staffing.staff_rewards()
         await context.staffing.staff_rollouts()
@@ -91,6 +103,11 @@ class SuiteLoop(RunLoop):
         )
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "evaluating")
+
+    def _read(self) -> tuple[list[DataItem], dict[Key, Answer]]:
+        """The items that are asked, and the answers that were written before."""
+        items = self._items or self.context.dataset.asked(self._asked.suite.limit)
+        return items, read_answers(self._directory, self._suite.extract)
 
     def _missing(self) -> list[int]:
         """Items that lack an answer."""
@@ -137,13 +154,12 @@ class SuiteLoop(RunLoop):
         questions = Questions(self._items, self._asked.samples, self._sampling(), recorded=self._recorded)
         await self._answered(questions, indices, done)
         made = {key: done[key] for key in sorted(done) if key not in self._answers}
-        scores = await score_all(
-            context.staffing,
-            [score_item(self._items[key[0]], a, sampled(a)[0], evaluation=True) for key, a in made.items()],
-        )
-        by_key = {(score.sample.prompt_ordinal, score.sample.sample_index): score for score in scores}
+        by_key = await judge(context, self._items, made.values())
         lines = [self._line(answered, by_key[key]) for key, answered in made.items()]
-        passed = {key: score.reward >= self._asked.pass_reward for key, score in by_key.items()}
+        passed = {
+            key: score.status == reward.SCORE_STATUS_OK and score.reward >= self._asked.pass_reward
+            for key, score in by_key.items()
+        }
         recordings = [
             Recording(
                 Video.of(*key, self._items[key[0]], success=passed[key]), content, _episode_of(done[key])

@@ -25,6 +25,7 @@ SPACE_BYTES = 1 << 26
 CAMERA = "camera"
 """What an image without a name is called."""
 FILE, MOST_BYTES = "policy.json", 1 << 24
+COLOURS = 3
 Spaces = Mapping[str, simulator.Space]
 PolicyFile = Mapping[str, Any]
 """What a policy's directory says of the policy."""
@@ -73,6 +74,7 @@ def _fit(
             [problem("environment.tasks", reason, "choose an environment with continuous actions")]
         )
     spaces = {space.name: space for space in pool.observation_spaces}
+    _check_images(task, environment, spaces)
     images = {name for name, space in spaces.items() if _is_image(space)}
     _known("environment.state", environment.state or (), spaces.keys() - images, "a state")
     _known("environment.cameras", (environment.cameras or {}).values(), images, "an image")
@@ -85,6 +87,11 @@ def _fit(
     if cameras is None:
         cameras = {} if policy.get("kind") == "mlp" else {name or CAMERA: name for name in sorted(images)}
     numbers = sum(math.prod(spaces[name].shape) for name in state)
+    if policy.get("kind") == "mlp" and not numbers:
+        reason = f"an mlp reads numbers, and {task} shows {'images' if images else 'none'} alone"
+        raise Impossible(
+            [problem("model.policy.kind", reason, "use cnn, or show it a state in environment.state")]
+        )
     return Fitted(_complete(policy, pool.action_space, numbers, spaces, cameras), state, cameras)
 
 
@@ -151,8 +158,26 @@ def _numbers(action: simulator.Space, which: str, size: int) -> list[float]:
     return [float(value) for value in values]
 
 
+def _check_images(task: str, environment: EnvironmentSection, spaces: Spaces) -> None:
+    """Raises `Impossible` for an image that policies cannot see, unless the spec reads it as a state or not at all."""
+    read = None if environment.cameras is None else set(environment.cameras.values())
+    for name, space in spaces.items():
+        pixels = space.data_type == common.DATA_TYPE_UINT8 and len(space.shape) == 3
+        if pixels and space.shape[2] != COLOURS and (read is None or name in read):
+            if name in (environment.state or ()):
+                continue
+            reason = (
+                f"{task} shows {name or CAMERA!r} with shape {_by(space.shape)}, and images are height x width x 3 "
+                "(red, green, blue)"
+            )
+            moved = "move its colours to the end (numpy.moveaxis(image, 0, -1))"
+            one = "give one RGB frame in place of frames or channels that are stacked"
+            fix = f"{moved if space.shape[0] == COLOURS else one} in the environment"
+            raise Impossible([problem("environment.tasks", reason, fix)])
+
+
 def _is_image(space: simulator.Space) -> bool:
-    return space.data_type == common.DATA_TYPE_UINT8 and len(space.shape) == 3
+    return space.data_type == common.DATA_TYPE_UINT8 and len(space.shape) == 3 and space.shape[2] == COLOURS
 
 
 def _known(key: str, named: Iterable[str], allowed: Iterable[str], what: str) -> None:

@@ -5,6 +5,7 @@ dispatch. The ledger alone keeps the state of a slot.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
@@ -18,10 +19,11 @@ from headrace_coordinator.projections.trajectories import is_kept
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.scoring.rewards import Rewards
 from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.step.trajectories import Shown, Trajectory, sampled
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory, failure_of, sampled
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
+log = logging.getLogger(__name__)
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
 """Trajectories of a large response that are taken together: while the next ones are looked at, these are scored."""
@@ -137,16 +139,23 @@ class Receiver:
         """Has the sample made again, or drops its group."""
         slot, reason = trajectory.slot, trajectory.received.finish_reason
         if reason == common.FINISH_REASON_PROMPT_TOO_LONG:
-            self._attempt.drop(slot.prompt, "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
+            longest = self._context.spec.data.prompt.longest
+            what = (
+                f"data.prompt.longest, {longest} tokens, or model.max_context"
+                if longest
+                else "model.max_context"
+            )
+            self._attempt.drop(slot.prompt, "PROMPT_TOO_LONG", f"the prompt does not fit {what}")
         elif reason not in FAILED:
             self._attempt.drop(slot.prompt, "ABANDONED", "a segment is too stale or of an abandoned version")
         elif slot.failures < SAMPLE_RETRIES:
+            if why := failure_of(trajectory.received):
+                log.warning("run %s: episode %s is made again: %s", self._context.run_id, slot.key, why)
             self._dispatch.take_back([slot], failed=True)
         else:
-            why = f"failed {slot.failures + 1} times: ended with {common.FinishReason.Name(reason)}"
-            if failure := trajectory.received.conversation.failure:
-                why += f": {failure}"
-            self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", f"sample {slot.sample} {why}")
+            why = failure_of(trajectory.received) or f"ended with {common.FinishReason.Name(reason)}"
+            text = f"sample {slot.sample} failed {slot.failures + 1} times: {why}"
+            self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", text)
 
     def _score(self, trajectory: Trajectory) -> None:
         """Keeps a finished trajectory, and asks for its reward."""

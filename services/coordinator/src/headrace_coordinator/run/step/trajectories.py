@@ -6,6 +6,7 @@ A message beyond the budget stays with its producer, which retains it, and is fe
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,18 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found
+
+
+def failure_of(message: common.Trajectory) -> str:
+    """What an episode or a conversation that failed says of it, such as what its environment raised, else ""."""
+    if message.finish_reason != common.FINISH_REASON_ERROR:
+        return ""
+    if message.conversation.failure:
+        return message.conversation.failure
+    try:
+        return str(json.loads(message.completion_text)["error"])
+    except (ValueError, TypeError, KeyError):
+        return ""
 
 
 def sampled(message: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:

@@ -17,6 +17,8 @@ COLLAPSED = 0.05
 """Of the entropy that the run began with."""
 FAR = 5.0
 """Nats a token from the reference: nothing of it is left."""
+LEAP = 0.5
+"""Nats a token between a step's samples and the weights that it leaves: it learns from answers of another policy."""
 
 
 class Warnings:
@@ -105,6 +107,16 @@ class Warnings:
             "optimizer.lr, or raise algorithm.options.kl_loss_coef"
         )
 
+    def _leaps(self, steps: Sequence[StepView]) -> str:
+        moved = _all(steps, "approx_kl")
+        if not moved or min(moved) < LEAP:
+            return ""
+        return (
+            f"each of the last {STEPS} steps moved the policy by {fmean(moved):.1f} nats a token while it learned from "
+            "the same answers: most of what they teach is clipped or of another policy. Lower optimizer.lr, "
+            "algorithm.options.epochs or minibatches, or set algorithm.options.target_kl"
+        )
+
 
 _CHECKS: dict[str, Callable[[Warnings, Sequence[StepView]], str]] = {
     "rewards": Warnings._equal_rewards,
@@ -113,6 +125,7 @@ _CHECKS: dict[str, Callable[[Warnings, Sequence[StepView]], str]] = {
     "length": Warnings._all_cut,
     "entropy": Warnings._entropy_gone,
     "reference": Warnings._far_from_reference,
+    "leaps": Warnings._leaps,
 }
 
 

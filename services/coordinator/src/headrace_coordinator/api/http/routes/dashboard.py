@@ -143,13 +143,15 @@ def link_routes(token: str | None) -> APIRouter:
         return response
 
     @routes.get("/open", response_class=Response, status_code=303)
-    async def open_link(code: str = "") -> Response:
-        """Leads to `/#token=…`. A fragment is sent to no server. Needs no token."""
+    async def open_link(code: str = "", run: str = "") -> Response:
+        """Leads to `/#token=…`, or to the page of a run. A fragment is sent to no server. Needs no token."""
         if token and not links.redeem(code):
             return error_response(
                 "UNAUTHENTICATED", "this link was used or has expired; `headrace open` makes a new one"
             )
-        where = f"/#token={quote(token, safe='')}" if token else "/"
+        parts = [f"token={quote(token, safe='')}"] if token else []
+        parts += [f"/runs/{quote(run, safe='')}"] if run else []
+        where = "/#" + "&".join(parts) if parts else "/"
         headers = {"Location": where, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
         return Response(status_code=303, headers=headers)
 

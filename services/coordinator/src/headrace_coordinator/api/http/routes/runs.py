@@ -12,6 +12,7 @@ from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
+    DeletedView,
     EvaluationView,
     RunListView,
     RunView,
@@ -131,6 +132,13 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
         """Ends a run; the checkpoints that it has stay."""
         key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.cancel(run_id, key), key)
+
+    @routes.post("/{run_id}:delete", response_model=DeletedView)
+    async def delete_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
+        """Deletes an ended run with its checkpoints, export and files, for ever."""
+        key = key_or_new(idempotency_key)
+        await coordinator.run_changes.delete(run_id, key)
+        return keyed_response(DeletedView(id=run_id), key)
 
 
 def _reads(routes: APIRouter, coordinator: Coordinator) -> None:

@@ -28,7 +28,10 @@ class Rewards:
         context, spec = attempt.context, attempt.context.spec
         self._attempt = attempt
         self._context = context
-        self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if spec.reward.stages else None
+        self._groups = defaultdict[int, dict[int, str]](dict) if "group" in spec.reward.give else None
+        """Texts of answers by prompt and sample, for scorers that get them."""
+        ordered = spec.reward.stages or self._groups is not None
+        self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if ordered else None
         deliver = self._settle if self._flow is None else self._take_stages
         self._scoring = Scoring(context.staffing, attempt.timer, deliver, spec.main_stage)
         self._main = spec.main_stage
@@ -46,6 +49,8 @@ class Rewards:
         """Removes what is known of the groups of a step that has ended."""
         for prompt in prompts:
             self._unscored.pop(prompt, None)
+            if self._groups is not None:
+                self._groups.pop(prompt, None)
             if self._flow is not None:
                 for key in self._flow.forget(prompt):
                     self._items.pop(key, None)
@@ -63,6 +68,8 @@ class Rewards:
             self._scoring.put(item)
             return
         self._items[key], self._parts[key] = item, {}
+        if self._groups is not None:
+            self._groups[key[0]][key[1]] = item.completion
         self._unscored[key[0]].append(key)
         cut = self._ends_truncated and item.finish_reason == common.FINISH_REASON_LENGTH
         self._ask_stages(self._flow.enter(key, self._main if cut else ""))
@@ -72,6 +79,8 @@ class Rewards:
             if key[0] in self._attempt.ledger.index.open:
                 item = reward.ScoreItem(stage="" if stage == self._main else stage)
                 item.MergeFrom(self._items[key])
+                if self._groups is not None and stage in self._context.spec.graph.whole_groups:
+                    item.group.extend(text for _, text in sorted(self._groups[key[0]].items()))
                 self._scoring.put(item)
 
     def _take_stages(self, results: list[reward.ScoreResult]) -> None:
@@ -126,6 +135,8 @@ class Rewards:
             elif not isfinite(result.reward):
                 attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
             else:
+                if result.status == reward.SCORE_STATUS_ANSWER_FAILED:
+                    self._tell_failed(result.detail)
                 trajectory.reward = result.reward
                 if trajectory.shown:
                     trajectory.shown.parts = dict(result.parts)
@@ -134,6 +145,12 @@ class Rewards:
         for prompt, _ in complete:
             self._context.tail.grouped([slot.tokens for slot in attempt.ledger.group(prompt)])
         attempt.settle([group for group in complete if not self._filtered(*group)])
+
+    def _tell_failed(self, detail: str) -> None:
+        """Notes the first answer that a scorer failed at: the run goes on with a reward that nobody gave."""
+        if not self._context.scorer_failed:
+            self._context.scorer_failed = True
+            self._context.note(f"a scorer failed at an answer, which gets reward.failed_reward: {detail}")
 
     def _of_group(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""

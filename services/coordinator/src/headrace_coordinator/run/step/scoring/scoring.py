@@ -27,14 +27,15 @@ def score_item(
 ) -> reward.ScoreItem:
     """What a reward instance needs of a trajectory, of which a policy sampled `tokens`.
 
-    Of a conversation the policy's last turn is judged as its answer, beside all that was said.
+    The texts with special tokens are taken out of the trajectory: nobody else reads them. Of a conversation the
+    policy's last turn is judged as its answer, beside all that was said.
     """
     completion = message.completion_text
     conversation = message.conversation if message.HasField("conversation") else None
     if conversation is not None:
         turns = [each.content for each in conversation.messages if each.role == "assistant"]
         completion = turns[-1] if turns else ""
-    return reward.ScoreItem(
+    asked = reward.ScoreItem(
         sample=message.sample,
         attempt=message.attempt,
         prompt=item.question,
@@ -47,6 +48,15 @@ def score_item(
         evaluation=evaluation,
         messages=[common.ChatMessage(role=turn["role"], content=turn["content"]) for turn in item.messages],
     )
+    if message.raw_prompt_text or message.raw_completion_text:
+        prompt, *rest = (segment.tokens.token_ids for segment in message.segments)
+        asked.prompt_ids.extend(prompt)
+        for ids in rest:
+            asked.completion_ids.extend(ids)
+        asked.raw_prompt, asked.raw_completion = message.raw_prompt_text, message.raw_completion_text
+        message.ClearField("raw_prompt_text")
+        message.ClearField("raw_completion_text")
+    return asked
 
 
 class Scoring:
