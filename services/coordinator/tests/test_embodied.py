@@ -261,8 +261,8 @@ class Discrete(Robots):
         for each in self.living("simulator"):
             describe = each._describe
 
-            def discrete(number: int, describe=describe) -> simulator.OpenPoolResponse:
-                found = describe(number)
+            def discrete(number: int, *, conversation: bool, describe=describe) -> simulator.OpenPoolResponse:
+                found = describe(number, conversation=conversation)
                 found.action_space.discrete_count = 3
                 return found
 
