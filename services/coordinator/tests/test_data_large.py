@@ -50,7 +50,17 @@ async def test_the_event_loop_goes_on_while_a_large_data_set_is_submitted(many_r
         fields["evaluation"]["data"] = {"all": {"source": "jsonl", "options": spec.data.options}}
     if more == "suite":
         fields["data"]["heldout"] = 0
-    spec, longest = RunSpec.model_validate(fields), 0.0
+    spec = RunSpec.model_validate(fields)
+    for _ in range(3):  # A busy machine may hold the loop once; rows that are read on it hold it each time.
+        longest, seconds = await lag_of(spec, count - 10 if more == "warmup" else 0)
+        if longest < max(0.1, seconds / 3):
+            return
+    pytest.fail(f"the loop stood still for {longest:.2f} s of {seconds:.2f} s")
+
+
+async def lag_of(spec: RunSpec, examples: int) -> tuple[float, float]:
+    """The longest time that the loop stood still while a run was checked, and how long that took, in seconds."""
+    longest = 0.0
     forget_items()
 
     async def watch():
@@ -65,15 +75,12 @@ async def test_the_event_loop_goes_on_while_a_large_data_set_is_submitted(many_r
     began = time.perf_counter()
     dataset = await open_dataset(spec)
     assert problems_of(Submission(spec, FLEET, dataset), LOCAL) == []
-    assert dataset.ready(0, 100) and len(dataset.warmup.examples if more == "warmup" else "") in (
-        0,
-        count - 10,
-    )
+    assert dataset.ready(0, 100) and len(dataset.warmup.examples if examples else "") == examples
     seconds = time.perf_counter() - began
     await asyncio.sleep(0.02)
     watching.cancel()
-    assert dataset.train_size == count - spec.data.heldout
-    assert longest < max(0.1, seconds / 3), f"{longest:.2f} s of {seconds:.2f} s"
+    assert dataset.train_size == LARGE + 100 - spec.data.heldout
+    return longest, seconds
 
 
 async def test_orders_of_later_epochs_are_found_ahead_and_two_are_kept(many_rows):

@@ -2,8 +2,8 @@
 
 import gc
 import types
-import weakref
 
+from headrace_coordinator.data import dataset
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.context import RunContext
@@ -86,9 +86,11 @@ def test_items_of_ended_runs_are_read_again(tmp_path):
     """They are kept between a run's check and its start, and not for ever."""
     file = tmp_path / "items.jsonl"
     file.write_text("".join(f'{{"question": "{n}=", "answer": "{n}"}}\n' for n in range(20)))
+    dataset.forget_items()
     section = DataSection.model_validate({"source": "jsonl", "options": {"path": str(file)}, "heldout": 2})
-    kept = weakref.ref(Dataset.open(section, 0).train_item(0))
-    gc.collect()
-    assert kept() is not None
+    Dataset.open(section, 0)
+    Dataset.open(section, 0)
+    found = dataset._read.cache_info()
+    assert (found.hits, found.currsize) == (1, 1)
     give_back_memory()
-    assert kept() is None
+    assert not dataset._read.cache_info().currsize
