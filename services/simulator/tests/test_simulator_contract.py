@@ -278,9 +278,8 @@ async def test_success_is_told_where_the_environment_knows_it(simulator, case):
     pool = await opened(simulator, case, reward_mode=simulator_pb2.REWARD_MODE_SPARSE)
     await pool.reset()
     outcome = await pool.act(actions(pool, 1)[0])
-    assert outcome.status == (OK if case.has_success else LOST)
-    if case.has_success:
-        assert outcome.reward == float(outcome.success)
+    assert (outcome.status, outcome.success_reported) == (OK, case.has_success)
+    assert outcome.reward == float(outcome.success)
 
 
 if EXPERTS:
