@@ -27,6 +27,7 @@ from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.trajectories import failure_of, sampled
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.waits import WaitTimeout
 
 ATTEMPTS = 5
 EXAMPLES = 5
@@ -183,7 +184,10 @@ def why_unmade(answer: common.Trajectory) -> str:
 async def evaluate(
     context: RunContext, published: Published, kind: str, prefill: str | None
 ) -> EvaluationView:
-    """Generates and scores every item of a kind with the installed version. Raises TooFewAnswers."""
+    """Generates and scores every item of a kind with the installed version.
+
+    Raises TooFewAnswers, and WaitTimeout where so many are missing because rollouts were lost.
+    """
     dataset, items = context.dataset.of_kind(kind)
     sampling = _sampling(context, published)
     questions = Questions(items, context.spec.evaluation.samples, sampling, prefill, dataset=dataset)
@@ -204,6 +208,8 @@ async def evaluate(
     view.failure = [*failures, "rollout instances failed"][0] if view.unanswered else ""
     allowed = context.spec.evaluation.max_unanswered
     if view.unanswered > allowed * asked or not counted:
+        if lost := asked - len(done):  # That is the fleet's fault: the run recovers, and asks again.
+            raise WaitTimeout(f"{lost} of {asked} held-out answers were not made: rollout instances failed")
         raise TooFewAnswers(view.unanswered, asked, allowed, view.failure)
     return view
 
