@@ -47,7 +47,8 @@ def test_garbage_is_named_and_repaired(own_fleet, spec_of):
     with own_fleet() as fleet:
         run = stopped_in_the_middle(fleet, spec_of)
         file = increment_of(fleet)
-        middle = file.stat().st_size // 2
+        begun = file.read_bytes().index(b'"type":"StepOpened"')
+        middle = (begun + file.stat().st_size) // 2  # what is before it knows the run
         with file.open("r+b") as writing:
             writing.seek(middle)
             writing.write(b"\xff\x00\xfe" * 100)
@@ -56,7 +57,9 @@ def test_garbage_is_named_and_repaired(own_fleet, spec_of):
         assert refused.returncode == 1, refused
         assert f"{file}, byte " in refused.stderr and "`headrace repair --data-dir" in refused.stderr
         assert "Traceback" not in refused.stderr
-        assert file.read_bytes() == damaged, "nothing is thrown away by a start"
+        # Garbage inside a value is found by the coordinator, which has written that it leads by then.
+        assert file.read_bytes().startswith(damaged), "nothing is thrown away by a start"
+        damaged = file.read_bytes()
         shown = fleet.headrace("repair")
         assert shown.returncode == 1 and f"{file}, byte " in shown.stdout, shown
         repaired = fleet.json("repair", "--yes")
