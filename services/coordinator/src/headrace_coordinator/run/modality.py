@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -124,17 +124,7 @@ class Texts(Modality):
 
     @override
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
-        return rollout.GenerateOpen(
-            policy_number=sampling.policy_number,
-            distribution=sampling.distribution,
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-            seed=sampling.seed,
-            chunk_tokens=sampling.chunk_tokens,
-            deterministic=sampling.deterministic,
-            evaluation=sampling.evaluation,
-            repliers=self._repliers.openings(),
-        )
+        return _generate(sampling, repliers=self._repliers.openings())
 
     @override
     async def open_environments(self) -> None:
@@ -224,7 +214,6 @@ class Episodes(Modality):
 
     @override
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        assert isinstance(response, rollout.RunEpisodesResponse)
         worker.lost_pools += response.lost_pools
         return bool(response.lost_pools)
 
@@ -265,21 +254,21 @@ class Conversations(Episodes):
 
     @override
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
-        return rollout.GenerateOpen(
-            policy_number=sampling.policy_number,
-            distribution=sampling.distribution,
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-            seed=sampling.seed,
-            evaluation=sampling.evaluation,
-            pools=self._pools.of(worker.incarnation),
-        )
+        return _generate(sampling, pools=self._pools.of(worker.incarnation))
 
-    @override
-    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        assert isinstance(response, rollout.GenerateResponse)
-        worker.lost_pools += response.lost_pools
-        return bool(response.lost_pools)
+
+def _generate(sampling: Sampling, **more: Any) -> rollout.GenerateOpen:
+    return rollout.GenerateOpen(
+        policy_number=sampling.policy_number,
+        distribution=sampling.distribution,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        seed=sampling.seed,
+        chunk_tokens=sampling.chunk_tokens,
+        deterministic=sampling.deterministic,
+        evaluation=sampling.evaluation,
+        **more,
+    )
 
 
 def _seed(item: DataItem) -> int:

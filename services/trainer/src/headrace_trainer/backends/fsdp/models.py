@@ -33,7 +33,7 @@ from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, check_ranks
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.fsdp.reference import Reference
-from headrace_trainer.backends.fsdp.sharding import ShardedModel, compile_layers
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
 from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.losses import Forward
@@ -160,7 +160,7 @@ class FsdpModels(FsdpState):
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
             if self._options.compile:
-                compile_layers(body)
+                _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
@@ -283,6 +283,12 @@ class FsdpModels(FsdpState):
         if self._optimizer is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._optimizer
+
+
+def _compile_layers(body: PreTrainedModel) -> None:
+    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
+    for layer in layers_of(body):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
 
 
 def _float_what_learns(module: nn.Module) -> None:

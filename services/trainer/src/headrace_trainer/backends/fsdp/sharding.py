@@ -302,12 +302,6 @@ class ShardedModel:
         self._root.set_is_last_backward(reduce)
 
 
-def compile_layers(body: PreTrainedModel) -> None:
-    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
-    for layer in layers_of(body):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
-
-
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return (
