@@ -58,6 +58,7 @@ async def _mixed(model: Path, dtype: str, long: int, short: int, new: int) -> tu
 
     stream = Stream(1, Distribution(), new, 3, sink, say, chunk_tokens=1)
     await engine.submit(stream, groups)
-    await asyncio.wait_for(ended.wait(), LIMIT_S)
+    async with asyncio.timeout(LIMIT_S):
+        await ended.wait()
     await engine.close()
     return peak["taken"], peak["needed"]

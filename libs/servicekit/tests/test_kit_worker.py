@@ -67,3 +67,20 @@ async def test_a_worker_that_breaks_the_protocol_is_gone(pipe, worker, data):
     pipe.feed_data(data)
     with pytest.raises(WorkerGone, match="broke the protocol"):
         await worker.receive(1.0)
+
+
+async def test_an_ending_that_is_cancelled_as_the_process_ends_stays_cancelled():
+    """asyncio.wait_for of Python 3.11 loses a cancel then, and who was to end goes on for ever."""
+    ended = asyncio.get_running_loop().create_future()
+
+    class Process:
+        async def wait(self):
+            return await ended
+
+    worker = Worker(CODEC, process=Process(), reader=None, writer=None, _killed=True)
+    killing = asyncio.ensure_future(worker.kill())
+    await asyncio.sleep(0.01)
+    ended.set_result(-9)
+    killing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await killing

@@ -192,7 +192,8 @@ class Instance:
     async def _drain(self, grace_s: float) -> None:
         self.log.info("draining", extra={"grace_s": grace_s})
         try:
-            await asyncio.wait_for(self.on_drain(grace_s), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.on_drain(grace_s)
         except TimeoutError:
             self.log.warning("on_drain did not end within its grace", extra={"grace_s": grace_s})
         finally:

@@ -151,7 +151,8 @@ def give_back_memory() -> None:
 async def _flush(event_log: EventLog) -> None:
     """Writes the last events, for at most FLUSH_S: a store that refuses them must not keep the process from ending."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event_log.flush(), FLUSH_S)
+        async with asyncio.timeout(FLUSH_S):
+            await event_log.flush()
 
 
 async def _open(event_log: EventLog, arguments: argparse.Namespace) -> None:

@@ -140,7 +140,8 @@ class Session:
                 await call.write(self._heartbeat(sequence))
                 sequence, next_beat = sequence + 1, now + interval_s
             try:
-                await asyncio.wait_for(self._holder.wake.wait(), max(0.0, next_beat - self._now()))
+                async with asyncio.timeout(max(0.0, next_beat - self._now())):
+                    await self._holder.wake.wait()
             except TimeoutError:
                 pass
 

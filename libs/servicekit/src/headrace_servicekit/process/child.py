@@ -154,7 +154,8 @@ class Child:
             if time.monotonic() - began >= STABLE_S:
                 backoff = FIRST_BACKOFF_S
             try:
-                await asyncio.wait_for(self._stopping.wait(), backoff)
+                async with asyncio.timeout(backoff):
+                    await self._stopping.wait()
             except TimeoutError:
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 self._restarts += 1

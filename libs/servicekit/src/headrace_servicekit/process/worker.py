@@ -130,7 +130,8 @@ class Worker(Generic[Message]):
             self.writer.close()
             # Those whose parents had ended before: nothing but their environment tells whose they are.
             await asyncio.to_thread(kill_tree, self.tree)
-        return await asyncio.wait_for(self.process.wait(), _REAP_TIMEOUT_S)
+        async with asyncio.timeout(_REAP_TIMEOUT_S):
+            return await self.process.wait()
 
     async def _next(self) -> Message:
         while (message := self._taken()) is None:

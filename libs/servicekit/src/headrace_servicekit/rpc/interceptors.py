@@ -74,7 +74,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         """Refuses new calls and waits for those in flight; returns how many are left after `grace_s`."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
         except TimeoutError:
             pass
         return self._in_flight

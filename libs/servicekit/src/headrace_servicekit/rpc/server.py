@@ -111,7 +111,8 @@ class GrpcServer:
         if left:
             _logger.warning("stopping with calls in flight", extra={"calls": left})
         try:
-            await asyncio.wait_for(self._server.stop(0), STOP_S)
+            async with asyncio.timeout(STOP_S):
+                await self._server.stop(0)
         except TimeoutError:
             # Seen once in thousands of stops: gRPC's poller never reports the end. The process goes on to its own.
             _logger.warning("the gRPC server did not confirm its stop", extra={"waited_s": STOP_S})

@@ -97,10 +97,12 @@ class InstanceChanges:
     async def _ask(self, supervisor: Supervisor, kind: str, count: int) -> str:
         """Why the supervisor refuses, or empty."""
         request = uuid.uuid4().hex
-        answer = self._answers[request] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[request] = answer
         supervisor.send("scale", (request, kind, count))
         try:
-            return await asyncio.wait_for(answer, ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
         except TimeoutError as error:
             waited = (
                 f"waited {ANSWER_S:.0f} s for the supervisor of {supervisor.host} to accept {kind}={count}"

@@ -96,7 +96,8 @@ class Helping:
             while not self._over:
                 self._consider()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._groups.closed.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._groups.closed.wait()
             if self._beside:
                 self._consider()  # Rollouts that decode no more help owners that still learn.
             await asyncio.gather(*self._at_work.values())
