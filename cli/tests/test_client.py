@@ -277,6 +277,13 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     environment = load_spec(file)["environment"]
     assert environment["tasks"] == [f"{tmp_path / 'mine.py'}:Game", "tools", "suite/0"]
     assert environment["options"]["tools"] == [f"{tmp_path / 'mine.py'}:score"]
+    (tmp_path / "mine.py").touch()
+    file.write_text("agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast]}")
+    agent = {
+        "python": f"{tmp_path / 'mine.py'}:play",
+        "command": ["python", str(tmp_path / "mine.py"), "--fast"],
+    }
+    assert load_spec(file)["agent"] == agent
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))
     monkeypatch.chdir(tmp_path)
     assert load_spec({"model": {"path": "$MODELS/m"}})["model"]["path"] == str(tmp_path / "models" / "m")

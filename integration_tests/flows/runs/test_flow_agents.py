@@ -1,7 +1,10 @@
-"""Conversations with environments on a real fleet: the guessing game of examples/agents, and one that falls over."""
+"""Conversations on a real fleet: the guessing games of examples/agents, with an environment and as an unmodified agent
+behind the endpoint, and what falls over.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,21 @@ class Broken:
 
     def step(self, message):
         raise RuntimeError("the game fell over")
+"""
+# A program of another kind: it streams, speaks plain HTTP, and posts its reward.
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return urllib.request.urlopen(request).read().decode()
+
+given = json.loads(sys.stdin.readline())
+events = post("/chat/completions", {"messages": [{"role": "user", "content": "?"}], "stream": True, "logprobs": True})
+first = json.loads(events.partition("data: ")[2].partition("\\n")[0])
+said = first["choices"][0]["delta"]["content"]
+post("/sessions/" + os.environ["HEADRACE_SESSION"] + "/reward", {"reward": float(said[:1] == str(given["seed"] % 3))})
 """
 
 
@@ -106,3 +124,45 @@ def test_what_falls_over_is_named(fleet, tiny_model, tmp_path):
     ended = fleet.client.wait(run.id, RUN_S)
     assert ended.state == "FAILED"
     assert "RuntimeError: the game fell over (broken.py:" in ended.reason, ended.reason
+
+
+def test_an_unmodified_agent_of_the_openai_package_is_trained_through_the_endpoint(fleet, tiny_model):
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "endpoint.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(tiny_model)
+    spec["agent"]["python"] = f"{EXAMPLES / 'endpoint.py'}:play"
+    spec["environment"]["count"] = 4
+    spec["algorithm"] |= {"prompts_per_step": 3, "group_size": SAMPLES}
+    spec |= {"steps": 2, "evaluation": {"every": 0}, "data": {"heldout": 2}, "export": False}
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert len(found.trained) == 2 * 3 * SAMPLES and not found.dropped
+    talks = fleet.client.trajectories(run.id, limit=100)
+    assert len(talks) == 2 * 3 * SAMPLES
+    for talk in talks:
+        spoken = talk.completion.count("assistant: ")
+        assert talk.completion.startswith("user: ?\nassistant: ") and spoken in (1, 2)
+        assert talk.finish_reason == "TERMINATED" and talk.tokens == spoken
+        last = talk.completion.rpartition("assistant: ")[2]
+        guessed = last in ("1", "2", "3")
+        assert (talk.reward in (0.0, 1.0)) == guessed and (talk.reward == -0.5) != guessed, (
+            "the reward is what the agent returned"
+        )
+    assert len({talk.reward for talk in talks}) > 1
+    for certificate in found.live:
+        # The trainer's log-probs of what the endpoint sampled, with the agent's messages as context.
+        assert certificate.log_prob_mismatch_mean < 1e-3
+        assert 0 < certificate.log_prob_compared_tokens <= certificate.tokens
+    assert [each.answers for each in run.evaluations] == [2, 2]
+
+
+@pytest.mark.nightly  # quick: test_simulator_agents.py, a command
+def test_a_program_that_posts_its_reward_is_an_agent(fleet, tiny_model, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    spec = example(tiny_model, steps=1, data={"heldout": 0}, reward={"scorers": [{"name": "episode"}]})
+    spec["agent"] = {"command": [sys.executable, str(program)]}
+    spec["environment"] = {"count": 3}
+    run = fleet.succeed(fleet.submit(spec))
+    talks = fleet.client.trajectories(run.id, limit=100)
+    assert len(talks) == GROUPS * SAMPLES and {talk.completion.count("assistant: ") for talk in talks} == {1}
+    assert {talk.reward for talk in talks} <= {0.0, 1.0}

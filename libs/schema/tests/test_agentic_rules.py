@@ -103,3 +103,52 @@ def test_an_environment_is_of_embodied_and_agentic_runs_alone():
         "environment": {"tasks": ["Pendulum-v1"], "rewritten_turns": "append"},
     }
     assert "is of agentic runs" in problems_of(robots)["environment.rewritten_turns"]
+
+
+AGENT: dict[str, Any] = {
+    "workflow": "agentic",
+    "model": {"path": "models/tiny"},
+    "agent": {"python": "agent.py:play"},
+}
+
+
+def test_an_agent_says_what_its_environment_is():
+    spec = RunSpec.model_validate({**AGENT, "environment": {"count": 4}})
+    assert spec.environment is not None
+    assert (spec.environment.backend, spec.environment.tasks) == ("agent", ["agent.py:play"])
+    assert (spec.environment.count, spec.environment.max_episode_s) == (4, 600.0)
+    assert spec.data.options == {"tasks": ["agent.py:play"]}
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
+    command = RunSpec.model_validate({**AGENT, "agent": {"command": ["python", "my agent.py"]}})
+    assert command.environment is not None and command.environment.tasks == ["command: python 'my agent.py'"]
+    assert command.environment.options == {"command": ["python", "my agent.py"]}
+    assert RolloutConfig.of(spec).agent == spec.agent
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"agent": {}}, "agent", "give one"),
+        ({"agent": {"python": "a.py:f", "command": ["a"]}}, "agent", "both python and command"),
+        ({"agent": {"python": "agent.py"}}, "agent.python", "path/to/file.py:function"),
+        ({"agent": {"pyhton": "agent.py:f"}}, "agent.pyhton", "python"),
+        ({"environment": {"tasks": ["tools"]}}, "environment.tasks", "follows from agent"),
+        ({"environment": {"backend": "conversation"}}, "environment.backend", "follows from agent"),
+        ({"environment": {"processes": 2}}, "environment.processes", "a process of its own"),
+        ({"environment": {"max_episode_s": -1}}, "environment.max_episode_s", ""),
+    ],
+)
+def test_what_does_not_fit_an_agent_is_refused(more, key, words):
+    found = problems_of({"environment": None, **AGENT, **more})
+    assert words in found.get(key, str(found)), found
+    assert key in found
+
+
+def test_agents_and_seconds_are_of_agentic_runs():
+    text = {
+        "workflow": "reasoning",
+        "environment": None,
+        "data": JSONL,
+        "reward": {"scorers": [{"name": "exact"}]},
+    }
+    assert "needs workflow: agentic" in problems_of({**text, "agent": {"python": "a.py:f"}})["agent"]

@@ -12,7 +12,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.modality import Conversations
-from headrace_coordinator.run.simulators.pools import other_kind
+from headrace_coordinator.run.simulators.pools import opening, other_kind
 from headrace_coordinator.run.step.scoring.scoring import score_item
 from headrace_schema.spec import RunSpec
 from headrace_simulation.virtual_time import run_virtual
@@ -86,3 +86,14 @@ def test_environments_of_the_other_kind_are_named():
     assert wrong.key == "environment.backend" and "workflow: embodied" in wrong.fix
     (wrong,) = other_kind(spec("embodied", "conversation"), talks)
     assert wrong.key == "environment.backend" and "workflow: agentic" in wrong.fix
+
+
+def test_each_agent_has_a_process_of_its_own():
+    agents = RunSpec.model_validate(
+        {"workflow": "agentic", "model": {"path": "model"}, "agent": {"command": ["agent", "--fast"]}}
+    )
+    assert agents.environment is not None
+    request = opening(agents.environment, agents.environment.tasks[0], 7)
+    assert (request.environment.backend, request.environment.name) == ("agent", "command: agent --fast")
+    assert (request.count, request.processes) == (7, 7)
+    assert json.loads(request.options_json) == {"command": ["agent", "--fast"]}

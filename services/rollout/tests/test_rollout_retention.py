@@ -101,7 +101,16 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
         yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
 
     generation = Generation(
-        run, opening, Serving("me", rollout.instance.fence, lambda: None, None, rollout.servicer._caches)
+        run,
+        opening,
+        Serving(
+            "me",
+            rollout.instance.fence,
+            lambda: None,
+            None,
+            rollout.servicer._caches,
+            rollout.servicer._endpoint,
+        ),
     )
     responses = generation.responses(requests())
     await anext(responses)

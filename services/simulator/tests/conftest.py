@@ -154,6 +154,15 @@ class PoolClient:
         operation = simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, turn=turn)
         return (await self.send(operation))[environment]
 
+    async def wait_for_agent(self, seconds, environment=0, *, kill=False):
+        waits = simulator_pb2.AwaitAgent(kill=kill)
+        waits.wait.FromNanoseconds(int(seconds * 1e9))
+        index = self.next_index.get(environment, 0)
+        operation = simulator_pb2.EnvironmentOperation(
+            environment=environment, step_index=index, await_agent=waits
+        )
+        return (await self.send(operation))[environment]
+
     async def act(self, action, environment=0, **fields):
         return (await self.send(self.action_operation(action, environment, **fields)))[environment]
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.tool_calls import hermes_calls, json_calls
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.conversation.backend import Conversations
-from headrace_simulator.backends.conversation.calls import Tool, hermes_calls, json_calls
+from headrace_simulator.backends.conversation.calls import Tool
 from headrace_simulator.backends.conversation.tools import calculator
 
 OK = simulator_pb2.OUTCOME_STATUS_OK

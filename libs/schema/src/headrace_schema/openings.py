@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.rules.combinations import truncated_sampling
+from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.base import Count, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection, SamplingSection
@@ -42,6 +43,9 @@ class RolloutConfig(Opening):
     model: ModelSection
     workflow: WorkflowChoice = "reasoning"
     environment: EnvironmentSection | None = None
+    agent: AgentSection | None = None
+    agent_rewards: bool = False
+    """Some scorer takes the agent's own reward: a session that ends without one has failed."""
     prompt: PromptSection = PromptSection()
     """How a conversation's messages become a prompt: `chat` and `template_arguments` of data.prompt."""
     rollout: RolloutSection = RolloutSection()

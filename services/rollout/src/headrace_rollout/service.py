@@ -20,7 +20,9 @@ from headrace_servicekit.lease.devices import bind_cpu
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
+from headrace_servicekit.rpc.server import advertised_host, split_address
 
+from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
@@ -50,6 +52,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._reported = 0.0
         # Opening, closing and installing change what the other calls find; one at a time.
         self._changing = asyncio.Lock()
+        self._endpoint = Endpoint(
+            split_address(instance.config.listen)[0],
+            advertised_host(instance.config.listen, instance.config.advertise),
+        )
         self._installer = PolicyInstaller(instance.weights, instance.token, self._changing)
         instance.open_runs.limit = 1
         instance.on_grant = self.on_grant
@@ -105,6 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await run.engine.abort(None)
         await run.end_streams()
         async with self._changing:  # An install at work ends first: what it receives must not stay.
+            await self._endpoint.close()
             await run.close()
             self._instance.weights.keep(run.name, set())
 
@@ -154,6 +161,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             lambda: self._report(run),
             instance.token,
             self._caches,
+            self._endpoint,
         )
 
     async def _serve(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import EPISODES
+from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, AgentSection
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import CONVERSATIONS
 
@@ -38,6 +42,10 @@ def with_conversation_defaults(given: Any) -> Any:
     if not isinstance(given, Mapping) or given.get("workflow") != CONVERSATIONS:
         return given
     spec, environment = dict(given), given.get("environment")
+    if started := _started(given.get("agent")):
+        environment = (
+            {**started, **(environment or {})} if isinstance(environment, Mapping | None) else environment
+        )
     tasks = None
     if isinstance(environment, Mapping):
         tasks = environment.get("tasks")
@@ -51,15 +59,38 @@ def with_conversation_defaults(given: Any) -> Any:
     return spec
 
 
+def _started(agent: Any) -> dict[str, Any]:
+    """The environment's keys that follow from what an agent is; none where the section is wrong or missing."""
+    try:
+        section = AgentSection.model_validate(agent)
+    except ValidationError:
+        return {}
+    return {
+        "backend": AGENTS,
+        "tasks": [section.task],
+        "options": {"command": section.command} if section.command else {},
+        "max_episode_s": AGENT_SECONDS,
+    }
+
+
 def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a run of conversations."""
     if spec.workflow != CONVERSATIONS:
         if spec.environment is not None and spec.environment.rewritten_turns != "refuse":
             reason = f"is of agentic runs, and workflow is {spec.workflow}"
             yield problem("environment.rewritten_turns", reason, "remove it")
+        if spec.environment is not None and spec.environment.max_episode_s:
+            reason = f"is of agentic runs, and workflow is {spec.workflow}"
+            yield problem("environment.max_episode_s", reason, "use environment.max_episode_steps")
+        if spec.agent is not None:
+            yield problem(
+                "agent",
+                f"an agent needs workflow: {CONVERSATIONS}, and it is {spec.workflow}",
+                f"set workflow: {CONVERSATIONS}",
+            )
         return
     if spec.environment is None:
-        fix = "give environment.tasks: [path/to/file.py:Class], or [tools]"
+        fix = "give environment.tasks: [path/to/file.py:Class], or [tools], or an agent"
         yield problem("environment", "an agentic run speaks with one", fix)
         return
     for key, why in OTHERWISE.items():
@@ -72,7 +103,35 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     if spec.algorithm.options.get("routing_replay"):
         reason = "a conversation is put together without routes"
         yield problem("algorithm.options.routing_replay", reason, "remove it")
-    yield from _tasks(spec)
+    yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
+    count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
+    if count < least:
+        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
+        yield problem("environment.count", reason, f"the nearest valid value is {least}")
+
+
+def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[KeyProblemView]:
+    if bool(agent.python) == bool(agent.command):
+        reason = (
+            "both python and command are given" if agent.python else "neither python nor command is given"
+        )
+        yield problem(
+            "agent", reason, "give one: python: path/to/file.py:function, or command: [program, argument]"
+        )
+        return
+    if agent.python and ".py:" not in agent.python:
+        reason = f"{agent.python!r} names no function in a file"
+        yield problem("agent.python", reason, "write path/to/file.py:function")
+    follows = {
+        "backend": AGENTS,
+        "tasks": [agent.task],
+        "options": {"command": agent.command} if agent.command else {},
+        "processes": 0,
+    }
+    for key, value in follows.items():
+        if getattr(environment, key) != value:
+            reason = "it follows from agent" if value else "each agent has a process of its own"
+            yield problem(f"environment.{key}", reason, "remove it")
 
 
 def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -93,7 +152,3 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     if strange := {*listed} - {*tasks} if isinstance(listed, list) else set():
         reason = f"{', '.join(sorted(map(str, strange)))} is not among environment.tasks"
         yield problem("data.options.tasks", reason, "leave data.options.tasks out")
-    count, least = spec.environment.count, spec.rollout.instances * len(tasks)
-    if count < least:
-        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
-        yield problem("environment.count", reason, f"the nearest valid value is {least}")

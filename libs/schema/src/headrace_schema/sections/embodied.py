@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from headrace_schema.sections.base import Count, CountOrZero, Section
 
@@ -36,6 +36,10 @@ class EnvironmentSection(Section):
         default=0,
         description="actions after which an episode is cut, or turns after which a conversation is; 0: the "
         "environment's own limit",
+    )
+    max_episode_s: NonNegativeFloat = Field(
+        default=0.0,
+        description="seconds after which a conversation, or an agent, is cut; 0: no limit; default with agent: 600",
     )
     reward: Literal["default", "dense", "sparse"] = Field(
         default="default", description="reward of a step; sparse: 1 where the task succeeds"

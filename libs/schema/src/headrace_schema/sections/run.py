@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.base import Count, Section, Seed
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import (
@@ -56,6 +57,11 @@ class RunSections(Section):
     model: ModelSection
     environment: EnvironmentSection | None = Field(
         default=None, description="what an embodied run's policy acts in, or an agentic run's speaks with"
+    )
+    agent: AgentSection | None = Field(
+        default=None,
+        description="of an agentic run: a program that speaks with the model through an OpenAI-compatible endpoint, in "
+        "place of an environment",
     )
     data: DataSection = Field(
         description="where prompts come from; needed but for an embodied or agentic run"

@@ -56,6 +56,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TERMINATED: _ClassVar[FinishReason]
     FINISH_REASON_TRUNCATED: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_TIMED_OUT: _ClassVar[FinishReason]
 
 class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -94,6 +95,7 @@ FINISH_REASON_PROMPT_TOO_LONG: FinishReason
 FINISH_REASON_TERMINATED: FinishReason
 FINISH_REASON_TRUNCATED: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_TIMED_OUT: FinishReason
 LEASE_MODE_UNSPECIFIED: LeaseMode
 LEASE_MODE_MANDATORY: LeaseMode
 LEASE_MODE_EXPANSION: LeaseMode

@@ -134,20 +134,30 @@ class StepRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., operations: _Optional[_Iterable[_Union[EnvironmentOperation, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentOperation(_message.Message):
-    __slots__ = ("environment", "step_index", "reset", "action", "action_chunk", "turn")
+    __slots__ = ("environment", "step_index", "reset", "action", "action_chunk", "turn", "await_agent")
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     ACTION_CHUNK_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    AWAIT_AGENT_FIELD_NUMBER: _ClassVar[int]
     environment: int
     step_index: int
     reset: ResetOperation
     action: _common_pb2.Tensor
     action_chunk: _common_pb2.Tensor
     turn: AssistantTurn
-    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., action_chunk: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., turn: _Optional[_Union[AssistantTurn, _Mapping]] = ...) -> None: ...
+    await_agent: AwaitAgent
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., action_chunk: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., turn: _Optional[_Union[AssistantTurn, _Mapping]] = ..., await_agent: _Optional[_Union[AwaitAgent, _Mapping]] = ...) -> None: ...
+
+class AwaitAgent(_message.Message):
+    __slots__ = ("wait", "kill")
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
+    wait: _duration_pb2.Duration
+    kill: bool
+    def __init__(self, wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kill: _Optional[bool] = ...) -> None: ...
 
 class AssistantTurn(_message.Message):
     __slots__ = ("content",)

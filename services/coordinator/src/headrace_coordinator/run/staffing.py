@@ -189,6 +189,9 @@ class Staffing:
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
             raw_texts="tokens" in self._fitted.reward.give,
+            agent_rewards=any(
+                scorer.name == "episode" for found in self._fitted.reward.sets().values() for scorer in found
+            ),
         )
         return config.model_dump_json()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,13 +39,17 @@ class ConversationSample:
 
 @dataclass(frozen=True)
 class ConversationPlan:
-    """What holds for all conversations of a stream; `stream.sink` gets what ended, `failed` what ends the stream."""
+    """What holds for all conversations of a stream; `stream.sink` gets what ended, `failed` what ends the stream.
+
+    `seconds` is the longest that one may take; 0: as long as it likes.
+    """
 
     stream: Stream
     codec: TextCodec
     template: TurnTemplate
     failed: Callable[[ServiceError], None]
     pool_lost: Callable[[Pool], None]
+    seconds: float = 0.0
 
 
 class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]):
@@ -96,6 +102,7 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         self, sample: ConversationSample, environment: Environment, talk: Conversation
     ) -> Finish | None:
         """How the conversation ended; None where it was stopped. Fills `talk`."""
+        late = due(self._plan.seconds)
         outcome = await environment.reset(sample.start)
         tools = json.loads(outcome.tools_json) if outcome.tools_json else None
         talk.said = [(message.role, message.content) for message in outcome.messages]
@@ -115,7 +122,8 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
                 return None
             outcome = await environment.say(text)
             talk.judged(outcome)
-            finish = _end(turn.finish, outcome) or self._go_on(talk, turn.whole.token_ids, outcome, tools)
+            finish = _end(turn.finish, outcome, late=asyncio.get_running_loop().time() > late)
+            finish = finish or self._go_on(talk, turn.whole.token_ids, outcome, tools)
             if finish is not None:
                 return finish
 
@@ -146,7 +154,12 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
             )
 
 
-def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome) -> Finish | None:
+def due(seconds: float) -> float:
+    """The moment by the loop's clock that is so many seconds away; 0 seconds: never."""
+    return asyncio.get_running_loop().time() + seconds if seconds else math.inf
+
+
+def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome, *, late: bool) -> Finish | None:
     """How a conversation ends with a turn that the environment has taken; None: it goes on.
 
     A turn that a limit of tokens has cut is the last one.
@@ -155,7 +168,9 @@ def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome) -> Finish | No
         return Finish.LENGTH
     if outcome.terminated:
         return Finish.TERMINATED
-    return Finish.TRUNCATED if outcome.truncated else None
+    if outcome.truncated:
+        return Finish.TRUNCATED
+    return Finish.TIMED_OUT if late else None
 
 
 def _messages(outcome: simulator_pb2.EnvironmentOutcome) -> list[dict[str, str]]:

@@ -19,15 +19,27 @@ Place = tuple[int, SlotKey, int]
 """Turn, slot and attempt."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What ends turns: a number of tokens, and texts."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample."""
+    """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample.
+
+    Without `limits` those of the stream hold.
+    """
 
     key: SlotKey
     attempt: int
     turn: int
     prompt_ids: Sequence[int]
     greedy: bool
+    limits: Limits | None = None
 
     @property
     def place(self) -> Place:
@@ -43,7 +55,7 @@ class Speaker:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Asked] = []
         self._answers: dict[Place, asyncio.Future[TrajectoryUpdate]] = {}
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[tuple[int, Limits], Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def say(self, asked: Asked) -> TrajectoryUpdate:
@@ -79,36 +91,44 @@ class Speaker:
     def _submit(self) -> None:
         """Hands over what has come together, in order."""
         waiting, self._waiting = self._waiting, []
-        by_turn: dict[int, list[Asked]] = defaultdict(list)
+        by_stream: dict[Stream, list[Asked]] = defaultdict(list)
         for asked in waiting:
-            by_turn[asked.turn].append(asked)
-        for turn, several in by_turn.items():
-            self._begin(self._ask(turn, several))
+            by_stream[self._stream(asked)].append(asked)
+        for stream, several in by_stream.items():
+            self._begin(self._ask(stream, several))
 
-    async def _ask(self, turn: int, several: Sequence[Asked]) -> None:
+    async def _ask(self, stream: Stream, several: Sequence[Asked]) -> None:
         try:
-            await self._engine.submit(self._stream(turn), list(_groups(several)))
+            await self._engine.submit(stream, list(_groups(several)))
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
             for asked in several:
                 self._resolve(asked.place, error)
 
     async def _stop(self, asked: Asked) -> None:
-        await self._engine.abort([asked.key], stream=self._stream(asked.turn))
+        await self._engine.abort([asked.key], stream=self._stream(asked))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _stream(self, turn: int) -> Stream:
-        if turn not in self._streams:
+    def _stream(self, asked: Asked) -> Stream:
+        """That of the turn, with its seed, and of its limits."""
+        turn, limits = asked.turn, asked.limits or Limits(self._outer.max_new_tokens, self._outer.stop)
+        if (turn, limits) not in self._streams:
 
             def sink(outputs: list[TrajectoryUpdate]) -> None:
                 self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
 
-            seed = Turn(turn, reply=False).seed(self._outer.seed)
-            self._streams[turn] = replace(self._outer, seed=seed, sink=sink, chunk_tokens=0)
-        return self._streams[turn]
+            self._streams[turn, limits] = replace(
+                self._outer,
+                seed=Turn(turn, reply=False).seed(self._outer.seed),
+                sink=sink,
+                chunk_tokens=0,
+                max_new_tokens=limits.max_new_tokens,
+                stop=limits.stop,
+            )
+        return self._streams[turn, limits]
 
     def _arrived(self, turn: int, outputs: list[TrajectoryUpdate]) -> None:
         for output in outputs:

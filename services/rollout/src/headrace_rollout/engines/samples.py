@@ -39,6 +39,8 @@ class Finish(Enum):
     """Of a conversation: its environment ended it."""
     TRUNCATED = "truncated"
     """Of a conversation: it has as many turns as it may have."""
+    TIMED_OUT = "timed_out"
+    """Of a conversation: it took as many seconds as it may take."""
 
 
 @dataclass(frozen=True)

@@ -55,15 +55,16 @@ class Environment:
         self._waiting: asyncio.Future[Outcome] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ends_next = False
 
-    async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
-        """Begins an episode. Raises as `settled`."""
+    async def reset(self, start: rollout_pb2.EpisodeStart, options_json: str = "") -> Outcome:
+        """Begins an episode, `options_json` in place of the start's own if given. Raises as `settled`."""
         reset = simulator_pb2.ResetOperation(
-            seed=start.seed, record=start.record, options_json=start.options_json
+            seed=start.seed, record=start.record, options_json=options_json or start.options_json
         )
         if start.HasField("init_state"):
             reset.init_state = start.init_state
-        if not self._idle.is_set():  # an operation of an episode that was stopped
+        while not self._idle.is_set():  # an operation of an episode that was stopped
             await self._idle.wait()
         answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._operate(Operation(reset=reset), 0, answered)
@@ -81,6 +82,23 @@ class Environment:
         answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._operate(Operation(turn=simulator_pb2.AssistantTurn(content=content)), 1, answered)
         return await self.settled(await answered)
+
+    async def wait(self, seconds: float) -> Outcome:
+        """Waits so long for the end of an agent; the outcome is `terminated` once it has ended. Raises as `settled`."""
+        waits = simulator_pb2.AwaitAgent()
+        waits.wait.FromNanoseconds(int(seconds * 1e9))
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._operate(Operation(await_agent=waits), 1, answered)
+        return await self.settled(await answered)
+
+    def end_agent(self) -> None:
+        """Kills an agent that still runs, at once or when the operation under way is answered; waits for nothing."""
+        if not self._idle.is_set():
+            self._ends_next = True
+        elif not self._pool.reason:
+            answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            answered.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._operate(Operation(await_agent=simulator_pb2.AwaitAgent(kill=True)), 1, answered)
 
     async def settled(self, outcome: Outcome) -> Outcome:
         """The outcome, with what it refers to.
@@ -110,6 +128,11 @@ class Environment:
         pool.watch(self.due)
 
     @property
+    def step_timeout_s(self) -> float:
+        """How long one operation may take."""
+        return self._pool.step_timeout_s
+
+    @property
     def name(self) -> str:
         """For messages."""
         return f"environment {self._index} of {self._pool.name} at {self._pool.address}"
@@ -137,6 +160,9 @@ class Environment:
         waiting = self._ended()
         if waiting is not None and not waiting.done():
             waiting.set_result(outcome)
+        ends, self._ends_next = self._ends_next, False
+        if ends and outcome.status == simulator_pb2.OUTCOME_STATUS_OK and not outcome.terminated:
+            self.end_agent()
 
     def lose(self, reason: str) -> None:
         """Raises PoolLost where an outcome is awaited."""

@@ -17,6 +17,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc.errors import ServiceError
 
+from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.opened import OpenedRun
 
@@ -57,6 +58,8 @@ class Serving:
     token: str | None
     """What it shows to instances that it calls."""
     caches: MovedCaches
+    endpoint: Endpoint
+    """Where agents speak with the policy."""
 
 
 class Revoked:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.requests import check_number, json_object
+from headrace_servicekit.tool_calls import beside_calls
 from typing_extensions import override
 
 from headrace_rollout.conversations.runner import ConversationPlan, ConversationRunner, ConversationSample
+from headrace_rollout.endpoint.runner import AgentRunner
+from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.runs.opened import ConversationRun
 from headrace_rollout.streams.base import Serving
@@ -22,14 +26,30 @@ class ConversationStream(Generation):
     def __init__(self, run: ConversationRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
         pools = run.pools.of(opening.pools)
+        environment = run.config.environment
+        assert environment is not None
         plan = ConversationPlan(
             stream=self._stream,
             codec=run.codec,
             template=run.template,
             failed=self._inbox.put_nowait,
             pool_lost=lambda pool: self._inbox.put_nowait([pool]),
+            seconds=environment.max_episode_s,
         )
-        self._runner = ConversationRunner(plan, run.engine, pools)
+        if run.config.agent is None:
+            self._runner = ConversationRunner(plan, run.engine, pools)
+        else:
+            terms = Terms(
+                model=run.name,
+                stream=self._stream,
+                codec=run.codec,
+                template=run.template,
+                most_turns=environment.max_episode_steps,
+                most_tokens=run.engine.max_context_tokens,
+                calls_of=partial(beside_calls, run.config.agent.tool_calls),
+            )
+            rewards = run.config.agent_rewards
+            self._runner = AgentRunner(plan, run.engine, pools, serving.endpoint, terms, rewards=rewards)
         self._asked, self._told_s = run.pools.asked, run.pools.asked.seconds
 
     @override

@@ -18,6 +18,9 @@ CONVERSATION = Plugin(
     f"{_HERE}.conversation.backend:build",
     description="conversations: with tools, and with a user's own class",
 )
+AGENT = Plugin(
+    f"{_HERE}.agent:build", description="agents: programs that speak with the policy through an endpoint"
+)
 BACKENDS: Registry[AnyBackend] = Registry(
     "headrace.simulator_backends",
     "backend",
@@ -25,7 +28,7 @@ BACKENDS: Registry[AnyBackend] = Registry(
     "environment.backend_options",
     {
         name: f"{_HERE}:{name.upper()}"
-        for name in ("gymnasium", "metaworld", "maniskill", "libero", "conversation")
+        for name in ("gymnasium", "metaworld", "maniskill", "libero", "conversation", "agent")
     },
 )
 

@@ -162,4 +162,33 @@ class ConversationBackend(Protocol):
         ...
 
 
-AnyBackend = Backend | ConversationBackend
+class Agent(Protocol):
+    """A program that speaks with a policy by itself, through an endpoint; one at a time."""
+
+    def run(self, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]) -> int:
+        """Starts a process of it, with `variables` in its environment; returns the process's id."""
+        ...
+
+    def result(self) -> Mapping[str, Any]:
+        """What the process that ended has said of itself: `reward`, `success`, `error`; each may be missing."""
+        ...
+
+
+@runtime_checkable
+class AgentBackend(Protocol):
+    """A backend that starts agents; made without arguments."""
+
+    def environments(self) -> list[str]:
+        """Names of agents that it brings, sorted."""
+        ...
+
+    def agent(self, name: str, options: Mapping[str, Any]) -> Agent:
+        """Prepares an agent, without starting it.
+
+        Raises:
+            BackendError: the name or an option is wrong.
+        """
+        ...
+
+
+AnyBackend = Backend | ConversationBackend | AgentBackend

@@ -14,7 +14,8 @@ from headrace_servicekit.process.worker_pipes import become_worker, frame, read_
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
-from headrace_simulator.backends.base import AnyBackend, BackendError, ConversationBackend
+from headrace_simulator.backends.base import AgentBackend, AnyBackend, BackendError, ConversationBackend
+from headrace_simulator.child.agents import Agents
 from headrace_simulator.child.conversations import Conversations
 from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
 from headrace_simulator.child.output import bound_output
@@ -32,18 +33,18 @@ class Host:
     def __init__(self) -> None:
         self._opening: dict[str, Any] = {}
         self._backend: AnyBackend | None = None
-        self._environments: dict[int, Episodes | Conversations] = {}
+        self._environments: dict[int, Episodes | Conversations | Agents] = {}
 
     def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
         """Makes the environments; BackendError or Raised where they cannot be made."""
         self._opening = opening
         self._backend = call(lambda: backends.create(opening["backend"]))
-        if isinstance(self._backend, ConversationBackend):
+        if isinstance(self._backend, ConversationBackend | AgentBackend):
             bound_output()
         for index in opening["environments"]:
             self._environments[index] = self._make()
         opened = self._environments[opening["environments"][0]]
-        if isinstance(opened, Conversations):
+        if not isinstance(opened, Episodes):
             return simulator_pb2.OpenPoolResponse(conversation=True)
         first = opened.environment
         return simulator_pb2.OpenPoolResponse(
@@ -80,7 +81,7 @@ class Host:
         episodes = self._environments.get(index)
         if episodes is None:
             raise Raised("the environment is new; reset it first")
-        if isinstance(episodes, Conversations):
+        if not isinstance(episodes, Episodes):
             raise Raised("a conversation has no picture")
         return encode_tensor(call(episodes.environment.render)).SerializeToString()
 
@@ -89,11 +90,11 @@ class Host:
         if index not in self._environments:
             raise Raised("the environment is new; reset it first")
         episodes = self._environments[index]
-        if isinstance(episodes, Conversations):
+        if not isinstance(episodes, Episodes):
             raise Raised("a conversation has no video")
         return episodes.take_video()
 
-    def _make(self) -> Episodes | Conversations:
+    def _make(self) -> Episodes | Conversations | Agents:
         opening, backend = self._opening, self._backend
         if backend is None:
             raise Raised("no backend is open")
@@ -101,6 +102,8 @@ class Host:
         if isinstance(backend, ConversationBackend):
             made = call(lambda: backend.converse(opening["name"], opening["options"]))
             return Conversations(made, limit)
+        if isinstance(backend, AgentBackend):
+            return Agents(call(lambda: backend.agent(opening["name"], opening["options"])))
         variant, options = call(lambda: split(opening["options"], backend, opening["name"]))
         environment = call(
             lambda: varied(
@@ -115,11 +118,22 @@ class Host:
 def main() -> None:
     """Serves until the parent closes the pipe."""
     reader, writer = become_worker()
+    _keep_from_forks([reader.fileno(), writer.fileno()])
     host = Host()
     while (body := read_frame(reader)) is not None:
         for answer in _answers(host, *decode(body)):
             writer.write(frame(encode(answer)))
             writer.flush()
+
+
+def _keep_from_forks(descriptors: list[int]) -> None:
+    """What users' code forks must not write among this process's frames."""
+
+    def close() -> None:
+        while descriptors:  # once: a fork of the fork has other files under these numbers
+            os.close(descriptors.pop())
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _answers(host: Host, kind: Kind, payload: bytes) -> Iterator[Message]:

@@ -114,7 +114,7 @@ class EnvironmentLedger:
             if operation.HasField("reset"):
                 return self._reset_fault(operation.reset)
             space = self._description.action_space
-            if (space is None) != operation.HasField("turn"):
+            if (space is None) != (operation.WhichOneof("operation") in ("turn", "await_agent")):
                 return "a conversation takes turns" if space is None else "turns are of conversations alone"
             if space is None:
                 return None

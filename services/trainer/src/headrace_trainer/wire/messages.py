@@ -28,6 +28,7 @@ _SETTLED = frozenset(
         # Of conversations with an environment:
         common_pb2.FINISH_REASON_TERMINATED,
         common_pb2.FINISH_REASON_TRUNCATED,
+        common_pb2.FINISH_REASON_TIMED_OUT,
     }
 )
 _DISPOSITIONS = {

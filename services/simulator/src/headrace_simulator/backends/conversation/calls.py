@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,68 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_servicekit.tool_calls import Call
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 ERROR = "error: "
 """What the answer to a broken call begins with."""
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-_FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as the model wrote it; `problem` says why it is none."""
-
-    name: str = ""
-    arguments: Any = None
-    problem: str = ""
-
-
-def hermes_calls(text: str) -> list[Call]:
-    """Calls of Hermes, Qwen 2.5 and Qwen 3: JSON objects in <tool_call> tags, among other text.
-
-    >>> hermes_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [Call(name='add', arguments={'a': 1}, problem='')]
-    """
-    found = []
-    for inner, end in _HERMES.findall(text):
-        found.append(_call(inner) if end else Call(problem="a <tool_call> has no </tool_call>"))
-    return found
-
-
-def json_calls(text: str) -> list[Call]:
-    """Calls of models that say nothing else in the turn: one JSON object with a name, or a list of them.
-
-    The object's arguments may be called `parameters`, as Llama 3 does.
-
-    >>> json_calls('{"name": "add", "parameters": {"a": 1}}'), json_calls("It is 4.")
-    ([Call(name='add', arguments={'a': 1}, problem='')], [])
-    """
-    text = text.strip()
-    if fenced := _FENCE.match(text):
-        text = fenced[1]
-    if text[:1] not in ("{", "["):
-        return []
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return [_call(text)] if '"name"' in text else []
-    listed = found if isinstance(found, list) else [found]
-    named = all(isinstance(each, dict) and "name" in each for each in listed)
-    return [_call(json.dumps(each)) for each in listed] if named else []
-
-
-PARSERS: Mapping[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "json": json_calls}
-
-
-def _call(text: str) -> Call:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is no JSON ({error})")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Call(problem='the call is no object with a name: {"name": NAME, "arguments": {…}}')
-    return Call(found["name"], found.get("arguments", found.get("parameters", {})))
 
 
 class Late(BaseException):

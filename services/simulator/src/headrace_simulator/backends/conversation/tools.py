@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options
+from headrace_servicekit.tool_calls import PARSERS
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from headrace_simulator.backends.base import BackendError, Message
 from headrace_simulator.backends.base import Tool as ToolSchema
-from headrace_simulator.backends.conversation.calls import PARSERS, Limits, Tool, answers
+from headrace_simulator.backends.conversation.calls import Limits, Tool, answers
 from headrace_simulator.backends.options import unknown
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
 

@@ -1,0 +1,40 @@
+"""The section of an agent that speaks with the policy through an endpoint."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Literal
+
+from pydantic import Field
+
+from headrace_schema.sections.base import Section
+
+AGENTS = "agent"
+"""The simulator's backend that starts agents."""
+AGENT_SECONDS = 600.0
+
+
+class AgentSection(Section):
+    """A program that speaks with the policy as with any OpenAI-compatible server; started once a sample.
+
+    It finds the endpoint and its key in OPENAI_BASE_URL and OPENAI_API_KEY.
+    """
+
+    python: str = Field(
+        default="",
+        description="path/to/file.py:function, called as function(seed, item); what it returns is the reward",
+    )
+    command: list[str] = Field(
+        default_factory=list,
+        description="program and arguments; reads {seed, item} as JSON from its standard input, and posts its reward",
+    )
+    tool_calls: Literal["hermes", "json"] = Field(
+        default="hermes",
+        description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
+        "or json (a JSON object alone)",
+    )
+
+    @property
+    def task(self) -> str:
+        """What is started, as text."""
+        return self.python or f"command: {shlex.join(self.command)}"

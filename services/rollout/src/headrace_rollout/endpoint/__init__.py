@@ -1,0 +1,1 @@
+"""Agents that speak with the policy as with an OpenAI-compatible server."""

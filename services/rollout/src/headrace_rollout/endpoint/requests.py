@@ -1,0 +1,177 @@
+"""What an agent asks for in a chat completion, checked: what would change the policy's answers otherwise is refused.
+
+How tokens are drawn (temperature, top_p, penalties, seed) is the run's: what a request says of it is not looked at.
+Knows no session and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: HTTP status, code and message, and the parameter that it is about."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+
+
+@dataclass(frozen=True)
+class Line:
+    """A message as it is compared with others: its text, and (name, arguments as JSON) of the calls of tools."""
+
+    role: str
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+    def same(self, other: Line) -> bool:
+        """Whether both say the same; blanks around what the policy said may be lost."""
+        mine, theirs = self.content, other.content
+        if self.role == "assistant":
+            mine, theirs = mine.strip(), theirs.strip()
+        return (self.role, mine, self.calls) == (other.role, theirs, other.calls)
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(BaseModel):
+    function: _Function
+
+
+class Message(BaseModel):
+    """One message; keys that clients send back of answers are let through."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def line(self) -> Line:
+        """For comparisons."""
+        given = self.content
+        text = given if isinstance(given, str) else "".join(part.text for part in given or ())
+        calls = tuple(
+            (each.function.name, canonical(each.function.arguments)) for each in self.tool_calls or ()
+        )
+        return Line("system" if self.role == "developer" else self.role, text, calls)
+
+
+class _Format(BaseModel):
+    type: str
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = False
+
+
+class ChatRequest(BaseModel):
+    """The body of POST /v1/chat/completions, as far as it matters here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stop: list[str] | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    n: int | None = None
+    response_format: _Format | None = None
+    logit_bias: dict[str, float] | None = None
+    functions: list[Any] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
+    @property
+    def lines(self) -> list[Line]:
+        """The messages for comparisons."""
+        return [message.line for message in self.messages]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest answer that is asked for."""
+        given = [each for each in (self.max_tokens, self.max_completion_tokens) if each is not None]
+        return min(given, default=None)
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The request of a body. Raises Refusal 400 with the key and what to do."""
+    try:
+        request = ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"])) or None
+        raise Refusal(400, "invalid_request", f"{param or 'the body'}: {first['msg']}", param) from error
+    wrong = {
+        "n": (request.n or 1) != 1 and "a session is one conversation: ask for one answer at a time",
+        "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
+        "response_format": request.response_format is not None
+        and request.response_format.type != "text"
+        and "answers are not forced into a form; leave it out, and let the reward ask for it",
+        "tool_choice": request.tool_choice not in (None, "auto", "none")
+        and "a call is not forced; give auto or none",
+        "functions": bool(request.functions) and "give tools",
+        "top_logprobs": bool(request.top_logprobs)
+        and "only the log-prob of what was sampled is kept; give 0",
+        "stop": any(not text for text in request.stop or ()) and "a stop text is empty; leave it out",
+    }
+    for param, reason in wrong.items():
+        if reason:
+            raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
+    return request
+
+
+def chat_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    return [
+        {"role": line.role, "content": line.content}
+        | (
+            {
+                "tool_calls": [
+                    {"type": "function", "function": {"name": name, "arguments": _object(arguments)}}
+                    for name, arguments in line.calls
+                ]
+            }
+            if line.calls
+            else {}
+        )
+        for line in lines
+    ]
+
+
+def canonical(arguments: str | Mapping[str, Any]) -> str:
+    """Arguments of a call in one form, whatever the order of keys and the blanks; what is no JSON stays as it is."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return str(arguments)
+    return json.dumps(found, sort_keys=True)
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

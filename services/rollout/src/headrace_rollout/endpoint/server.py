@@ -1,0 +1,261 @@
+"""The HTTP server that agents speak with: sessions by key, chat completions in OpenAI's form, whole or streamed.
+
+A streamed answer comes in one piece, once it is sampled. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
+from headrace_rollout.endpoint.responses import read_response_request, response
+from headrace_rollout.endpoint.session import Answer, Session
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+
+MOST_BYTES = 8 << 20
+"""Longest body of a request."""
+KEEP_ALIVE_S = 600
+"""How long a connection may be idle: an agent's tools take their time between two requests."""
+
+
+class Endpoint:
+    """The server of an instance, which listens from the first agent on.
+
+    `host` is bound; others reach it by the name `advertised`.
+    """
+
+    def __init__(self, host: str, advertised: str) -> None:
+        self._host, self._advertised = host, advertised
+        self._sessions: dict[str, Session] = {}
+        self._starting = asyncio.Lock()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    async def url(self) -> str:
+        """Where agents reach it; starts it the first time."""
+        async with self._starting:
+            if self._server is None:
+                self._url = await self._start()
+        return self._url
+
+    @contextmanager
+    def serving(self, session: Session) -> Iterator[None]:
+        """Answers the session's requests meanwhile."""
+        self._sessions[session.api_key] = session
+        try:
+            yield
+        finally:
+            del self._sessions[session.api_key]
+
+    async def close(self) -> None:
+        """Ends the server and its connections."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+            self._server = self._serving = None
+
+    def session(self, authorization: str | None) -> Session:
+        """The session of a request's key. Raises Refusal 401."""
+        kind, _, key = (authorization or "").partition(" ")
+        session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
+        if session is None:
+            message = "no session has this key, or it has ended; an agent finds its key in OPENAI_API_KEY"
+            raise Refusal(401, "invalid_api_key", message)
+        return session
+
+    async def _start(self) -> str:
+        import uvicorn
+
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family)
+        listening.bind((self._host.strip("[]"), 0))
+        config = uvicorn.Config(
+            make_app(self),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = uvicorn.Server(config)
+        # Not `serve`: it would take the signal handlers over.
+        self._serving = asyncio.create_task(self._server._serve(sockets=[listening]), name="endpoint")
+        return f"http://{self._advertised}:{listening.getsockname()[1]}/v1"
+
+
+def make_app(endpoint: Endpoint) -> FastAPI:
+    """The routes."""
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def answered(request: Request, what: Callable[[Session], Awaitable[Response]]) -> Response:
+        try:
+            return await what(endpoint.session(request.headers.get("authorization")))
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+    async def chat(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            asked = read_request(await _body(request))
+            answer = await session.answer(asked, again=_again(request))
+            if asked.stream:
+                return StreamingResponse(_pieces(session, asked, answer), media_type="text/event-stream")
+            return JSONResponse(_completion(session, asked, answer))
+
+        return await answered(request, work)
+
+    async def responses(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            last = session.last
+            named = None if last is None else (f"resp_{session.id}_{last[1].number}", *last)
+            asked = read_response_request(await _body(request), named)
+            answer = await session.answer(asked, again=_again(request))
+            return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
+
+        return await answered(request, work)
+
+    async def models(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            listed = {"id": session.model, "object": "model", "created": 0, "owned_by": "headrace"}
+            return JSONResponse({"object": "list", "data": [listed]})
+
+        return await answered(request, work)
+
+    async def reward(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            if request.path_params["session"] != session.id:
+                raise Refusal(404, "not_found", "the key is of another session; see HEADRACE_SESSION")
+            session.reward(*_reward(await _body(request)))
+            return JSONResponse({"rewards": session.talk.rewards})
+
+        return await answered(request, work)
+
+    async def other(request: Request) -> Response:
+        served = (
+            "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/sessions/{id}/reward"
+        )
+        refusal = Refusal(
+            404, "not_found", f"there is no {request.method} {request.url.path}; there are {served}"
+        )
+        return JSONResponse(_error(refusal), refusal.status)
+
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/responses", responses, methods=["POST"])
+    app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
+    app.add_route("/{path:path}", other, methods=["GET", "POST", "PUT", "DELETE"])
+    return app
+
+
+def _again(request: Request) -> bool:
+    """Whether the client says that it repeats a request, as the `openai` client does."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BYTES:
+            raise Refusal(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
+    return bytes(body)
+
+
+def _reward(body: bytes) -> tuple[float, bool | None]:
+    try:
+        given = json.loads(body)
+        value, success = given["reward"], given.get("success")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        message = 'reward: send {"reward": NUMBER}, and "success": true or false if you like'
+        raise Refusal(400, "invalid_request", message, "reward") from error
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Refusal(400, "invalid_request", f"reward: {str(value)[:80]!r} is no number", "reward")
+    if not isinstance(success, bool | None):
+        raise Refusal(
+            400, "invalid_request", f"success: {str(success)[:80]!r}; give true or false", "success"
+        )
+    return float(value), success
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def _head(session: Session, asked: ChatRequest, answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{session.id}-{answer.number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.model or session.model,
+    }
+
+
+def _completion(session: Session, asked: ChatRequest, answer: Answer) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": _message(session, answer),
+        "logprobs": _log_probs(answer) if asked.logprobs else None,
+        "finish_reason": answer.finish,
+    }
+    head = _head(session, asked, answer, "chat.completion")
+    return {**head, "choices": [choice], "usage": _usage(answer)}
+
+
+async def _pieces(session: Session, asked: ChatRequest, answer: Answer) -> AsyncIterator[str]:
+    head = _head(session, asked, answer, "chat.completion.chunk")
+    delta = _message(session, answer)
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    log_probs = _log_probs(answer) if asked.logprobs else None
+    for choice in (
+        {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish},
+    ):
+        yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _message(session: Session, answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"call_{session.id}_{answer.number}_{index}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, (name, arguments) in enumerate(answer.calls)
+        ]
+    return message
+
+
+def _log_probs(answer: Answer) -> dict[str, Any]:
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in answer.tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    sampled = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": answer.prompt_tokens + sampled,
+    }

@@ -1,0 +1,476 @@
+"""The endpoint for agents, without a network and without a model: what is answered, kept as ids, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import httpx2
+import pytest
+from headrace_rollout.conversations.conversation import Conversation
+from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.endpoint.server import MOST_BYTES, Endpoint, make_app
+from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.samples import Distribution, Finish, Prefix, SlotKey, Stream, TrajectoryUpdate
+from headrace_schema.sections.generating import PromptSection
+from headrace_servicekit.tool_calls import beside_calls
+from openai import AsyncOpenAI, BadRequestError
+
+END = 0
+CHAT = "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
+
+
+class Letters:
+    """A codec in which each character is an id, and 0 ends a turn."""
+
+    eos_ids = frozenset({END})
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [END if c == "\0" else ord(c) for c in text]
+    )
+
+    def render(self, chat, arguments=None):
+        tools = f"[{len(arguments['tools'])} tools]" if (arguments or {}).get("tools") else ""
+        said = "".join(f"{m['role'][0]}:{m['content']}{'+' * len(m.get('tool_calls', ()))}\0" for m in chat)
+        return f"{tools}{said}a:"
+
+    def encode_prompt(self, chat, arguments=None):
+        return self.tokenizer.encode(self.render(chat, arguments), add_special_tokens=False)
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(id) for id in ids if id != END)
+
+
+class Says:
+    """Says what it is told to, and keeps what it was asked."""
+
+    def __init__(self, *texts):
+        self.texts, self.asked, self.waits = list(texts), [], asyncio.Event()
+        self.waits.set()
+
+    async def say(self, asked):
+        self.asked.append(asked)
+        await self.waits.wait()
+        text = self.texts.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        if text is None:
+            return TrajectoryUpdate(
+                asked.key, asked.attempt, 0, [], [], 3, [], stopped=True, whole=Prefix([], [], [])
+            )
+        ids = [*map(ord, text), END]
+        finish = Finish.EOS
+        if len(ids) > asked.limits.max_new_tokens:
+            ids, finish = ids[: asked.limits.max_new_tokens], Finish.LENGTH
+        whole = Prefix(ids, [-0.5] * len(ids), [(3, len(ids))])
+        return TrajectoryUpdate(
+            asked.key, asked.attempt, 0, ids, whole.log_probs, 3, [], finish=finish, whole=whole
+        )
+
+
+class Desk:
+    """An endpoint with sessions, and a client of it."""
+
+    def __init__(self):
+        self.endpoint, self.client = Endpoint("127.0.0.1", "127.0.0.1"), None
+
+    def open(self, *texts, **more):
+        speaker, talk = Says(*texts), Conversation((), [])
+        stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
+        codec = Letters()
+        fields = {"most_turns": 0, "most_tokens": 200, **more}
+        template = TurnTemplate(codec, PromptSection(chat=True))
+        terms = Terms(
+            "run", stream, codec, template, calls_of=lambda text: beside_calls("hermes", text), **fields
+        )
+        session = Session(SlotKey(1, 2), 1, talk, terms, speaker, lambda ids: None, greedy=False)
+        self.endpoint._sessions[session.api_key] = session
+        return session, speaker
+
+    async def post(self, session, body, path=CHAT, **headers):
+        headers = {"Authorization": f"Bearer {session.api_key}", **headers}
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return await self.client.post(path, content=content, headers=headers)
+
+    async def said(self, session, messages, **more):
+        found = await self.post(session, {"model": "x", "messages": messages, **more})
+        assert found.status_code == 200, found.text
+        return found.json()["choices"][0]
+
+    async def refused(self, session, body, status=400, path=CHAT, **headers):
+        found = await self.post(session, body, path, **headers)
+        assert found.status_code == status, found.text
+        error = found.json()["error"]
+        assert {"message", "type", "param", "code"} == set(error)
+        return error
+
+
+@pytest.fixture
+async def desk():
+    made = Desk()
+    transport = httpx.ASGITransport(make_app(made.endpoint))
+    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
+        yield made
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(desk):
+    session, speaker = desk.open("yes", "no")
+    first = await desk.said(
+        session, [{"role": "developer", "content": "be"}, user("one")], temperature=0, logprobs=True
+    )
+    assert first["message"] == {"role": "assistant", "content": "yes"} and first["finish_reason"] == "stop"
+    assert [each["token"] for each in first["logprobs"]["content"]] == ["y", "e", "s", ""]
+    assert {each["logprob"] for each in first["logprobs"]["content"]} == {-0.5}
+    # Clients send answers back with keys of their own, and lose blanks around them.
+    echoed = {
+        **first["message"],
+        "content": " yes\n",
+        "refusal": None,
+        "annotations": [],
+        "function_call": None,
+    }
+    parts = {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]}
+    await desk.said(session, [{"role": "system", "content": "be"}, user("one"), echoed, parts])
+    one, two = speaker.asked
+    assert Letters().decode(one.prompt_ids) == "s:beu:onea:"
+    assert list(two.prompt_ids) == [
+        *one.prompt_ids,
+        *map(ord, "yes"),
+        END,
+        *map(ord, "u:two"),
+        END,
+        *map(ord, "a:"),
+    ]
+    assert (one.turn, two.turn, two.key, two.limits.max_new_tokens, two.limits.stop) == (
+        0,
+        1,
+        SlotKey(1, 2),
+        40,
+        ("#",),
+    )
+    talk = session.talk
+    assert talk.said == [
+        ("system", "be"),
+        ("user", "one"),
+        ("assistant", "yes"),
+        ("user", "two"),
+        ("assistant", "no"),
+    ]
+    assert [*talk.prompt_ids, *talk.tokens] == [*two.prompt_ids, *map(ord, "no"), END]
+    assert talk.spans == [(3, 4), (0, 8), (3, 3)] and len(talk.log_probs) == len(talk.tokens)
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "words"),
+    [
+        ([user("one")], {}, "1 messages where 2 were said"),
+        (
+            [user("one"), {"role": "assistant", "content": "no"}, user("two")],
+            {},
+            "messages.1: it is not what was said",
+        ),
+        (
+            [user("won"), {"role": "assistant", "content": "yes"}, user("two")],
+            {},
+            "messages.0: it is not what was said",
+        ),
+        ([user("summary of all so far"), user("two"), user("three")], {}, "messages.0"),
+        (
+            [
+                user("one"),
+                {"role": "assistant", "content": "yes"},
+                {"role": "assistant", "content": "and no"},
+            ],
+            {},
+            "messages.2: the model has not said this",
+        ),
+        (
+            [user("one"), {"role": "assistant", "content": "yes"}, user("two")],
+            {"tools": TOOLS},
+            "tools: they differ",
+        ),
+    ],
+)
+async def test_messages_edited_behind_the_models_back_are_refused_and_change_nothing(
+    desk, messages, more, words
+):
+    session, speaker = desk.open("yes", "no")
+    await desk.said(session, [user("one")])
+    before = [*session.talk.tokens]
+    error = await desk.refused(session, {"messages": messages, **more})
+    assert words in error["message"] and error["code"] == "not_extended"
+    assert session.talk.tokens == before and len(speaker.asked) == 1
+    await desk.said(session, [user("one"), {"role": "assistant", "content": "yes"}, user("two")])
+
+
+async def test_forged_keys_are_refused_and_no_session_is_told_of_another(desk):
+    session, other = desk.open("yes")[0], desk.open("no")[0]
+    for header in ({}, {"Authorization": "Bearer sk-headrace-forged"}, {"Authorization": session.api_key}):
+        found = await desk.client.post(CHAT, json={"messages": [user("one")]}, headers=header)
+        assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
+    found = await desk.client.get("/v1/models")
+    assert found.status_code == 401
+    assert session.api_key != other.api_key and session.id not in session.api_key
+    await desk.refused(session, {"reward": 1.0}, 404, f"/v1/sessions/{other.id}/reward")
+    with desk.endpoint.serving(session):
+        pass
+    await desk.refused(session, {"messages": [user("one")]}, 401)
+
+
+async def test_a_second_agent_on_a_session_is_refused_while_the_first_is_answered(desk):
+    session, speaker = desk.open("yes")
+    speaker.waits.clear()
+    first = asyncio.create_task(desk.said(session, [user("one")]))
+    while not speaker.asked:  # noqa: ASYNC110  # a turn of the loop or two
+        await asyncio.sleep(0)
+    error = await desk.refused(session, {"messages": [user("mine")]}, 409)
+    assert error["code"] == "session_busy" and "one conversation" in error["message"]
+    speaker.waits.set()
+    assert (await first)["message"]["content"] == "yes"
+    # Afterwards it does not extend what the first one said.
+    assert (await desk.refused(session, {"messages": [user("mine")]}))["code"] == "not_extended"
+
+
+async def test_a_client_that_lost_an_answer_gets_it_again(desk):
+    session, speaker = desk.open("yes", "no")
+    body = {"messages": [user("one")]}
+    first = await desk.post(session, body)
+    again = await desk.post(session, body, **{"x-stainless-retry-count": "1"})
+    assert again.json()["choices"] == first.json()["choices"] and len(speaker.asked) == 1
+    await desk.refused(session, body, **{"x-stainless-retry-count": "0"})
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"\xff", "the body"),
+        ({"messages": []}, "messages"),
+        ({"messages": [user(7)]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+        ),
+        ({"messages": [{"role": "wizard", "content": "one"}]}, "messages.0.role"),
+        ({"messages": [user("one")], "n": 2}, "n: a session is one conversation"),
+        ({"messages": [user("one")], "logit_bias": {"5": 100}}, "logit_bias"),
+        ({"messages": [user("one")], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user("one")], "tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"messages": [user("one")], "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": [user("one")], "max_tokens": 0}, "max_tokens"),
+        ({"messages": [user("one")], "stop": [""]}, "stop"),
+    ],
+)
+async def test_what_the_policy_cannot_do_is_refused_by_name(desk, body, words):
+    session, speaker = desk.open("yes")
+    error = await desk.refused(session, body)
+    assert error["message"].startswith(words) and error["type"] == "invalid_request_error"
+    assert not speaker.asked and not session.talk.turns
+
+
+async def test_a_body_without_end_is_refused(desk):
+    session, _ = desk.open("yes")
+    await desk.refused(session, b" " * (MOST_BYTES + 1), 413)
+
+
+async def test_an_answer_is_as_long_as_agent_and_run_allow(desk):
+    session, speaker = desk.open("yes" * 20, "yes" * 20)
+    choice = await desk.said(session, [user("one")], max_completion_tokens=4, stop="!")
+    assert choice["message"]["content"] == "yesy" and choice["finish_reason"] == "length"
+    assert speaker.asked[0].limits.stop == ("#", "!") and not session.cut, (
+        "its own wish cut it, and it goes on"
+    )
+    said = [user("one"), {"role": "assistant", "content": "yesy"}, user("two")]
+    choice = await desk.said(session, said, max_tokens=10_000)
+    assert len(choice["message"]["content"]) == 40 and session.cut
+    # The end of the turn that was cut stands before what follows.
+    assert list(speaker.asked[1].prompt_ids)[-9:-3] == [END, *map(ord, "u:two")]
+
+
+async def test_limits_end_a_session(desk):
+    session, _ = desk.open("yes", most_turns=1)
+    await desk.said(session, [user("one")])
+    assert session.limit is None, "an agent that stops by itself has met no limit"
+    error = await desk.refused(
+        session, {"messages": [user("one"), {"role": "assistant", "content": "yes"}, user("two")]}
+    )
+    assert error["code"] == "turn_limit" and session.limit is Finish.TRUNCATED
+    session, _ = desk.open("yes", most_tokens=20)
+    await desk.said(session, [user("one")])
+    said = [user("one"), {"role": "assistant", "content": "yes"}, user("two" * 9)]
+    error = await desk.refused(session, {"messages": said})
+    assert error["code"] == "context_length_exceeded" and session.limit is Finish.LENGTH
+    assert session.talk.spans == [(3, 4)], "what does not fit is not kept"
+    session, _ = desk.open("yes", most_tokens=20)
+    await desk.refused(session, {"messages": [user("one" * 9)]})
+    assert session.limit is Finish.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize("end", [None, Refused("PAUSED", "the engine is paused")])
+async def test_requests_of_a_sample_that_is_stopped_wait_and_do_not_fail(desk, end):
+    session, _ = desk.open(end)
+    waits = asyncio.create_task(desk.post(session, {"messages": [user("one")]}))
+    await asyncio.wait({session.halted})
+    await asyncio.sleep(0.05)
+    assert not waits.done() and not session.talk.tokens
+    assert (session.halted.exception() is None) == (end is None)
+    session.over.set()
+    assert (await waits).status_code == 503
+
+
+async def test_a_streamed_answer_is_the_same_answer(desk):
+    session, _ = desk.open("yes")
+    body = {
+        "messages": [user("one")],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+    }
+    found = await desk.post(session, body)
+    assert found.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in found.text.split("\n\n") if line]
+    pieces = [json.loads(event) for event in events]
+    assert done == "[DONE]" and {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
+    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": "yes"}
+    assert len(pieces[0]["choices"][0]["logprobs"]["content"]) == 4
+    assert pieces[1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert pieces[2]["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+
+
+async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
+    session, speaker = desk.open("I add. " + CALL, "three", most_tokens=400)
+    session._terms.stream.__dict__["max_new_tokens"] = 100
+    choice = await desk.said(session, [user("1+2")], tools=TOOLS)
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I add."
+    assert call["type"] == "function" and call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    call["function"]["arguments"] = '{"b":2,"a":1}'  # as a framework writes it anew
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    choice = await desk.said(session, [user("1+2"), choice["message"], result], tools=TOOLS)
+    assert choice["message"]["content"] == "three"
+    context = Letters().decode(speaker.asked[1].prompt_ids)
+    assert context == f"[1 tools]u:1+2a:I add. {CALL}t:3a:", "its own turn is as it was sampled"
+    assert ("assistant", f"I add. {CALL}") in session.talk.said and ("tool", "3") in session.talk.said
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": </tool_call>', "<tool_call>{"])
+async def test_a_broken_call_is_text(desk, text):
+    session, _ = desk.open(text)
+    choice = await desk.said(session, [user("1+2")], tools=TOOLS)
+    assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+
+
+async def test_rewards_are_of_the_turn_that_they_follow(desk):
+    session, _ = desk.open("yes", "no")
+    path = f"/v1/sessions/{session.id}/reward"
+    assert (await desk.refused(session, {"reward": 1}, 409, path))["code"] == "no_turn"
+    await desk.said(session, [user("one")])
+    for wrong in (
+        {"reward": "1"},
+        {"reward": True},
+        {},
+        [1],
+        b"NaN",
+        b'{"reward": NaN}',
+        {"reward": 1, "success": 1},
+    ):
+        await desk.refused(session, wrong, 400, path)
+    assert not session.rewarded
+    assert (await desk.post(session, {"reward": 0.5}, path)).json() == {"rewards": [0.5]}
+    await desk.said(session, [user("one"), {"role": "assistant", "content": "yes"}, user("two")])
+    await desk.post(session, {"reward": -1, "success": True}, path)
+    await desk.post(session, {"reward": 0.25}, path)
+    assert session.talk.rewards == [0.5, -0.75] and session.talk.success and session.rewarded
+
+
+async def test_what_is_not_served_says_what_is(desk):
+    session, _ = desk.open("yes")
+    found = await desk.client.get("/v1/models", headers={"Authorization": f"Bearer {session.api_key}"})
+    assert [each["id"] for each in found.json()["data"]] == ["run"]
+    error = await desk.refused(session, {}, 404, "/v1/embeddings")
+    assert "POST /v1/chat/completions" in error["message"]
+
+
+@pytest.fixture
+async def openai_client(desk):
+    """Makes real clients of a session."""
+    clients = []
+
+    def made(session):
+        transport = httpx2.ASGITransport(make_app(desk.endpoint))
+        clients.append(httpx2.AsyncClient(transport=transport))
+        return AsyncOpenAI(
+            base_url="http://endpoint/v1", api_key=session.api_key, http_client=clients[-1], max_retries=0
+        )
+
+    yield made
+    for client in clients:
+        await client.aclose()
+
+
+async def test_the_openai_client_reads_what_it_is_answered(desk, openai_client):
+    session, _ = desk.open("yes", CALL, "three", most_tokens=400)
+    session._terms.stream.__dict__["max_new_tokens"] = 100
+    client = openai_client(session)
+    messages = [user("one")]
+    found = await client.chat.completions.create(
+        model="x", messages=messages, tools=TOOLS, logprobs=True, seed=3
+    )
+    assert found.choices[0].message.content == "yes" and found.usage.completion_tokens == 4
+    assert found.choices[0].logprobs.content[0].token == "y"
+    messages += [found.choices[0].message, user("1+2")]
+    calls = []
+    stream = await client.chat.completions.create(model="x", messages=messages, tools=TOOLS, stream=True)
+    async for piece in stream:
+        calls += piece.choices[0].delta.tool_calls or []
+    assert calls[0].function.name == "add"
+    call = {"id": calls[0].id, "type": "function", "function": calls[0].function.model_dump()}
+    messages += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    found = await client.chat.completions.create(model="x", messages=messages, tools=TOOLS)
+    assert found.choices[0].message.content == "three"
+    with pytest.raises(BadRequestError, match="it is not what was said"):
+        await client.chat.completions.create(model="x", messages=[user("another"), *messages], tools=TOOLS)
+    assert [each.id async for each in client.models.list()] == ["run"]
+
+
+async def test_responses_are_the_same_session_in_another_form(desk, openai_client):
+    session, speaker = desk.open("Sum: " + CALL, "three", "yes" * 40, most_tokens=500)
+    session._terms.stream.__dict__["max_new_tokens"] = 100
+    client = openai_client(session)
+    tools = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+    items = [user("1+2")]
+    more = {"model": "x", "instructions": "be", "tools": tools}
+    found = await client.responses.create(input=items, **more)
+    assert found.output_text == "Sum:" and found.output[1].name == "add" and found.status == "completed"
+    items += [each.model_dump() for each in found.output]
+    items += [{"type": "function_call_output", "call_id": found.output[1].call_id, "output": "3"}]
+    found = await client.responses.create(input=items, **more)
+    assert found.output_text == "three" and found.usage.output_tokens == 6
+    context = Letters().decode(speaker.asked[1].prompt_ids)
+    assert context == f"[1 tools]s:beu:1+2a:Sum: {CALL}t:3a:"
+    found = await client.responses.create(
+        input="go on", previous_response_id=found.id, max_output_tokens=5, **more
+    )
+    assert found.status == "incomplete" and found.output_text == "yesye"
+    assert Letters().decode(speaker.asked[2].prompt_ids) == f"{context}threeu:go ona:"
+    for wrong, words in (
+        ({"input": "x", "previous_response_id": "resp_other"}, "previous_response_id"),
+        ({"input": "x", "stream": True}, "stream"),
+        ({"input": 7}, "input"),
+        ({"input": [{"type": "image_generation_call"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages.0.content"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"),
+        (b"{", "the body"),
+        (b"[]", "the body"),
+    ):
+        error = await desk.refused(session, wrong, path="/v1/responses")
+        assert error["message"].startswith(words), error

@@ -1,0 +1,257 @@
+"""Agents over real gRPC and HTTP: real simulators' children start them, and they speak with a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from episode_rig import SimulatorProcess, open_pool
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.presets.tiny import tiny_model
+from headrace_servicekit.rpc.digests import trajectory_digest
+from rollout_calls import HEADER, refused
+
+# It sends the requests that the openai client sends, and does as its item says.
+AGENT = """
+import os
+import time
+
+import httpx
+
+CLIENT = httpx.Client(
+    base_url=os.environ["OPENAI_BASE_URL"] + "/",
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    timeout=60,
+)
+
+
+def complete(messages, **more):
+    answer = CLIENT.post("chat/completions", json={"model": "any", "messages": messages, **more})
+    if answer.status_code != 200:
+        raise RuntimeError(answer.json()["error"]["message"])
+    return answer.json()
+
+
+def play(seed, item):
+    wrong, turns = item.get("wrong"), item.get("turns", 3)
+    if wrong == "mute":
+        return 1.0
+    messages = [{"role": "system", "content": "copy"}, {"role": "user", "content": f"{seed % 10}="}]
+    for turn in range(turns):
+        found = complete(messages, temperature=0.2, max_tokens=item.get("max_tokens", 24))
+        message = found["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": " +" * (40 if wrong == "grows" else 1)}]
+        if wrong == "raises" and turn == 1:
+            raise RuntimeError("the agent fell over")
+        if wrong == "dies" and turn == 1:
+            os._exit(7)
+        if wrong == "edits" and turn == 0:
+            messages[1]["content"] = "0="
+        if wrong == "hangs" and turn == 1:
+            time.sleep(600)
+        if item.get("posts"):
+            CLIENT.post(f"sessions/{os.environ['HEADRACE_SESSION']}/reward", json={"reward": 0.5 * (turn + 1)})
+    return None if item.get("posts") or wrong == "unrewarded" else {"reward": 4.0, "success": True}
+"""
+TASK = "agent.py:play"
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory):
+    directory: Path = tmp_path_factory.mktemp("agents")
+    (directory / "agent.py").write_text(AGENT)
+    simulator = SimulatorProcess(directory)
+    yield simulator.address
+    simulator.kill()
+
+
+@pytest.fixture
+def serving(new_rollout, tiny_directory, publish, reference):
+    """Opens a run of agents and installs version 3."""
+
+    async def start(**environment):
+        rollout = await new_rollout()
+        rollout.model_path = tiny_directory
+        config = {
+            "workflow": "agentic",
+            "model": {"path": str(tiny_directory), "dtype": "float32", "max_context": 64},
+            "environment": {"backend": "agent", "tasks": [TASK], **environment},
+            "agent": {"python": TASK},
+            "agent_rewards": True,
+            "rollout": {"max_concurrency": 16},
+            "seed": 7,
+        }
+        await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
+        await rollout.install(publish(reference, 3))
+        return rollout
+
+    return start
+
+
+async def pool_of(address, *, count=3, **fields):
+    return await open_pool(
+        address,
+        TASK,
+        backend="agent",
+        **{"max_episode_steps": 0, "count": count, "processes": count, **fields},
+    )
+
+
+def begins(prompts, samples=1, *, attempt=1, **item):
+    """Groups whose prompt number is the seed of their agents."""
+    start = {"task": TASK, "options_json": json.dumps(item)}
+    return [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=rollout_pb2.Prompt(episode=rollout_pb2.EpisodeStart(seed=ordinal, **start)),
+            samples=[rollout_pb2.SampleAssignment(sample_index=i, attempt=attempt) for i in range(samples)],
+        )
+        for ordinal in prompts
+    ]
+
+
+async def said(rollout, pool, groups, **options):
+    call = rollout.generate(groups, pools=[pool], **{"policy_number": 3, "max_new_tokens": 12, **options})
+    return await (await call.start()).read_all()
+
+
+STOP = [*"12345"]
+
+
+async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(serving, agents, codec, reference):
+    rollout = await serving()
+    pool = await pool_of(agents)
+    found = await said(rollout, pool, begins([4, 7], 3, posts=True), stop=STOP)
+    again = await said(rollout, pool, begins([4, 7], 3), stop=STOP)
+    assert len(found) == len(again) == 6
+    for key, trajectory in found.items():
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        prompt, *turns = [(each.policy_number, list(each.tokens.token_ids)) for each in trajectory.segments]
+        assert codec.decode(prompt[1]) == f"copy{key[0]}="
+        same = [list(each.tokens.token_ids) for each in again[key].segments]
+        assert [prompt[1], *(ids for _, ids in turns)] == same, "how an agent is rewarded changes no token"
+        talk = trajectory.conversation
+        assert [each.role for each in talk.messages] == [
+            "system",
+            "user",
+            *["assistant", "user"] * 2,
+            "assistant",
+        ]
+        assert all(codec.decode(ids) == " +" for number, ids in turns if not number)
+        assert list(talk.rewards) == [0.5, 1.0, 1.5] and not talk.success
+        assert list(again[key].conversation.rewards) == [0.0, 0.0, 4.0] and again[key].conversation.success
+        assert trajectory.finish_reason in (
+            common_pb2.FINISH_REASON_TERMINATED,
+            common_pb2.FINISH_REASON_LENGTH,
+        )
+        # The log-probs are the model's at the run's temperature, whatever the agent asked for.
+        ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
+        with torch.inference_mode():
+            log_probs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        at = 0
+        for segment in trajectory.segments:
+            tokens = list(segment.tokens.token_ids)
+            if segment.policy_number:
+                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
+                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
+            at += len(tokens)
+
+
+@pytest.mark.nightly  # quick: test_endpoint.py, test_limits_end_a_session
+async def test_each_limit_is_a_finish_reason(serving, agents):
+    rollout = await serving(max_episode_steps=2)
+    pool = await pool_of(agents)
+    found = await said(rollout, pool, begins([1, 2], turns=3), stop=STOP)
+    assert {each.finish_reason for each in found.values()} == {common_pb2.FINISH_REASON_TRUNCATED}
+    assert {len(each.conversation.rewards) for each in found.values()} == {2}
+    found = await said(rollout, pool, begins([1], turns=2, max_tokens=2))
+    assert [each.finish_reason for each in found.values()] == [common_pb2.FINISH_REASON_TERMINATED], (
+        "an agent that stops at the limit has ended by itself"
+    )
+    found = await said(rollout, pool, begins([1], turns=1), max_new_tokens=1)
+    assert [each.finish_reason for each in found.values()] == [common_pb2.FINISH_REASON_LENGTH]
+    found = await said(rollout, pool, begins([1], wrong="grows", turns=2), stop=STOP)
+    (grown,) = found.values()
+    assert grown.finish_reason == common_pb2.FINISH_REASON_LENGTH and len(grown.conversation.rewards) == 1
+    assert sum(len(each.tokens.token_ids) for each in grown.segments) <= 64
+
+
+async def test_an_agent_that_never_ends_is_killed_and_its_turns_count(serving, agents):
+    rollout = await serving(max_episode_s=1.0)
+    found = await said(rollout, await pool_of(agents, count=1), begins([1], wrong="hangs"), stop=STOP)
+    (late,) = found.values()
+    assert late.finish_reason == common_pb2.FINISH_REASON_TIMED_OUT
+    assert len(late.conversation.rewards) == 2 and not late.conversation.failure
+
+
+WRONG = {
+    "mute": "spoke to nobody",
+    "raises": "the agent raised RuntimeError: the agent fell over (agent.py:",
+    "dies": "exit code 7",
+    "edits": "messages.1: it is not what was said",
+    "unrewarded": "ended without a reward",
+}
+
+
+async def test_an_agent_that_fails_costs_its_own_sample_alone(serving, agents):
+    rollout = await serving()
+    pool = await pool_of(agents, count=2)
+    wrong = [group for ordinal, each in enumerate(WRONG, 10) for group in begins([ordinal], wrong=each)]
+    found = await said(rollout, pool, [*begins([1, 2]), *wrong, *begins([4])], stop=STOP)
+    for ordinal, words in enumerate(WRONG.values(), 10):
+        failed = found.pop((ordinal, 0))
+        assert failed.finish_reason == common_pb2.FINISH_REASON_ERROR
+        assert words in failed.conversation.failure, failed.conversation.failure
+    assert len(found) == 3
+    assert not [each.conversation.failure for each in found.values() if each.conversation.failure]
+
+
+async def test_a_pause_stops_agents_which_begin_anew_with_the_next_version(serving, agents, publish):
+    rollout = await serving()
+    pool = await pool_of(agents, count=2)
+    call = rollout.generate(
+        begins(range(4), turns=1000), half_close=False, policy_number=3, max_new_tokens=1, pools=[pool]
+    )
+    call = await call.start()
+    while not rollout.engine.figures.sampled_tokens:  # noqa: ASYNC110  # counted in a thread
+        await asyncio.sleep(0.01)
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await call.read_until(lambda call: len(call.partials) + len(call.finished()) == 4)
+    assert call.partials and all(not partial.state.token_ids for partial in call.partials)
+    await rollout.install(publish(tiny_model(9), 4))
+    await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
+    call.call.cancel()
+    after = await said(rollout, pool, begins([1, 2, 3]), policy_number=4)
+    assert len(after) == 3
+    for each in after.values():
+        assert {segment.policy_number for segment in each.segments} <= {0, 4}
+        assert not each.conversation.failure
+    # The endpoint ends with its run.
+    url = await rollout.servicer._endpoint.url()
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    with pytest.raises(OSError):
+        await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.nightly
+async def test_samples_of_a_prompt_that_begin_otherwise_end_the_stream(serving, agents, tmp_path):
+    rollout = await serving()
+    (tmp_path / "unlike.py").write_text(AGENT.replace('"copy"', 'f"copy{time.monotonic_ns()}"'))
+    pool = await open_pool(
+        agents,
+        f"{tmp_path}/unlike.py:play",
+        backend="agent",
+        task=TASK,
+        count=2,
+        processes=2,
+        max_episode_steps=0,
+    )
+    call = await rollout.generate(begins([1], 2), policy_number=3, max_new_tokens=4, pools=[pool]).start()
+    await refused(call.read_all(), "INVALID", TASK, "begins otherwise for the same seed and item")

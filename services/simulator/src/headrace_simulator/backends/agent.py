@@ -1,0 +1,193 @@
+"""Agents: a user's function in a fork of this process, or a command. Runs in child processes only."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace_servicekit.process import spawn
+from headrace_servicekit.registry import Options
+from pydantic import BaseModel, ConfigDict
+
+from headrace_simulator.backends.base import Agent, BackendError
+from headrace_simulator.backends.options import parse
+from headrace_simulator.backends.user_file import is_user_environment, load_factory
+from headrace_simulator.child.episodes import Raised, call
+
+# A client that a file makes as it is imported needs some address and key; the fork imports the file anew.
+_NONE_YET = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none-yet"}
+
+_MOST_BYTES = 1 << 16
+"""Of what a fork says of itself: as much as a pipe holds, so that nobody has to read meanwhile."""
+
+
+class AgentOptions(BaseModel):
+    """Options of an agent; without a command its name is path/to/file.py:function."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: list[str] = []
+
+
+class PythonAgent:
+    """A function, called in a fork: what the file imports is imported once, the file itself anew each time."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._folder = name, str(Path(name.rpartition(":")[0]).resolve().parent)
+        self._reader = -1
+        os.environ.update(_NONE_YET)
+        load_factory(name, "agent")
+
+    def run(self, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]) -> int:
+        """Forks; the function runs there."""
+        self._close()
+        self._reader, writer = os.pipe()
+        here, process = os.getpid(), os.fork()
+        if process == 0:
+            self._be_agent(here, writer, seed, item, variables)
+        os.close(writer)
+        return process
+
+    def result(self) -> Mapping[str, Any]:
+        """What the function returned, or what it raised as `error`; nothing where its process was ended."""
+        os.set_blocking(self._reader, False)  # a process that the agent left behind may hold the other end
+        try:
+            text = os.read(self._reader, _MOST_BYTES)
+        except BlockingIOError:
+            text = b""
+        self._close()
+        found: dict[str, Any] = json.loads(text or b"{}")
+        # What a client imports at its first request, hundreds of modules, the next agents have from here.
+        for name in found.pop("imported", ()):
+            with suppress(Exception):
+                importlib.import_module(name)
+        return found
+
+    def _close(self) -> None:
+        if self._reader >= 0:
+            os.close(self._reader)
+            self._reader = -1
+
+    def _be_agent(
+        self, parent: int, writer: int, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> NoReturn:
+        status = 1
+        try:
+            spawn.die_with_parent(parent)
+            os.setsid()
+            os.environ.update(variables)
+            self._forget_neighbours()
+            before = set(sys.modules)
+            found = _result_of(lambda: self._called(seed, item))
+            self._forget_neighbours()
+            imported = [name for name in sys.modules if name not in before]
+            text = json.dumps({**found, "imported": imported}).encode()
+            os.write(writer, text if len(text) <= _MOST_BYTES else json.dumps(found).encode())
+            sys.stdout.flush()
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _forget_neighbours(self) -> None:
+        """Of the file and those beside it, which are imported anew."""
+        for name, module in list(sys.modules.items()):
+            if os.path.dirname(getattr(module, "__file__", None) or "") == self._folder:
+                del sys.modules[name]
+
+    def _called(self, seed: int, item: Mapping[str, Any]) -> Any:
+        found = load_factory(self._name, "agent")(seed, item)
+
+        async def awaited() -> Any:
+            return await found
+
+        return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+
+
+class CommandAgent:
+    """A program. Its exit code says whether it went well, and its reward is posted to the endpoint."""
+
+    def __init__(self, command: list[str]) -> None:
+        if not shutil.which(command[0]):
+            raise BackendError("options_json.command", f"there is no program {command[0]!r} that can be run")
+        self._command = command
+
+    def run(self, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]) -> int:
+        """Starts it with {seed, item} at its standard input."""
+        given = os.memfd_create("item")
+        os.write(given, json.dumps({"seed": seed, "item": item}).encode() + b"\n")
+        os.lseek(given, 0, os.SEEK_SET)
+        try:
+            started = subprocess.Popen(
+                [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid()), *self._command],
+                stdin=given,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        finally:
+            os.close(given)
+        started.returncode = 0  # whoever asked waits for the process, not this object
+        return started.pid
+
+    def result(self) -> Mapping[str, Any]:
+        """Nothing: see the exit code."""
+        return {}
+
+
+class Agents:
+    """Agents by path/to/file.py:function, or as a command by the option of that name."""
+
+    def environments(self) -> list[str]:
+        """What an agent may be beside a file: all are users' own."""
+        return ["command"]
+
+    def agent(self, name: str, options: Mapping[str, Any]) -> Agent:
+        """The agent, whose file has been imported once."""
+        chosen = parse(AgentOptions, options)
+        if chosen.command:
+            return CommandAgent(chosen.command)
+        if not is_user_environment(name):
+            raise BackendError(
+                "environment.name", f"{name} is no agent; give path/to/file.py:function, or a command"
+            )
+        return PythonAgent(name)
+
+
+def build(options: Options) -> Agents:
+    """The backend."""
+    return Agents()
+
+
+def _result_of(function: Any) -> dict[str, Any]:
+    """What an agent returned as JSON: reward and success, or its error."""
+    try:
+        found = call(function)
+    except (Raised, BackendError) as error:
+        return {"error": f"raised {error}"}
+    given = dict(found) if isinstance(found, Mapping) else {"reward": found}
+    reward, success = given.pop("reward", None), given.pop("success", None)
+    if given:
+        return {
+            "error": f"returned the keys {', '.join(map(str, given))}; return a number, or reward and success"
+        }
+    if reward is None:
+        return {"success": success} if isinstance(success, bool) else {}
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        return {
+            "error": f"returned {str(reward)[:80]!r} ({type(reward).__name__}); return a number as its reward"
+        }
+    if not math.isfinite(value):
+        return {"error": f"returned a reward of {value}, which is not finite"}
+    return {"reward": value, **({"success": bool(success)} if success is not None else {})}
