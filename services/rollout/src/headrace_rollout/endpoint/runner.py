@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
@@ -63,7 +64,8 @@ class AgentRunner(ConversationRunner):
             try:
                 await environment.reset(sample.start, json.dumps(given))
                 running = asyncio.ensure_future(self._run_agent(session, environment))
-                await asyncio.wait({running, session.halted}, return_when=asyncio.FIRST_COMPLETED)
+                ends: set[asyncio.Future[Any]] = {running, session.halted}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if session.halted.done():
                     session.halted.result()  # Raises what ends the stream, or the sample.
                     return None
