@@ -21,6 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -155,20 +156,22 @@ class Bench:
             for index in range(self._options.sessions)
         ]
         url = await self._endpoint.url()
-        for session in sessions:
-            self._endpoint.serving(session).__enter__()
-        keys = ",".join(session.api_key for session in sessions)
-        command = [sys.executable, __file__, "--turns", str(self._options.turns), "--speak", url, keys]
-        agents = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert agents.stdin is not None and agents.stdout is not None
-        await agents.stdout.readline()  # connected
-        before, started = self._engine.figures.prefill_tokens, time.perf_counter()
-        agents.stdin.write(b"go\n")
-        await agents.stdout.readline()
-        took = time.perf_counter() - started
-        await agents.wait()
+        with ExitStack() as served:
+            for session in sessions:
+                served.enter_context(self._endpoint.serving(session))
+            keys = ",".join(session.api_key for session in sessions)
+            command = [sys.executable, __file__, "--turns", str(self._options.turns), "--speak", url, keys]
+            agents = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert agents.stdin is not None and agents.stdout is not None
+            await agents.stdout.readline()  # connected
+            before, started = self._engine.figures.prefill_tokens, time.perf_counter()
+            agents.stdin.write(b"go\n")
+            if not await agents.stdout.readline():
+                raise RuntimeError("the agents' process failed; its words are above")
+            took = time.perf_counter() - started
+            await agents.wait()
         prefilled = self._engine.figures.prefill_tokens - before
         await speaker.close()
         return took, speaker.asked, prefilled
