@@ -168,6 +168,7 @@ def _models() -> tempfile.TemporaryDirectory[str]:
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
     moments = {name: _linear(few.moments.get(name, {}), own, times) for name, own in more.moments.items()}
     counts = [(few.calls, more.calls), (few.moved, more.moved), (few.carried, more.carried)]
+    counts += [(few.on_host, more.on_host)]
     return Phase(moments, *(Counter(_linear(*both, times)) for both in counts))
 
 
