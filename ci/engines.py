@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     python, more = Path(f".envs/{engine}/bin/python"), ("-m", "") if options.nightly else ()
     status = _tests(engine, python, CONTRACT, *more, engine_options=options.options)
     if options.run:
-        status = _tests(engine, Path(sys.executable), RUNS) or status
+        status = _tests(engine, Path(sys.executable), RUNS, *more) or status
     print(f"{engine}: {time.monotonic() - started:.0f} s in all")
     return status
 

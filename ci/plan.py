@@ -113,7 +113,7 @@ TEST = [
         needs="integration_tests/compose",
         shares=True,
     ),
-    _script("simulation", "-m", "headrace_simulation", "--seeds", "80", timeout_s=900),
+    _script("simulation", "-m", "headrace_simulation", "--seeds", "40", timeout_s=900),
     _script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "30", timeout_s=900),
     Part("browser-environment", ("sh", "ci/browser.sh", sys.executable), timeout_s=600, shares=True),
     *_UNITS[:2],
@@ -140,7 +140,7 @@ NIGHTLY = [
         "-m",
         "headrace_simulation",
         "--first",
-        "80",
+        "40",
         "--seeds",
         "4000",
         timeout_s=14400,
@@ -166,16 +166,7 @@ NIGHTLY = [
         (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
         timeout_s=3600,
     ),
-    # In the environment that vllm-two-ranks makes.
-    Part(
-        "vllm-experts",
-        (
-            *("env", "ENGINE=vllm", "HF_HUB_OFFLINE=1", sys.executable, "-m", "pytest"),
-            *("integration_tests/engines/test_experts_run.py", "-m", "nightly"),
-        ),
-        timeout_s=1800,
-        needs="integration_tests/engines",
-    ),
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run", "--nightly"), timeout_s=7200),
     # In the environment that the part megatron of `test` makes; made here where it is not there.
     Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),
     Part("megatron-experts", ("sh", "ci/test_megatron.sh", "-m", "nightly"), timeout_s=1800),

@@ -158,7 +158,9 @@ class Fleet:
 
     data_dir: Path
     port: int
-    environment: dict[str, str] = field(default_factory=lambda: _environment(PYTHONPATH=WITH_STANDINS))
+    environment: dict[str, str] = field(
+        default_factory=lambda: _environment(PYTHONPATH=WITH_STANDINS, HEADRACE_TEMPLATE="0")
+    )
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(self.data_dir)]

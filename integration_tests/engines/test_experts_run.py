@@ -84,8 +84,8 @@ def test_the_tiny_mixture_of_experts_learns(name, tmp_path):
     assert step == 60 and after > before
 
 
-@pytest.mark.nightly  # test_engine_experts.py installs two versions at each change
-@pytest.mark.skipif(os.environ.get("ENGINE") != "vllm", reason="the nightly part vllm-experts runs this")
+@pytest.mark.nightly
+@pytest.mark.skipif(os.environ.get("ENGINE") != "vllm", reason="the nightly part vllm runs this")
 def test_vllm_takes_every_version_of_the_mixture_of_experts(tmp_path):
     """A few steps of the nightly run: vLLM packs experts for the CPU's kernels at its first load alone."""
     found = learn("vllm", tmp_path, steps=4, evaluation={"every": 0}).figures

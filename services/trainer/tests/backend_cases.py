@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rank_processes import RankProcess, end
 from safetensors.torch import load_file
 
 WALK_S = 300.0
@@ -22,18 +20,11 @@ def walk_cases(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> di
     job = folder / f"{'-'.join(cases)[:99]}-{ranks}.job"
     listed = [{"name": name, **case} for name, case in cases.items()]
     job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
-    script = Path(__file__).parent / "backend_ranks.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    children = [
-        subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
-        for rank in range(ranks)
-    ]
+    children = [RankProcess("backend_ranks.py", str(job), str(rank)) for rank in range(ranks)]
     try:
         assert [child.wait(WALK_S) for child in children] == [0] * ranks
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        end(children)
     return {
         name: SimpleNamespace(
             **json.loads((folder / f"{name}.json").read_text()),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +13,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.layouts.layout import Layout, candidates, check_run
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
+from rank_processes import RankProcess, end
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(600)
@@ -66,7 +64,6 @@ def config(model: Path, ranks: int, layout: Layout) -> dict:
 def walk(tiny_directory, tmp_path_factory):
     """Makes two steps in each layout; what they make, by its name; see `backend_ranks.py`."""
     folder = tmp_path_factory.mktemp("layouts")
-    script, environment = Path(__file__).parent / "backend_ranks.py", {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(ranks, layouts):
         found = {}
@@ -76,16 +73,11 @@ def walk(tiny_directory, tmp_path_factory):
         ]
         job = folder / f"{ranks}.job"
         job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": cases}))
-        children = [
-            subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
-            for rank in range(ranks)
-        ]
+        children = [RankProcess("backend_ranks.py", str(job), str(rank)) for rank in range(ranks)]
         try:
             assert [child.wait(300) for child in children] == [0] * ranks
         finally:
-            for child in children:
-                child.kill()
-                child.wait()
+            end(children)
         for name in layouts:
             facts = json.loads((folder / f"{name}.json").read_text())
             found[name] = SimpleNamespace(**facts, tensors=load_file(folder / f"{name}.safetensors"))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -18,6 +14,7 @@ from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
+from rank_processes import RankProcess, end
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -34,14 +31,9 @@ def process(tmp_path_factory):
     """A second trainer process; the leader is the test's own."""
     directory = tmp_path_factory.mktemp("regroup")
     port_file = directory / "address"
-    script = Path(__file__).parent / "two_ranks.py"
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(port_file), str(directory / "shm")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    child = RankProcess("two_ranks.py", str(port_file), str(directory / "shm"))
     yield child, port_file
-    child.kill()
-    child.wait()
+    end([child])
 
 
 @pytest.fixture

@@ -8,10 +8,7 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from headrace_modelkit.tensor_files import TensorFiles, TornTensor
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.checkpoints.files import write_safetensors
 from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, collect_reports, part_files
+from rank_processes import RankProcess, end
 
 RANKS = [(1, False, False), (2, False, False), (4, False, True), (2, True, True), (1, False, False)]
 """Ranks of each stage, whether the followers see no disk, and whether they save in place."""
@@ -40,20 +38,14 @@ def walk(tmp_path, make_config):
             "stages": [dict(zip(("ranks", "apart", "in_place"), stage, strict=True)) for stage in RANKS],
         }
         (tmp_path / "job").write_text(json.dumps(job))
-        script = Path(__file__).parent / "state_ranks.py"
         children = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(tmp_path / "job"), str(rank)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            RankProcess("state_ranks.py", str(tmp_path / "job"), str(rank))
             for rank in range(max(ranks for ranks, *_ in RANKS))
         ]
         try:
             assert [child.wait(240) for child in children] == [0] * len(children)
         finally:
-            for child in children:
-                child.kill()
-                child.wait()
+            end(children)
         return json.loads((tmp_path / "result").read_text())
 
     return run

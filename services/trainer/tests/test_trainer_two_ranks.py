@@ -7,8 +7,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
+from rank_processes import RankProcess, end
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -35,20 +34,14 @@ def spawn(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     children = []
 
-    def start(name: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(name: str) -> tuple[RankProcess, Path]:
         port_file = directory / f"{name}.address"
-        script = Path(__file__).parent / "two_ranks.py"
-        child = subprocess.Popen(
-            [sys.executable, str(script), str(port_file), str(directory / "shm")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        child = RankProcess("two_ranks.py", str(port_file), str(directory / "shm"))
         children.append(child)
         return child, port_file
 
     yield start
-    for child in children:
-        child.kill()
-        child.wait()
+    end(children)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ async def pair(processes, tmp_path, make_config, trainer_client):
         follower = trainer_client(second, tmp_path / "run", make_config)
         yield leader, follower, processes[1][0]
         await leader.close_run()
-        if processes[1][0].poll() is None:
+        if processes[1][0].lives:
             await follower.close_run()
 
 
@@ -324,7 +317,7 @@ async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
     groups = [make_settled(p, version=version) for p in range(2)]
     await leader.begin(0, 1, 1, 2)
     await leader.learn(0, 1, groups[:1])
-    process.send_signal(signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGUSR1)
     await until_lease(follower, holds=False)
     for call in (
         leader.learn(0, 1, groups[1:]),
@@ -336,7 +329,7 @@ async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
         assert reason_of(caught.value) == "LEASE_QUIESCED"
     state = await leader.state()
     assert (state.phase, state.version.number, state.generation) == (pb.STEP_PHASE_ACCUMULATING, 1, 1)
-    process.send_signal(signal.SIGUSR2)
+    os.kill(process.pid, signal.SIGUSR2)
     await until_lease(follower, holds=True)
     await follower.suspend()
     with pytest.raises(grpc.aio.AioRpcError, match="rank 1") as caught:

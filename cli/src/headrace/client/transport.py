@@ -29,7 +29,12 @@ class Transport:
         self.patience_s = patience_s
         self.note = ""
         self._timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+        secure = self.base_url.startswith(
+            "https:"
+        )  # or reading the authorities takes longer than the request
+        self._http = httpx.Client(
+            base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False, verify=secure
+        )
 
     def close(self) -> None:
         """Closes the connections."""

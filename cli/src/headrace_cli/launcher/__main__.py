@@ -183,6 +183,7 @@ class LocalFleet:
             for supervisor in supervisors
             for item in supervisor.processes()
         ]
+        self._state.templates = self._instances.templates()
         written = asdict(self._state)
         if written == self._written:
             return

@@ -29,7 +29,7 @@ from headrace_cli.launcher.tether import tether
 
 START_TIMEOUT_S = 600.0
 """How long a fleet may take to start, while it progresses."""
-POLL_S = 0.05
+POLL_S = 0.1
 STANDSTILL_S = 60.0
 """A start fails once nothing has come up for so long and the missing processes have hardly used a core."""
 WORK_S = 1.0
@@ -156,6 +156,7 @@ def _wait_until_ready(
                 return state, instances, notice
             names = missing.split(", ")
             pids = [process.pid for process in state.processes if process.name in names and process.pid]
+            pids += state.templates
             progress(missing)
         time.sleep(POLL_S)
     raise _failure(data_dir, missing.split(",")[0], too_late)

@@ -41,6 +41,8 @@ class FleetState:
     started_at: float
     expected: list[str] = field(default_factory=list)
     processes: list[ProcessState] = field(default_factory=list)
+    templates: list[int] = field(default_factory=list)
+    """Processes that services are forked from; they work while those wait."""
 
     def write(self, data_dir: DataDir) -> None:
         """Replaces the state file in one piece."""

@@ -55,8 +55,7 @@ RIGS = [
     pytest.param(
         (name, family),
         id=f"{name}-{family}",
-        # A second engine of a kind that takes long to start.
-        marks=(pytest.mark.nightly,) if family == "mixtral" and name != "transformers" else (),
+        marks=() if name == "transformers" else (pytest.mark.nightly,),  # others take long to start
     )
     for name in HERE
     for family in FAMILIES

@@ -11,7 +11,12 @@ from rig import ENGINES_HERE, START_S, Rig, make_rig
 pytestmark = pytest.mark.timeout(START_S)
 
 
-@pytest.fixture(params=ENGINES_HERE)
+QUICK = ("transformers", "plain")  # others take long to start
+
+
+@pytest.fixture(
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in ENGINES_HERE]
+)
 def tied(request, tmp_path) -> Iterator[Rig]:
     rig = make_rig(request.param, tmp_path, tie_word_embeddings=True)
     yield rig

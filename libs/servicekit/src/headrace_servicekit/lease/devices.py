@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -87,14 +87,14 @@ def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
     return len(cores)
 
 
-def let_idle_threads_sleep() -> None:
-    """Idle OpenMP threads sleep after they have spun for microseconds. Call it before torch is imported.
+def let_idle_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Idle OpenMP threads sleep after they have spun for microseconds; read as torch is imported.
 
     Two busy processes whose idle threads spin on shared cores slow each other down tenfold. Without any spinning every
     operation of two threads pays for a wake-up, which on a virtual machine takes longer than a small operation.
     """
-    if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    if environment.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
+        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def _parse(name: str) -> tuple[str, str, str]:

@@ -9,13 +9,13 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.spawn import kill_tree, signal_group, start_child
+from headrace_servicekit.process.spawn import kill_tree, signal_group
 from headrace_servicekit.process.starting import Start, StartGate
 
 FIRST_BACKOFF_S = 0.2
@@ -30,6 +30,18 @@ _DRAIN_S = 2.0
 _logger = get_logger(__name__)
 
 Spawn = Callable[[str, int, str], Sequence[str]]
+
+
+class Process(Protocol):
+    """A process that runs; `wait` gives its exit status, or minus the signal that ended it."""
+
+    @property
+    def pid(self) -> int: ...
+    async def wait(self) -> int: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], int], Awaitable[Process]]
+"""Starts a command with an environment; its outputs go to a descriptor. It dies with this process."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class ChildSettings:
     index: int
     name: str
     spawn: Spawn
+    launch: Launch
     log_dir: Path
     echo: bool
     gate: StartGate
@@ -127,7 +140,9 @@ class Child:
             _logger.warning("did not stop in time, killing", extra=late)
             if self._pid:
                 signal_group(self._pid, signal.SIGKILL)
-            await self._task
+            else:
+                self._task.cancel()
+            await asyncio.wait({self._task})
         return self._last_status
 
     def ask_to_end(self) -> None:
@@ -167,7 +182,10 @@ class Child:
         names = {"HEADRACE_INCARNATION": self._incarnation, "HEADRACE_NAME": settings.name}
         readable, writable = os.pipe()
         try:
-            process = await start_child(command, environment={**os.environ, **names}, output=writable)
+            process = await settings.launch(command, {**os.environ, **names}, writable)
+        except BaseException:
+            os.close(readable)
+            raise
         finally:
             os.close(writable)
         self._pid = process.pid

@@ -11,7 +11,7 @@ from headrace_servicekit.logs import get_logger
 
 START_S = 60.0
 """After so long a process that does not listen no longer keeps others from starting."""
-_POLL_S = 0.1
+_POLL_S = 0.25
 _logger = get_logger(__name__)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace_servicekit.instance_config import default_drain_grace_s
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.capacity import Capacity
-from headrace_servicekit.process.child import Child, ChildSettings, ProcessEnd, ProcessInfo, Spawn
+from headrace_servicekit.process.child import Child, ChildSettings, Process, ProcessEnd, ProcessInfo, Spawn
+from headrace_servicekit.process.spawn import start_child
 from headrace_servicekit.process.starting import StartGate
 from headrace_servicekit.process.supervisor_link import SupervisorLink
+from headrace_servicekit.process.template import Template, is_forked
 
 __all__ = ["ProcessEnd", "ProcessInfo", "Spawn", "Supervisor"]
 
@@ -79,6 +81,7 @@ class Supervisor:
         self._scalable_kinds = tuple(scalable_kinds)
         self._capacity = capacity or Capacity()
         self._gate = StartGate(starts_at_once)
+        self._templates: dict[str, Template] = {}
         self._sampling: asyncio.Task[None] | None = None
         self._link = SupervisorLink(host, coordinator_address, token, self)
 
@@ -119,6 +122,10 @@ class Supervisor:
         """What runs or waits to be started; last what is being stopped and has not ended yet."""
         wanted = [child.info() for children in self._children.values() for child in children]
         return wanted + [info for child in self._leaving if (info := child.info()).pid]
+
+    def templates(self) -> list[int]:
+        """Process ids of the templates that fork services: these work while services wait to be forked."""
+        return [template.pid for template in self._templates.values() if template.pid]
 
     def kill(self, instance: str, incarnation: str, reason: str = "") -> bool:
         """SIGKILLs a process with its group; it is restarted. False when that incarnation is not running."""
@@ -166,6 +173,7 @@ class Supervisor:
         for child in last:
             self._retire(child, grace_s)
         statuses += await asyncio.gather(*self._leaving.values())
+        await asyncio.gather(*(template.close() for template in self._templates.values()))
         return next((status for status in statuses if status), 0)
 
     def hurry(self) -> None:
@@ -179,12 +187,21 @@ class Supervisor:
             index=index,
             name=self._name(kind, index),
             spawn=self._spawn,
+            launch=self._launch,
             log_dir=self._log_dir,
             echo=self._echo,
             gate=self._gate,
             on_start=self._link.report_processes,
             on_end=self._ended,
         )
+
+    async def _launch(self, command: Sequence[str], environment: Mapping[str, str], output: int) -> Process:
+        """Forks a service that imports much from a template of its Python, and starts any other command."""
+        if is_forked([*command]):
+            template = self._templates.setdefault(command[0], Template(command[0]))
+            if process := await template.start(command, environment, output):
+                return process
+        return await start_child(command, environment=environment, output=output)
 
     def _start(self, children: list[Child]) -> None:
         former = {child.info().instance: task for child, task in self._leaving.items()}
