@@ -16,7 +16,7 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -109,10 +109,14 @@ class Walls:
         return f"{text}; NOT HELD: {'; '.join(self.missing)}" if self.missing else text
 
 
+Outcomes = Generator[Outcome, None, None]
+"""They come one by one. Close it to run no more."""
+
+
 def run_programs(
     code: str, inputs: Sequence[str], limits: Limits, *, echo: bool = False, total_s: float | None = None
-) -> Iterator[Outcome]:
-    """Runs the code as a program once for each input; outcomes come one by one. Close it to run no more.
+) -> Outcomes:
+    """Runs the code as a program once for each input; see `Outcomes`.
 
     With `echo`, what the last line comes to is printed, as in a notebook. After `total_s` all that is left is `lost`.
     """
@@ -126,14 +130,14 @@ def run_calls(
     limits: Limits,
     *,
     total_s: float | None = None,
-) -> Iterator[Outcome]:
+) -> Outcomes:
     """Calls a function of the code once for each list of arguments, which are JSON as `inside.values` has it."""
     yield from _run("call", code, arguments, limits, total_s, function=function)
 
 
 def run_tests(
     code: str, tests: Sequence[str], limits: Limits, *, entry: str = "", total_s: float | None = None
-) -> Iterator[Outcome]:
+) -> Outcomes:
     """Runs tests, which are code with assertions, in another process than what they test.
 
     `entry` is the one name that tests have of the code; left out, they have what they do not define themselves.
@@ -157,7 +161,7 @@ def walls() -> Walls:
 
 def _run(
     operation: str, code: str, cases: Sequence[Any], limits: Limits, total_s: float | None, **more: Any
-) -> Iterator[Outcome]:
+) -> Outcomes:
     ends = time.monotonic() + (len(cases) * limits.wall_s + _STARTING_S if total_s is None else total_s)
     request = _request(operation, code, len(cases), limits, walls().namespaces) | more
     longest = limits.output_bytes * _REPLY_BYTES_PER_OUTPUT_BYTE + (1 << 16)

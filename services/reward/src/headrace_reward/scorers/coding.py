@@ -9,14 +9,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 from headrace_servicekit.registry import Options, plugin
 from headrace_servicekit.sandbox.inside.testing import PASSED
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode
-from headrace_servicekit.sandbox.run import Limits, Outcome, run_calls, run_programs, run_tests, walls
+from headrace_servicekit.sandbox.run import (
+    Limits,
+    Outcome,
+    Outcomes,
+    run_calls,
+    run_programs,
+    run_tests,
+    walls,
+)
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from headrace_reward.scorers.base import Answer
@@ -73,7 +81,7 @@ class Code:
                     return 0.0
         return passed / len(cases.given)
 
-    def _outcomes(self, cases: Cases, code: str) -> Iterator[Outcome]:
+    def _outcomes(self, cases: Cases, code: str) -> Outcomes:
         limits, total_s = self._limits, self._options.total_s
         if cases.kind == "program":
             return run_programs(code, cases.given, limits, total_s=total_s)

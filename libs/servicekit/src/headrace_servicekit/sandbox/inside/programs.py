@@ -28,7 +28,6 @@ def fresh_streams(path: list[str]) -> None:
     sys.stderr = io.TextIOWrapper(
         io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="replace", write_through=True
     )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.path[:] = [
         *(entry for entry in sys.path if entry.startswith((sys.base_prefix, sys.base_exec_prefix))),
         *path,
@@ -70,8 +69,9 @@ def run(code: str, *, echo: bool) -> None:
     """The code as a program. With `echo`, what its last line comes to is printed, as in a notebook."""
     last: CodeType | None = None
     tree = ast.parse(code, FILE)
-    if echo and tree.body and isinstance(tree.body[-1], ast.Expr):
-        last = compile(ast.Expression(tree.body.pop().value), FILE, "eval")
+    if echo and tree.body and isinstance(ending := tree.body[-1], ast.Expr):
+        tree.body.pop()
+        last = compile(ast.Expression(ending.value), FILE, "eval")
     namespace = _namespace("__main__")
     exec(compile(tree, FILE, "exec"), namespace)
     if last is not None:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from headrace_servicekit.sandbox.inside.frames import read_case
@@ -61,7 +61,12 @@ def _asked(asked: dict[str, Any], namespace: dict[str, Any], kept: list[Any]) ->
     if asked["do"] == "call":
         named = {name: decode(each, lambda kind, index: kept[index]) for name, each in asked["named"].items()}
         return target(*given, **named)
-    operations = {"attribute": getattr, "item": lambda thing, key: thing[key], "list": list, "len": len}
+    operations: dict[str, Callable[..., Any]] = {
+        "attribute": getattr,
+        "item": lambda thing, key: thing[key],
+        "list": list,
+        "len": len,
+    }
     return operations[asked["do"]](target, *given)
 
 
@@ -84,8 +89,9 @@ class Link:
         reply = json.loads(line)
         if "raised" in reply:
             kind = getattr(builtins, str(reply["raised"]), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else RuntimeError)(str(reply["text"]))
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(str(reply["text"]))
         return decode(reply["value"], lambda kind, index: Remote(self, index))
 
 

@@ -12,12 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 _SAFE_INTEGER = 1 << 53
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
+_KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DEEPEST = 100
 
 
@@ -42,7 +37,7 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None, depth: int = 0
     if isinstance(value, float):
         plain_float = float.__float__(value)
         return plain_float if math.isfinite(plain_float) else {"float": repr(plain_float)}
-    for name, kind in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+    for name, kind in _KINDS.items():
         if isinstance(value, kind):
             return {name: [encode(each, other, depth + 1) for each in kind.__iter__(value)]}
     if isinstance(value, dict):
@@ -68,8 +63,8 @@ def decode(given: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
         return given
     try:
         ((kind, inner),) = given.items()
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind]([decode(each, other) for each in inner])
+        if kind in _KINDS:
+            return _KINDS[kind]([decode(each, other) for each in inner])
         if kind == "dict":
             return {decode(key, other): decode(each, other) for key, each in inner}
         if kind in ("bytes", "bytearray"):
