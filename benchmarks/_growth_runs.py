@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +29,12 @@ SMALL = {
 }
 
 
-def growth_of(runs: int) -> dict[str, float]:
-    """`SERVICE_growth`: resident bytes after all runs over those after ten; and the worst one's."""
+def growth_of(runs: int, within_s: float) -> dict[str, float]:
+    """`SERVICE_growth`: resident bytes after all runs over those after ten; the worst one's; and how many `runs`.
+
+    No run is begun `within_s` seconds after the first, so that a slow machine gives its figures too.
+    """
+    begun = time.monotonic()
     sizes: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-growth-") as folder:
         model = Path(folder) / "tiny"
@@ -37,6 +42,8 @@ def growth_of(runs: int) -> dict[str, float]:
         with Fleet() as fleet, Client(fleet.url, fleet.token, patience_s=RUN_S) as client:
             last = ""
             for number in range(runs):
+                if number > FIRST and time.monotonic() - begun > within_s:
+                    break
                 spec = spec_of(number, model, Path(folder), last)
                 run = client.wait(client.submit(spec).id, RUN_S)
                 if run.state != "SUCCEEDED":
@@ -47,7 +54,10 @@ def growth_of(runs: int) -> dict[str, float]:
                 if (number + 1) % SAY_EVERY == 0:
                     words = ", ".join(f"{kind} {each[-1] / 1e6:.0f}" for kind, each in sizes.items())
                     say(f"{number + 1} runs, MB: {words}")
-    return figures(sizes)
+    made = len(next(iter(sizes.values())))
+    if made < runs:
+        say(f"{made} of {runs} runs within {within_s:g} s")
+    return figures(sizes) | {"runs": made}
 
 
 def figures(sizes: dict[str, list[float]]) -> dict[str, float]:

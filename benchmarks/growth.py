@@ -8,7 +8,7 @@ middle and the last one), `run_ms` (a run's view) and `restart_s` (SIGKILL to an
 
 With `--runs`, so many small runs (forks, robots and data sets of their own among them) follow each other on a real
 fleet: `SERVICE_growth` is a service's resident set after the last run over that after the tenth, `worst_growth` the
-largest of these.
+largest of these, and `runs` how many there were: no run begins after `--within` seconds.
 """
 
 from __future__ import annotations
@@ -142,13 +142,14 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=int, default=1_000_000, help="slots over all runs")
     parser.add_argument("--runs", type=int, help="small runs on a real fleet instead; more than ten")
+    parser.add_argument("--within", type=float, default=3600.0, help="seconds for --runs")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     say(machine())
     if options.runs is not None:
         if options.runs <= FIRST:
             parser.error(f"--runs: more than {FIRST}")
-        emit("growth", growth_of(options.runs))
+        emit("growth", growth_of(options.runs, options.within))
         return
     with tempfile.TemporaryDirectory(prefix="headrace-growth-") as directory:
         system = System(Path(directory))

@@ -99,6 +99,33 @@ def test_broken_write_is_repeated_with_its_key(coordinator, scripted_run):
     assert len(keys) == 2 and keys[0] == keys[1]
 
 
+def test_a_call_that_is_not_possible_yet_is_repeated_with_its_key(coordinator, scripted_run):
+    run, keys = scripted_run(), []
+
+    def busy_once(got):
+        keys.append(got.headers["idempotency-key"])
+        if len(keys) == 1:
+            return 503, {"reason": "UNAVAILABLE", "message": "its instances register"}, {"Retry-After": "0"}
+        return run.submit(got)
+
+    coordinator.routes["POST /v1/runs"] = busy_once
+    with Client(coordinator.url, patience_s=0) as client:
+        assert client.submit({"name": "once"}).id == "r-1"
+    assert len(keys) == 2 and keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("after", [{}, {"Retry-After": "3600"}], ids=["never", "too_late"])
+def test_a_call_that_will_not_be_possible_soon_is_an_error_at_once(coordinator, after):
+    coordinator.routes["POST /v1/runs"] = (
+        503,
+        {"reason": "UNAVAILABLE", "message": "the store is away"},
+        after,
+    )
+    with Client(coordinator.url, patience_s=0) as client, pytest.raises(HeadraceError, match="store is away"):
+        client.submit({"name": "once"})
+    assert len(coordinator.requests("POST /v1/runs")) == 1
+
+
 def test_a_coordinator_that_is_slow_is_not_called_absent(coordinator):
     coordinator.routes["POST /v1/runs"] = lambda got: time.sleep(0.6)
     with (

@@ -5,12 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from embodied_parts import Robots, Scaled
+from embodied_parts import Robots, Scaled, embodied
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES, divide
+from headrace_coordinator.run.step.receiving import FEWEST_IN_A_ROW
 from headrace_coordinator.run.step.trajectories import sampled
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.embodied import EnvironmentSection
@@ -228,26 +229,58 @@ def test_instances_are_told_the_whole_policy():
     assert all('"state_size":3' in text for text in of_policy)
 
 
-def test_what_an_environment_raised_is_in_the_event_that_drops_its_group(monkeypatch):
+WORDS = "environment 3 of reach (pools/1 at simulator-0): its process was killed by signal 11"
+
+
+def fails_at(monkeypatch, prompts, failing=lambda: None):
+    """Episodes of some prompts fail, except those of evaluations; `failing` is told."""
     make = Rollout._make
-    words = "environment 3 of pools/1: RuntimeError: the gripper fell off (robots.py:7)"
 
     async def dies(self, opening, group, sample, done):
-        if opening.evaluation or group.prompt_ordinal != 1:
+        failing()
+        if opening.evaluation or group.prompt_ordinal not in prompts:
             return await make(self, opening, group, sample, done)
-        key = common.SlotKey(prompt_ordinal=1, sample_index=sample.sample_index)
+        key = common.SlotKey(prompt_ordinal=group.prompt_ordinal, sample_index=sample.sample_index)
         failed = common.Trajectory(
             sample=key, attempt=sample.attempt, finish_reason=common.FINISH_REASON_ERROR
         )
         failed.body_digest = trajectory_digest(failed)
-        failed.completion_text = json.dumps({"return": 0.0, "success": False, "steps": 0, "error": words})
+        failed.completion_text = json.dumps({"return": 0.0, "success": False, "steps": 0, "error": WORDS})
         done.put_nowait(failed)
 
     monkeypatch.setattr(Rollout, "_make", dies)
+
+
+def test_what_an_environment_raised_is_in_the_event_that_drops_its_group(monkeypatch):
+    fails_at(monkeypatch, {1})
     world = Robots(1)
     run_virtual(world.live())
     (dropped,) = [event for event in world.events(ev.GroupDropped) if event.prompt == 1]
-    assert dropped.detail == f"sample 0 failed 3 times: {words}"
+    assert dropped.detail == f"sample 0 failed 3 times: {WORDS}"
+
+
+def test_environments_that_fail_at_every_episode_end_the_run_by_their_words(monkeypatch):
+    """Long before its first step is over: it has far more groups than are tried."""
+    world = Robots(1)
+    fails_at(
+        monkeypatch, range(10_000), lambda: world.users.doomed.update(world.coordinator.event_log.state.runs)
+    )
+    algorithm = world.spec.algorithm.model_copy(update={"prompts_per_step": 512})
+    world.spec = world.spec.model_copy(update={"algorithm": algorithm})
+    outcome = run_virtual(world.live())
+    last = world.events(ev.RunStateChanged)[-1]
+    dropped = world.events(ev.GroupDropped)
+    assert outcome.state == "FAILED" and len(dropped) == max(FEWEST_IN_A_ROW, world.spec.environment.count)
+    assert last.reason.startswith("environment.tasks: ") and WORDS in last.reason
+
+
+def test_environments_that_fail_now_and_then_end_no_run(monkeypatch):
+    fails_at(monkeypatch, range(0, 10_000, 16))
+    world = Robots(1)
+    world.spec = embodied(1, steps=20)
+    outcome = run_virtual(world.live())
+    dropped = {event.prompt for event in world.events(ev.GroupDropped)}
+    assert outcome.state == "SUCCEEDED" and len(dropped) > world.spec.environment.count
 
 
 class Discrete(Robots):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.tool_calls import hermes_calls, json_calls
+from headrace_servicekit.tool_calls import PARSERS, hermes_calls, json_calls
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.conversation.backend import Conversations
 from headrace_simulator.backends.conversation.calls import Tool
@@ -180,6 +180,14 @@ def test_a_thousand_calls_are_not_answered():
         ),
         ({"tools": ["kit.py:anything"]}, "options_json.tools", "'towns' has no name"),
         ({"tools": ["kit.py:none"]}, "options_json.tools", "there is no function 'none'"),
+        ({"tools": []}, "options_json.tools", "one at least"),
+        ({"tools": ["calculator", "calculator"]}, "options_json.tools", "names of their own"),
+        ({"tools": ["search"]}, "options_json.search", "search: {corpus: texts.jsonl}"),
+        (
+            {"tools": ["search"], "search": {"corpus": "no.jsonl"}},
+            "options_json.search.corpus",
+            "there is no file",
+        ),
         ({"parser": "xml"}, "options_json.parser", "hermes"),
         ({"dedline_s": 1}, "options_json.dedline_s", "deadline_s"),
     ],
@@ -200,6 +208,62 @@ def test_families_of_calls_are_read():
     assert hermes_calls("no call") == []
     thought = '<think>\nMaybe {"name": "f"}\n</think>\n<tool_call>{"name": "f", "arguments": {"a": "<b>"}}</tool_call>'
     assert [each.arguments for each in hermes_calls(thought)] == [{"a": "<b>"}]
+
+
+ADD = ("add", {"a": 1, "b": [2.5, "x}]"]})
+NOW = ("now", {})
+ARGUMENTS = '{"a": 1, "b": [2.5, "x}]"]}'
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        # What the families' chat templates make of an assistant's `tool_calls`, with and without special tokens.
+        ("hermes", f'\n<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>', [ADD]),
+        ("llama3", f'{{"name": "add", "parameters": {ARGUMENTS}}}', [ADD]),
+        ("llama3", f'<|python_tag|>{{"name": "add", "parameters": {ARGUMENTS}}}<|eom_id|>', [ADD]),
+        (
+            "llama3",
+            f'{{"name": "add", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
+            [ADD, NOW],
+        ),
+        ("llama3", "It is 4.", []),
+        ("llama3", '{"answer": 4}', []),
+        (
+            "mistral",
+            f'[TOOL_CALLS] [{{"name": "add", "arguments": {ARGUMENTS}, "id": "abcdefghi"}}]</s>',
+            [ADD],
+        ),
+        (
+            "mistral",
+            f'[{{"name": "add", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]',
+            [ADD, NOW],
+        ),
+        ("mistral", f"I see.[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}", [ADD]),
+        ("mistral", f"add{ARGUMENTS}now{{}}", [ADD, NOW]),
+        ("mistral", "It is 4. Or {5}.", []),
+    ],
+)
+def test_each_family_is_read(family, text, calls):
+    found = PARSERS[family](text)
+    assert [(each.name, each.arguments) for each in found] == calls and not any(
+        each.problem for each in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama3", '{"name": "add", "parameters": {'),
+        ("mistral", 'add{"a": '),
+        ("mistral", '[{"name": 3}]'),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
+        ("json", '{"name": ' + "[" * 100_000),
+    ],
+)
+def test_calls_that_are_none_are_named_in_each_family(family, text):
+    (found,) = PARSERS[family](text)
+    assert found.problem
 
 
 @pytest.mark.parametrize(
@@ -230,7 +294,7 @@ def test_results_are_json_where_they_are_no_text():
     def listed(count: int) -> list[int]:
         return [*range(count)]
 
-    assert Tool(listed).answer({"count": 3}) == "[0, 1, 2]"
+    assert Tool(listed).begin({"count": 3}, 1.0)(1.0) == "[0, 1, 2]"
 
 
 async def test_tools_are_called_in_a_child(simulator, tmp_path):

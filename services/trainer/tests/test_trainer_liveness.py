@@ -22,7 +22,7 @@ from headrace_trainer.group import connections, group
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.liveness import Liveness
-from headrace_trainer.group.meeting import Member, check_alike
+from headrace_trainer.group.meeting import Member, check_alike, own_facts
 
 pytestmark = pytest.mark.timeout(120)
 SILENT_S = 1.0
@@ -222,6 +222,20 @@ def test_a_rank_that_differs_is_refused_by_name(ranks):
             "rank 1 (trainer-1) has devices of kind cuda and rank 0 (trainer-0) has devices of kind cpu"
             in (refused["message"])
         )
+
+
+def test_a_rank_with_another_model_of_gpu_is_refused_by_name(monkeypatch):
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: [h100, h100, a100][device.index])
+    members = [Member(f"trainer-{n}", "", own_facts(torch.device("cuda", n))) for n in range(3)]
+    check_alike(members[:2])
+    with pytest.raises(Refusal) as refused:
+        check_alike(members)
+    assert refused.value.reason == "INVALID"
+    assert (
+        f"rank 2 (trainer-2) has GPUs of model {a100} and rank 0 (trainer-0) has GPUs of model {h100}: "
+        in refused.value.message
+    )
 
 
 def test_what_only_some_ranks_know_is_not_compared():

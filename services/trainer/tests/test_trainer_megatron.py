@@ -5,9 +5,11 @@ Runs where megatron-core is: `make test-megatron`. Each layout is a group of pro
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,20 +45,35 @@ CASES = {
     "tensor-pipeline": (4, "llama", {**TENSOR, **PIPELINE}),
     "tensor-data": (4, "qwen3", TENSOR),
     "experts": (2, "qwen3_moe", EXPERTS),
+    "routed": (2, "qwen3_moe", EXPERTS),
+    "routed-context": (2, "qwen3_moe", {**EXPERTS, "context_parallel": 2}),
+    "routed-tensor": (4, "qwen3_moe", {**EXPERTS, **TENSOR}),
+    "routed-pipeline": (4, "qwen3_moe", {**EXPERTS, **PIPELINE}),
     "experts-context": (2, "qwen3_moe", {**EXPERTS, "context_parallel": 2}),
     "experts-tensor": (4, "mixtral", {**EXPERTS, **TENSOR}),
     "experts-sequence": (4, "qwen3_moe", {**EXPERTS, **TENSOR, "sequence_parallel": True}),
     "experts-pipeline": (4, "qwen3_moe", {**EXPERTS, **PIPELINE}),
 }
 """Name → ranks, model, options."""
-NAMES = [
-    pytest.param(name, marks=(pytest.mark.nightly,) if name.startswith("experts-") else ()) for name in CASES
-]
+NIGHTLY = [name for name in CASES if name.startswith(("experts", "routed-"))]
+ROUTED = [name for name in CASES if name.startswith("routed")]
+"""The cases that replay routes beside a load-balance loss."""
+ALONE = {name: model + ("-routed" if name in ROUTED else "") for name, (_, model, _) in CASES.items()}
+"""What a case is compared with: the fsdp backend on one rank."""
 RECOMPUTED = ("sequence", "experts-pipeline")
 """The cases that recompute layers in the backward pass."""
 MODELS = ("qwen3", "llama", "qwen2", "qwen3_moe", "mixtral")
 GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
 """Relative. After commits Adam has divided noise by noise in some weights, which then differ by up to the rate."""
+
+
+def marked(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters, of which the `quick` ones run with every change and the others each night."""
+    return [pytest.param(name, marks=() if name in quick else (pytest.mark.nightly,)) for name in names]
+
+
+NAMES = marked(CASES, CASES.keys() - NIGHTLY)
+ALL_ALONE = marked(dict.fromkeys(ALONE.values()), {ALONE[name] for name in CASES.keys() - NIGHTLY})
 
 
 @pytest.fixture(scope="module")
@@ -102,27 +119,44 @@ def run_cases(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(run_cases, models):
-    """The fsdp backend's, on one rank, by model."""
-    found = run_cases(1, {name: {"config": config(models[name]), "saved": ""} for name in MODELS})
-    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in MODELS}
+def chosen(request) -> set[str]:
+    """The cases of the chosen tests, and those that stand alone."""
+    named = [item for item in request.session.items if item.path == request.path]
+    found = {item.callspec.params.get("name") for item in named if hasattr(item, "callspec")}
+    return found | {"tensor", "tensor-pipeline"}
+
+
+@pytest.fixture(scope="module")
+def expected(run_cases, models, chosen):
+    """The fsdp backend's, on one rank, by model; with routes apart."""
+    wanted = {ALONE.get(name, name) for name in chosen if name}
+    configs = {
+        name: config(models[name.removesuffix("-routed")], routed=name.endswith("-routed"))
+        for name in dict.fromkeys(ALONE.values())
+        if name in wanted
+    }
+    found = run_cases(1, {name: {"config": own, "saved": ""} for name, own in configs.items()})
+    cases = {f"{name}-on": {"config": own, "saved": found[name].file} for name, own in configs.items()}
     for name, resumed in run_cases(1, cases).items():
         found[name.removesuffix("-on")].third = part(resumed.tensors, "third")
     return found
 
 
 @pytest.fixture(scope="module")
-def walked(request, run_cases, models, expected):
+def walked(run_cases, models, expected, chosen):
     """The cases of the chosen tests, in as few groups of processes as there are numbers of ranks."""
     found = {}
-    named = [item for item in request.session.items if item.path == request.path]
-    chosen = {item.callspec.params.get("name") for item in named if hasattr(item, "callspec")}
-    chosen |= {"tensor", "tensor-pipeline"}
     for ranks in sorted({CASES[name][0] for name in chosen & CASES.keys()}):
         cases = {
             name: {
-                "config": config(models[model], ranks, options, gradient_checkpointing=name in RECOMPUTED),
-                "saved": expected[model].file,
+                "config": config(
+                    models[model],
+                    ranks,
+                    options,
+                    routed=name in ROUTED,
+                    gradient_checkpointing=name in RECOMPUTED,
+                ),
+                "saved": expected[ALONE[name]].file,
             }
             for name, (own, model, options) in CASES.items()
             if own == ranks and name in chosen
@@ -133,7 +167,7 @@ def walked(request, run_cases, models, expected):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expected, relative_l2):
-    found, fsdp = walked[name], expected[CASES[name][1]]
+    found, fsdp = walked[name], expected[ALONE[name]]
     gradient = part(fsdp.tensors, "gradient")
     assert part(found.tensors, "gradient").keys() == gradient.keys()
     assert relative_l2(part(found.tensors, "gradient"), gradient) < GRADIENT_L2
@@ -146,7 +180,7 @@ def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expecte
 
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expected):
-    found, fsdp = walked[name], expected[CASES[name][1]]
+    found, fsdp = walked[name], expected[ALONE[name]]
     for shares, [whole] in zip(found.log_probs, fsdp.log_probs, strict=False):
         in_order = [None] * len(whole)
         for replica, share in enumerate(shares):
@@ -162,7 +196,7 @@ def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expecte
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walked, expected, relative_l2):
-    found, fsdp = walked[name].tensors, expected[CASES[name][1]].tensors
+    found, fsdp = walked[name].tensors, expected[ALONE[name]].tensors
     assert relative_l2(part(found, "weights"), part(fsdp, "weights")) < WEIGHTS_L2
     assert relative_l2(part(found, "moments"), part(fsdp, "moments")) < 1e-4
     assert all(value.isfinite().all() for value in part(found, "weights").values())
@@ -170,7 +204,7 @@ def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walk
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_another_layout_is_taken_up_to_the_last_bit(name, walked, expected, relative_l2):
-    found, fsdp = walked[name], expected[CASES[name][1]]
+    found, fsdp = walked[name], expected[ALONE[name]]
     assert found.resumed
     assert relative_l2(part(found.tensors, "third"), fsdp.third) < WEIGHTS_L2
     assert found.norms[-1] == pytest.approx(fsdp.norms[2], rel=1e-4)
@@ -193,10 +227,10 @@ def test_hold_brings_weights_and_moments_back_and_what_is_not_finite_leaves_noth
     assert walked[name].refused
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_fsdp_backend_keeps_the_same_promises(model, expected):
-    assert expected[model].held
-    assert expected[model].refused
+@pytest.mark.parametrize("name", ALL_ALONE)
+def test_the_fsdp_backend_keeps_the_same_promises(name, expected):
+    assert expected[name].held
+    assert expected[name].refused
 
 
 def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, models, relative_l2):
@@ -216,6 +250,6 @@ def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, mo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_published_has_the_names_types_and_order_of_the_fsdp_backend(name, walked, expected):
-    found, fsdp = walked[name], expected[CASES[name][1]]
+    found, fsdp = walked[name], expected[ALONE[name]]
     assert found.layout == fsdp.layout
     assert found.initial == fsdp.initial == [entry[0] for entry in found.layout]

@@ -19,7 +19,7 @@ from torch.utils import backend_registration
 NAME = "gpu"
 
 
-class _Event:
+class Event:
     """Of a stream on which all is done at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -31,14 +31,14 @@ class _Event:
     wait = synchronize = record
 
 
-class _Stream:
+class Stream:
     """All is done at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
+    def record_event(self, *_: Any) -> Event:
+        return Event()
 
     def wait_stream(self, *_: Any) -> None:
         pass
@@ -53,8 +53,8 @@ def fake_device() -> torch.device:
     for name in dir(torch.cpu):
         if not name.startswith("__"):
             setattr(module, name, getattr(torch.cpu, name))
-    module.Stream, module.Event = _Stream, _Event
-    module.current_stream = lambda device=None: _Stream()
+    module.Stream, module.Event = Stream, Event
+    module.current_stream = lambda device=None: Stream()
     module.stream = lambda stream: nullcontext()
     module.is_initialized = module.is_available = lambda: True
     module._is_in_bad_fork = lambda: False

@@ -168,6 +168,7 @@ def _models() -> tempfile.TemporaryDirectory[str]:
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
     moments = {name: _linear(few.moments.get(name, {}), own, times) for name, own in more.moments.items()}
     counts = [(few.calls, more.calls), (few.moved, more.moved), (few.carried, more.carried)]
+    counts += [(few.on_host, more.on_host)]
     return Phase(moments, *(Counter(_linear(*both, times)) for both in counts))
 
 
@@ -196,8 +197,10 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
             rank._backend = backend
             group.leads = True  # the leader also copies what every rank has whole
             copy = rank._copy(in_place=backend.saves_in_place)
-            group.leads = False
         with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
+            _exhaust(backend.weights())
+            group.leads = False
+        with tracker.phase("publish beside the leader"):
             _exhaust(backend.weights())
         if columns:
             with tracker.phase("infer"):

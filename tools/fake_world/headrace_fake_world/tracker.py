@@ -55,6 +55,8 @@ class Phase:
     calls: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
     carried: Counter[str] = field(default_factory=Counter)
+    on_host: Counter[str] = field(default_factory=Counter)
+    """Operations that computed with a tensor of the host, by name."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -147,9 +149,12 @@ class Tracker(TorchDispatchMode):
             args = (args[0], [_everywhere(index) for index in args[1]], *args[2:])
         if name == "nonzero":
             return torch.zeros((args[0].numel(), args[0].dim()), dtype=torch.int64, device=args[0].device)
+        if name == "_pin_memory":  # fake tensors have none
+            return torch.empty_like(args[0])
         self._count(func, args)
         found = func(*args, **kwargs)
         self._carry(name, args, found)
+        self._note_host(name, args, found)
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
@@ -173,6 +178,13 @@ class Tracker(TorchDispatchMode):
         ways = source.device.type, found.device.type
         if ways[0] != ways[1] and "meta" not in ways:
             self._phase.carried[" to ".join(ways)] += source.nbytes
+
+    def _note_host(self, name: str, args: tuple[Any, ...], found: Any) -> None:
+        if name in ("_to_copy", "copy_", "_pin_memory", "device", ""):
+            return
+        tensors = [leaf for leaf in tree_leaves((args, found)) if isinstance(leaf, Tensor)]
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            self._phase.on_host[name] += 1
 
     def _track(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta" or isinstance(tensor, DTensor):

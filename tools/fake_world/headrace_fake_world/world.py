@@ -250,7 +250,7 @@ def faked(value: Any, mode: FakeTensorMode) -> Any:
 @contextmanager
 def _device_attention(device: torch.device) -> Iterator[None]:
     """Attention as a GPU's kernels have it: torch would take the plain one, which makes the scores, for this device."""
-    if device.type != NAME:
+    if device.type == "cpu":
         yield
         return
     plain: Any = F.scaled_dot_product_attention

@@ -54,6 +54,10 @@ def test_a_divided_model_is_gathered_twice_and_reduced_once_in_a_micro_batch():
     weights = found.kept[NAME]["masters"] * 8
     assert micro.moved["all_gather"] == pytest.approx(weights, rel=0.01), "bf16, twice"
     assert found.kept[NAME]["moments"] == pytest.approx(2 * found.kept[NAME]["masters"], rel=0.01)
+    published = {name: found.phases[name] for name in ("publish", "publish beside the leader")}
+    whole = found.kept[NAME]["masters"] * 8
+    assert [sum(each.carried.values()) for each in published.values()] == [pytest.approx(whole, rel=0.01), 0]
+    assert [dict(each.calls) for each in published.values()] == [{"all_gather": 12 * LAYERS + 2}] * 2
     asleep = found.phases["asleep"]
     assert asleep.peak(NAME) < 1024, "of a step within which it sleeps its figures alone are on the GPU"
     _, plan = planned(case)

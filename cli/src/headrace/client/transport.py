@@ -11,6 +11,8 @@ import httpx
 from headrace.client.errors import HeadraceError, Problem
 
 RETRY_PAUSE_S = 0.2
+BUSY_S = 15.0
+"""How long a coordinator that answers "not possible at the moment" is asked again, whatever the patience."""
 PAGE_SIZE = 500
 NOTE = "Headrace-Note"
 """Header of what the coordinator has to say beside its answer."""
@@ -19,8 +21,8 @@ NOTE = "Headrace-Note"
 class Transport:
     """Speaks JSON to one coordinator.
 
-    Requests that found nobody are repeated for `patience_s` seconds. Repeating a write is safe: each carries
-    an Idempotency-Key, the same in every repetition.
+    Requests that found nobody are repeated for `patience_s` seconds, those that were answered 503 with Retry-After for
+    BUSY_S at least. Repeating a write is safe: each carries an Idempotency-Key, the same in every repetition.
     """
 
     def __init__(self, base_url: str, token: str | None, timeout_s: float, patience_s: float) -> None:
@@ -88,11 +90,15 @@ class Transport:
         return response.json()
 
     def _answer(self, method: str, path: str, **request: Any) -> httpx.Response:
-        deadline = time.monotonic() + self.patience_s
+        began = time.monotonic()
+        deadline, busy = began + self.patience_s, began + max(self.patience_s, BUSY_S)
         while True:
             try:
                 response = self._http.request(method, path, **request)
-                break
+                pause_s = _asked_again_after(response)
+                if pause_s is None or time.monotonic() + pause_s >= busy:
+                    break
+                time.sleep(pause_s)
             except httpx.TransportError as error:
                 if time.monotonic() >= deadline:
                     raise self._unanswered(error, f"{method} {path}", request.get("headers", {})) from error
@@ -116,6 +122,12 @@ class Transport:
         """The error of a coordinator that does not answer."""
         detail = str(error) or type(error).__name__
         return HeadraceError("UNREACHABLE", f"no coordinator answers at {self.base_url} ({detail})")
+
+
+def _asked_again_after(response: httpx.Response) -> float | None:
+    """Seconds that a 503 asks to wait for; None for other answers, and for one that names no number."""
+    after = response.headers.get("Retry-After", "") if response.status_code == 503 else ""
+    return float(after) if after.isdecimal() else None
 
 
 def error_of(response: httpx.Response) -> HeadraceError:

@@ -64,6 +64,11 @@ def driver_name(device: torch.device) -> str:
     return named[index] if index < len(named) else f"GPU-{_seen()[index]}"
 
 
+def model_name(device: torch.device) -> str:
+    """What a GPU's maker calls its model, as "NVIDIA H100 80GB HBM3"; of a MIG device with its profile."""
+    return str(torch.cuda.get_device_name(device))
+
+
 def total_bytes(device: torch.device) -> int:
     """Memory that a GPU has."""
     return int(torch.cuda.mem_get_info(device)[1])

@@ -1,6 +1,7 @@
-"""Calls of tools in what a model says, read by the model family's form. Knows no tool.
+"""Calls of tools in what a model says, by the form in which its family writes them.
 
-What is no whole call is a Call with a problem, for whoever answers calls to tell the model.
+A turn's text comes without special tokens, so that marks which are such tokens (Llama's `<|python_tag|>`, Mistral's
+`[TOOL_CALLS]` and `[ARGS]`) may be there or not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
+_LLAMA_MARKS = re.compile(r"<\|(?:python_tag|eom_id|eot_id)\|>")
+_MISTRAL_MARKS = re.compile(r"\[TOOL_CALLS\]|</s>")
+_MISTRAL_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BETWEEN = re.compile(r"[\s;]*")
 
 
 @dataclass(frozen=True)
@@ -51,24 +56,63 @@ def json_calls(text: str) -> list[Call]:
         return []
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return [_call(text)] if '"name"' in text else []
     listed = found if isinstance(found, list) else [found]
     named = all(isinstance(each, dict) and "name" in each for each in listed)
-    return [_call(json.dumps(each)) for each in listed] if named else []
+    return [_of_object(each) for each in listed] if named else []
 
 
-PARSERS: Mapping[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "json": json_calls}
+def llama3_calls(text: str) -> list[Call]:
+    """Calls of Llama 3.1 to 3.3: JSON objects with `name` and `parameters`, behind each other or with ; between.
+
+    >>> llama3_calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}')
+    [Call(name='add', arguments={'a': 1}, problem=''), Call(name='now', arguments={}, problem='')]
+    """
+    text = _LLAMA_MARKS.sub("", text).strip()
+    found: list[Call] = []
+    place = 0
+    while text.startswith("{", place):
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return [*found, _call(text[place:])] if '"name"' in text[place:] else found
+        if not (isinstance(value, dict) and "name" in value):
+            return found
+        found.append(_of_object(value))
+        place = _after(_BETWEEN, text, place)
+    return found
 
 
-def _call(text: str) -> Call:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is no JSON ({error})")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Call(problem='the call is no object with a name: {"name": NAME, "arguments": {…}}')
-    return Call(found["name"], found.get("arguments", found.get("parameters", {})))
+def mistral_calls(text: str) -> list[Call]:
+    """Calls of Mistral: a list of objects behind [TOOL_CALLS], or in newer models NAME[ARGS]{…} for each call.
+
+    >>> mistral_calls('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]')
+    [Call(name='add', arguments={'a': 1}, problem='')]
+    >>> mistral_calls('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')
+    [Call(name='add', arguments={'a': 1}, problem=''), Call(name='now', arguments={}, problem='')]
+    """
+    _, mark, after = text.partition("[TOOL_CALLS]")  # other text may stand before it
+    text = _MISTRAL_MARKS.sub("", after if mark else text).strip()
+    if text.startswith("["):
+        return json_calls(text)
+    found: list[Call] = []
+    place = 0
+    while named := _MISTRAL_CALL.match(text, place):
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, named.end())
+        except (ValueError, RecursionError) as error:
+            return [*found, Call(problem=f"the arguments of {named[1]} are no JSON ({error})")]
+        found.append(Call(named[1], value))
+    return found
+
+
+PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
+    "hermes": hermes_calls,
+    "json": json_calls,
+    "llama3": llama3_calls,
+    "mistral": mistral_calls,
+}
 
 
 def beside_calls(form: str, text: str) -> tuple[str, list[Call]]:
@@ -80,4 +124,25 @@ def beside_calls(form: str, text: str) -> tuple[str, list[Call]]:
     calls = PARSERS[form](text)
     if not calls:
         return text, []
-    return _HERMES.sub("", text).strip() if form == "hermes" else "", calls
+    if form == "hermes":
+        return _HERMES.sub("", text).strip(), calls
+    before, mark, _ = text.partition("[TOOL_CALLS]")
+    return before.strip() if form == "mistral" and mark else "", calls
+
+
+def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
+    matched = pattern.match(text, place)
+    return matched.end() if matched else place
+
+
+def _call(text: str) -> Call:
+    try:
+        return _of_object(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"the call is no JSON ({error})")
+
+
+def _of_object(found: Any) -> Call:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return Call(problem='the call is no object with a name: {"name": NAME, "arguments": {…}}')
+    return Call(found["name"], found.get("arguments", found.get("parameters", {})))

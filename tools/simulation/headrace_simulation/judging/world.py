@@ -114,7 +114,8 @@ class WorldJudge:
         origin = self._world.users.origins.get(run.id)
         harmed = origin is not None and f"{self._world.data_dir}/runs/{origin}" in self._world.disk.harmed
         if run.id in self._world.users.doomed:
-            return "model.path" in run.reason or "instances died one after the other" in run.reason
+            words = ("model.path", "instances died one after the other", "groups failed one after the other")
+            return any(each in run.reason for each in words)
         return run.reason.startswith("from_checkpoint: ") and harmed
 
     def _origin(self, run: runs.RunState, history: list[Item]) -> StoredCheckpoint | None:

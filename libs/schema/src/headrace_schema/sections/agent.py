@@ -28,10 +28,10 @@ class AgentSection(Section):
         default_factory=list,
         description="program and arguments; reads {seed, item} as JSON from its standard input, and posts its reward",
     )
-    tool_calls: Literal["hermes", "json"] = Field(
+    tool_calls: Literal["hermes", "json", "llama3", "mistral"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
-        "or json (a JSON object alone)",
+        "llama3, mistral, or json (a JSON object alone)",
     )
 
     @property

@@ -16,7 +16,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
-_PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAPABILITIES_V3 = 24, 21, 0x20080522
+_PR_CAPBSET_DROP, _CAPABILITIES_V3 = 24, 0x20080522
+_WAYS_BACK = (2, 16, 17, 19, 21, 27, 38)
+"""Capabilities of root by which it would reach hidden files: CAP_DAC_READ_SEARCH (by handle), SYS_MODULE, SYS_RAWIO,
+SYS_PTRACE (by another process), SYS_ADMIN (by unmounting), MKNOD (by the disk), PERFMON (by another's memory).
+"""
 _SCOPES_SINCE, _SCOPE_SIGNAL = 6, 1 << 1
 """Landlock's version that can scope signals (Linux 6.12), and the bit that does."""
 TREE_VARIABLE = "SUPERVISED_TREE"
@@ -113,7 +117,7 @@ def hide_files(paths: Iterable[Path]) -> bool:
     """Makes files read as empty for this process and all that it starts, for good; False where the kernel forbids it.
 
     In a mount namespace of its own (of a user namespace, where it is not root), with /dev/null in each file's place;
-    then it drops the right to mount. Call it before threads are started.
+    then it drops the capabilities by which root would reach them all the same. Call it before threads are started.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0 and not _enter_user_namespace(libc):
@@ -124,11 +128,13 @@ def hide_files(paths: Iterable[Path]) -> bool:
         if hidden and path.exists():
             where = os.fsencode(path)
             hidden = libc.mount(b"/dev/null", where, None, ctypes.c_ulong(_MS_BIND), None) == 0
-    libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(_CAP_SYS_ADMIN), 0, 0, 0)
+    for capability in _WAYS_BACK:
+        libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     header, sets = struct.pack("=Ii", _CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     libc.capget(header, sets)
-    for half in range(3):  # effective, permitted and inheritable, of the lower 32 capabilities
-        sets[half] &= ~(1 << _CAP_SYS_ADMIN)
+    for capability in _WAYS_BACK:
+        for kind in range(3):  # effective, permitted and inheritable, 32 capabilities each
+            sets[capability // 32 * 3 + kind] &= ~(1 << capability % 32)
     libc.capset(header, sets)
     return hidden
 

@@ -91,8 +91,8 @@ class Template:
             await self._reading
 
     async def _begin(self) -> None:
-        # Both are read once by torch; huge pages for large blocks are what a trainer wants.
-        environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+        # Read by torch: huge pages for large blocks, which a trainer wants; and no CUDA where one asks for GPUs.
+        environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         let_idle_threads_sleep(environment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

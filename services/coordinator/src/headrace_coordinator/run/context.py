@@ -100,6 +100,8 @@ class RunContext:
         """Evaluations that had too few answers, by kind and number of the version: they are not made again."""
         self.scorer_failed = False
         """The run's user was told of an answer that a scorer failed at."""
+        self.failed_in_a_row = 0
+        """Groups that environments failed at since the last episode that ended well."""
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()

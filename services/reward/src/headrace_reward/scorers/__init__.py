@@ -17,6 +17,7 @@ SCORERS: Registry[Scorer] = Registry(
     "options",
     {
         "capture": f"{_HERE}.text:Capture",
+        "code": f"{_HERE}.coding:Code",
         "episode": f"{_HERE}.episodes:Episode",
         "exact": f"{_HERE}.text:Exact",
         "format": f"{_HERE}.text:Format",

@@ -135,7 +135,7 @@ class Environment:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"environment {self._index} of {self._pool.name} at {self._pool.address}"
+        return f"environment {self._index} of {self._pool.task} ({self._pool.name} at {self._pool.address})"
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 import torch
 import torch.distributed as dist
+from headrace_modelkit.devices import model_name
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace_trainer.errors import Refusal, invalid
@@ -60,8 +61,14 @@ class Meeting:
 
 
 def own_facts(device: torch.device, dtype: str = "") -> dict[str, str]:
-    """What has to be the same on all ranks: kind of device, versions, the weights' type where it is known."""
+    """What has to be the same on all ranks: kind of device and model of GPU, versions, the weights' type where it is
+    known.
+
+    GPUs of two models would work in step at the slower one's pace, in the smaller one's memory, and round otherwise.
+    """
     facts = {"devices of kind": device.type, "processors of kind": platform.machine()}
+    if device.type == "cuda":
+        facts["GPUs of model"] = model_name(device)
     for package in _VERSIONS:
         with suppress(PackageNotFoundError):
             facts[package] = version(package)

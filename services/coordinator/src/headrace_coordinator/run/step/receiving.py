@@ -15,6 +15,7 @@ from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
+from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.projections.trajectories import is_kept
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.scoring.rewards import Rewards
@@ -28,6 +29,10 @@ SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
 """Trajectories of a large response that are taken together: while the next ones are looked at, these are scored."""
 FAILED = (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED)
+FEWEST_IN_A_ROW, MOST_IN_A_ROW = 5, 64
+"""Groups that environments fail at one after the other, with no good episode between, end the run: as many as it has
+environments, within these bounds. Fewer may be the starts that end at once, while good episodes take their time.
+"""
 
 
 class Receiver:
@@ -127,6 +132,7 @@ class Receiver:
         if not good:
             return
         context, tail = self._context, self._context.tail
+        context.failed_in_a_row = 0
         slots = [(*each.slot.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
@@ -156,6 +162,20 @@ class Receiver:
             why = failure_of(trajectory.received) or f"ended with {common.FinishReason.Name(reason)}"
             text = f"sample {slot.sample} failed {slot.failures + 1} times: {why}"
             self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", text)
+            self._count_failure(text)
+
+    def _count_failure(self, text: str) -> None:
+        """Raises CallRefused where the run's environments have failed at so many groups that none of them works."""
+        context, section = self._context, self._context.spec.environment
+        if section is None:
+            return
+        context.failed_in_a_row += 1
+        if context.failed_in_a_row >= max(FEWEST_IN_A_ROW, min(section.count, MOST_IN_A_ROW)):
+            why = (
+                f"environment.tasks: {context.failed_in_a_row} groups failed one after the other, and no episode ended "
+                f"well between them; the last: {text}"
+            )
+            raise CallRefused("simulator", "INVALID", why)
 
     def _score(self, trajectory: Trajectory) -> None:
         """Keeps a finished trajectory, and asks for its reward."""

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says: read by the model family's form, checked, and answered within limits.
+"""Calls of tools: checked, and answered within limits; those that can run side by side.
 
 Whatever is wrong with a call is told to the model, as the answer to it. Runs in child processes only.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 from headrace_servicekit.tool_calls import Call
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
@@ -41,17 +44,51 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class ServiceLost(Exception):
+    """The service behind a tool is gone: no fault of the model's, so the conversation is lost and made again."""
+
+
+class AnyTool(Protocol):
+    """What a model may call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """As chat templates take it."""
+
+    def begin(self, arguments: Any, left_s: float) -> Callable[[float], str]:
+        """Begins a call that may take `left_s` seconds; returns what waits so many seconds for its answer.
+
+        Both raise ValueError for what is wrong, in words for the model, Late (or TimeoutError) for what is late, and
+        ServiceLost. Calls that can run side by side begin here, others when they are waited for.
+        """
+        ...
+
+
+@cache
+def threads() -> ThreadPoolExecutor:
+    """Of this process, for calls that run side by side."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, "tool")
+
+
+def waited(future: Future[str], left_s: float) -> str:
+    """The result of a call that runs beside others."""
+    return future.result(max(0.0, left_s))
+
+
 class Tool:
     """A function that a model may call. Its signature gives the schema, its docstring's first lines the description.
 
-    Raises TypeError for a function whose arguments cannot be told from its signature.
+    Raises TypeError for a function whose arguments cannot be told from its signature. One that is `bounded` ends by
+    itself within the seconds that it is given as `left_s`, and so runs beside others in a thread.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, bounded: bool = False) -> None:
         self.name = function.__name__
-        self._function = function
+        self._function, self._bounded = function, bounded
         fields: dict[str, Any] = {}
         for each in inspect.signature(function, eval_str=True).parameters.values():
+            if bounded and each.name == "left_s":
+                continue
             if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
                 raise TypeError(f"its parameter {each.name!r} has no name that a call could give")
             if each.annotation is each.empty:
@@ -65,7 +102,7 @@ class Tool:
         except PydanticUserError as error:
             raise TypeError(f"a type in its signature is not known to JSON: {error.message}") from error
         described = inspect.getdoc(function) or ""
-        self.schema = {
+        self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {
                 "name": self.name,
@@ -74,18 +111,33 @@ class Tool:
             },
         }
 
-    def answer(self, arguments: Any) -> str:
-        """What a call comes to, as text; ValueError says what is wrong with the arguments, in words for the model."""
+    def begin(self, arguments: Any, left_s: float) -> Callable[[float], str]:
+        """See `AnyTool`. A function of a user's runs in the main thread, where the deadline stops it."""
+        given = self._checked(arguments)
+        if self._bounded:
+            future = threads().submit(lambda: _text(self._function(**given, left_s=left_s)))
+            return lambda left_s: waited(future, left_s)
+
+        def answer(left_s: float) -> str:
+            with deadline(left_s):
+                return _text(self._function(**given))
+
+        return answer
+
+    def _checked(self, arguments: Any) -> dict[str, Any]:
         try:
             given = self._model.model_validate(arguments)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "arguments"
             raise ValueError(f"{where}: {first['msg']}") from error
-        result = self._function(**{name: getattr(given, name) for name in type(given).model_fields})
-        if isinstance(result, bytes):
-            result = result.decode(errors="replace")
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return {name: getattr(given, name) for name in type(given).model_fields}
+
+
+def _text(result: Any) -> str:
+    if isinstance(result, bytes):
+        result = result.decode(errors="replace")
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def _untitled(schema: Any) -> Any:
@@ -108,30 +160,50 @@ class Limits:
     characters: int
 
 
-def answers(calls: list[Call], tools: Mapping[str, Tool], limits: Limits) -> list[str]:
-    """An answer to each call, in order, within the limits."""
+def answers(calls: list[Call], tools: Mapping[str, AnyTool], limits: Limits) -> list[str]:
+    """An answer to each call, in order, within the limits. Raises ServiceLost."""
     ends = time.monotonic() + limits.deadline_s
+    begun = [_begin(call, tools, ends - time.monotonic()) for call in calls[: limits.calls]]
     found = []
-    for index, call in enumerate(calls[: limits.calls + 1]):
-        if index == limits.calls:
-            found.append(f"{ERROR}{len(calls)} calls in one turn; {limits.calls} are answered")
-            break
-        found.append(_short(_answer(call, tools, ends - time.monotonic(), limits), limits.characters))
+    for call, answer in zip(calls, begun, strict=False):
+        text = _told(call.name, lambda answer=answer: answer(ends - time.monotonic()), limits)  # type: ignore[misc]
+        found.append(_short(text, limits.characters))
+    if len(calls) > limits.calls:
+        found.append(f"{ERROR}{len(calls)} calls in one turn; {limits.calls} are answered")
     return found
 
 
-def _answer(call: Call, tools: Mapping[str, Tool], left_s: float, limits: Limits) -> str:
+def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[[float], str]:
+    """What waits for the answer; of a call that cannot begin, it raises why."""
     if call.problem:
-        return ERROR + call.problem
+        return _constant(ERROR + call.problem)
     if call.name not in tools:
-        return f"{ERROR}there is no tool {call.name!r}; tools: {', '.join(tools)}"
+        return _constant(f"{ERROR}there is no tool {call.name!r}; tools: {', '.join(tools)}")
     try:
-        with deadline(left_s):
-            return tools[call.name].answer(call.arguments)
-    except Late:
-        return f"{ERROR}{call.name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
+        return tools[call.name].begin(call.arguments, left_s)
+    except ServiceLost:
+        raise
+    except Exception as error:  # noqa: BLE001  # tools are other people's code: the model is told
+        return _constant(_failure(call.name, error))
+
+
+def _constant(text: str) -> Callable[[float], str]:
+    return lambda left_s: text
+
+
+def _told(name: str, answer: Callable[[], str], limits: Limits) -> str:
+    try:
+        return answer()
+    except ServiceLost:
+        raise
+    except (Late, TimeoutError):
+        return f"{ERROR}{name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
     except (Exception, SystemExit) as error:  # noqa: BLE001  # tools are other people's code: the model is told
-        return f"{ERROR}{call.name}: {type(error).__name__}: {error}"
+        return _failure(name, error)
+
+
+def _failure(name: str, error: BaseException) -> str:
+    return f"{ERROR}{name}: {type(error).__name__}: {error}"
 
 
 def _short(text: str, most: int) -> str:

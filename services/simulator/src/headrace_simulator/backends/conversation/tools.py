@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options
+from headrace_servicekit.sandbox.run import Limits as SandboxLimits
+from headrace_servicekit.sandbox.run import run_programs, walls
 from headrace_servicekit.tool_calls import PARSERS
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from headrace_simulator.backends.base import BackendError, Message
 from headrace_simulator.backends.base import Tool as ToolSchema
-from headrace_simulator.backends.conversation.calls import Limits, Tool, answers
-from headrace_simulator.backends.options import unknown
+from headrace_simulator.backends.conversation.calls import AnyTool, Limits, ServiceLost, Tool, answers
+from headrace_simulator.backends.conversation.search import SearchOptions, search_tool
+from headrace_simulator.backends.conversation.services import ServerOptions, service_of
+from headrace_simulator.backends.options import require, unknown
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
 
 LARGEST_BITS = 4096
@@ -38,11 +43,16 @@ class ToolOptions(Options):
 
     tools: list[str] = Field(
         default_factory=lambda: ["calculator"],
-        min_length=1,
-        description="built-in tools (calculator), and functions as path/to/file.py:function",
+        description="built-in tools (calculator, python, search), and functions as path/to/file.py:function",
     )
-    parser: Literal["hermes", "json"] = Field(
-        "hermes", description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3) or json (a JSON object alone)"
+    mcp: list[ServerOptions] = Field(
+        default_factory=list, description="MCP servers, whose tools the model gets too"
+    )
+    search: SearchOptions | None = Field(None, description="what the tool search searches")
+    python_memory_mib: PositiveInt = Field(512, description="memory of the code that the tool python runs")
+    parser: Literal["hermes", "json", "llama3", "mistral"] = Field(
+        "hermes",
+        description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), llama3, mistral, or json (a JSON object alone)",
     )
     system: str = Field("", description="system message that the conversation begins with")
     deadline_s: PositiveFloat = Field(5.0, description="seconds that the calls of one turn may take together")
@@ -58,7 +68,15 @@ class ToolConversation:
 
     def __init__(self, options: ToolOptions) -> None:
         self._options = options
-        self._tools = {tool.name: tool for tool in map(_tool, options.tools)}
+        made: list[AnyTool] = [_tool(name, options) for name in options.tools]
+        for server in options.mcp:
+            made += _served(server)
+        self._tools = {tool.name: tool for tool in made}
+        if not made or len(self._tools) < len(made):
+            names = ", ".join(tool.name for tool in made) or "none"
+            raise BackendError(
+                "options_json.tools", f"tools need names of their own, and one at least: {names}"
+            )
         self._limits = Limits(options.deadline_s, options.most_calls, options.most_characters)
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
@@ -105,14 +123,67 @@ def _bounded(value: Any) -> int | float:
     return found
 
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
+def python_tool(memory_bytes: int, output_bytes: int) -> Tool:
+    """The tool `python`, whose code runs in the sandbox; its walls are told to the service's log."""
+    sys.stderr.write(f"tool python: {walls()}\n")
+
+    def python(code: str, left_s: float) -> str:
+        """Runs Python code in a fresh interpreter without network; returns what it prints and the last line's value."""
+        limits = SandboxLimits(wall_s=left_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
+        (outcome,) = run_programs(code, [""], limits, echo=True, total_s=left_s)
+        if outcome.end == "time":
+            raise TimeoutError
+        told = {
+            "output": "it printed too much",
+            "signal": f"it ended by signal {-outcome.status}",
+            "lost": "it was lost",
+        }
+        return (outcome.out + outcome.err + told.get(outcome.end, "")).rstrip() or "(it printed nothing)"
+
+    return Tool(python, bounded=True)
 
 
-def _tool(name: str) -> Tool:
+def _served(server: ServerOptions) -> Sequence[AnyTool]:
+    _needs("mcp", "mcp")
+    try:
+        return service_of(server).tools()
+    except (ServiceLost, ValueError) as error:
+        raise BackendError("options_json.mcp", str(error)) from error
+
+
+def _needs(extra: str, module: str) -> None:
+    try:
+        require(extra, module)
+    except BackendError as error:
+        raise BackendError(f"options_json.{extra}", error.message) from error
+
+
+def _built_in(name: str, options: ToolOptions) -> Tool:
+    if name == "python":
+        return python_tool(options.python_memory_mib << 20, max(4 * options.most_characters, 1 << 16))
+    if name == "search":
+        if options.search is None:
+            raise BackendError(
+                "options_json.search", "the tool search needs a corpus: search: {corpus: texts.jsonl}"
+            )
+        _needs("search", "bm25s")
+        try:
+            return Tool(search_tool(options.search))
+        except ValueError as error:
+            raise BackendError("options_json.search.corpus", str(error)) from error
+    return Tool(calculator)
+
+
+BUILT_IN = ("calculator", "python", "search")
+
+
+def _tool(name: str, options: ToolOptions) -> Tool:
     if not is_user_environment(name) and name not in BUILT_IN:
         raise BackendError("options_json.tools", unknown("tool", name, BUILT_IN).message)
+    if name in BUILT_IN:
+        return _built_in(name, options)
     try:
-        return Tool(load_factory(name, "function") if is_user_environment(name) else BUILT_IN[name])
+        return Tool(load_factory(name, "function"))
     except (TypeError, NameError) as error:
         raise BackendError("options_json.tools", f"{name}: {error}") from error
     except BackendError as error:

@@ -229,8 +229,13 @@ class ShardedModel:
         return self._whole(name, shard).cpu()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the policy, whole, adapters merged; all ranks exhaust it."""
-        return ((name, self.weight(name).cpu()) for name in self.weight_names)
+        """Every parameter and buffer of the policy, whole, adapters merged, on the leader's CPU; all ranks exhaust it.
+
+        Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host.
+        """
+        for name in self.weight_names:
+            whole = self.weight(name)
+            yield name, whole.cpu() if self._ranks.leads else whole
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""

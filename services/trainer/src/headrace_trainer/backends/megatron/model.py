@@ -168,7 +168,8 @@ class ParallelModel:
                     yield StatePart(name, shape, box, value)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.
+        """Whole canonical tensors by name, of this rank's pieces by local name; every rank exhausts it. The leader's
+        are on the CPU.
 
         A rank's whole is 0 where others have the values, so the bits add up.
         """
@@ -180,7 +181,7 @@ class ParallelModel:
                 part.of_whole(whole).copy_(part.of_local(own))
             if self._ranks.world_size > 1:
                 dist.all_reduce(whole.view(torch.int32))
-            yield name, whole.cpu()
+            yield name, whole.cpu() if self._ranks.leads else whole
 
     def reduce_gradients(self) -> None:
         """Adds up what the ranks have accumulated, so that `shards.gradients` are the model's."""

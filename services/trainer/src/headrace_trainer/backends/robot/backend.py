@@ -232,7 +232,9 @@ class RobotBackend(LearnedModel, EpisodeBackend):
             weights = sum(parameter.numel() for parameter in config.build(0).parameters())
         state = {name: copies * weights * FP32 for name, copies in STATE.items()}
         hold = {"hold": 3 * weights * FP32 if self._algorithm.passes.several else 0}
-        return MemoryPlan(state | hold, {}) if self._ranks.device.type == "cpu" else MemoryPlan(hold, state)
+        on_cpu = self._ranks.device.type == "cpu"
+        host, device = (state | hold, {}) if on_cpu else (hold, state)
+        return MemoryPlan(host, device, would_fit=None)  # each rank has all of it
 
     @override
     def check_files(self, *, initial: bool) -> None:

@@ -1,0 +1,1 @@
+"""A sandbox for code that a model wrote. `run` is the outside of it, `inside` the program that shuts itself in."""

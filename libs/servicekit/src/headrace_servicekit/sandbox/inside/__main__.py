@@ -1,0 +1,203 @@
+"""The supervisor: reads a request on stdin, shuts itself in, runs each case in a process, writes a line a case.
+
+It lives behind the same walls as what it runs, which cannot reach it: another process, not to be signalled or read.
+What it has in memory its children inherit, so it never reads what code must not know: tests go to their own process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace_servicekit.sandbox.inside import programs, testing
+from headrace_servicekit.sandbox.inside.frames import read_case
+from headrace_servicekit.sandbox.inside.seccomp import supported
+from headrace_servicekit.sandbox.inside.walls import (
+    SCRATCH,
+    drop_privileges,
+    enter_namespaces,
+    landlock_version,
+    limit_process,
+    shut_in,
+)
+
+_PR_SET_PDEATHSIG = 1
+_STDIN = 0
+_ERROR_CHARACTERS = 2000
+_MOST_HANDLES = 256
+
+
+class Case:
+    """The files of one case, in memory; a process gets those that it is given, as descriptors from 0 on."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
+        self.out, self.err, self.result = (os.memfd_create(name) for name in ("out", "err", "result"))
+
+    def start(self, handles: list[int], body: Callable[[], None]) -> int:
+        """Forks a process with these descriptors and all walls, in which `body` runs; returns its pid."""
+        supervisor = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            _end_with(supervisor)
+            safe = [os.dup(handle) for handle in handles]  # none is overwritten before it is moved
+            for place, handle in enumerate(safe):
+                os.dup2(handle, place)
+            os.closerange(len(handles), _MOST_HANDLES)
+            programs.fresh_streams(self._request["path"])
+            limits = self._request["limits"]
+            limit_process(
+                memory_bytes=limits["memory_bytes"],
+                file_bytes=limits["output_bytes"],
+                cpu_s=limits["wall_s"],
+                threads=limits["threads"],
+            )
+            shut_in(self._request["readable"], scratch=self._request["namespaces"])
+            status = programs.finish(body)
+        finally:
+            os._exit(status)
+
+    def report(self, pid: int, wall_s: float) -> dict[str, Any]:
+        """Waits for the process, ends it when its time is over, and says how it ended."""
+        begun = time.monotonic()
+        status = _wait(pid, wall_s)
+        end = "time" if status is None or -status == signal.SIGXCPU else "exit" if status >= 0 else "signal"
+        most = self._request["limits"]["output_bytes"]
+        if max(os.fstat(handle).st_size for handle in (self.out, self.err, self.result)) >= most:
+            end = "output"
+        said = {
+            "end": end,
+            "status": status or 0,
+            "out": _content(self.out, most),
+            "err": _content(self.err, most)[-_ERROR_CHARACTERS:],
+            "result": _content(self.result, most),
+            "wall_s": time.monotonic() - begun,
+        }
+        return said
+
+    def close(self) -> None:
+        """Frees the files."""
+        for handle in (self.out, self.err, self.result):
+            os.close(handle)
+
+
+def run_program(request: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A program with its input."""
+    given = read_case(_STDIN).decode("utf-8", "surrogatepass")
+    feed = os.memfd_create("in")
+    os.truncate(feed, 0)
+    with os.fdopen(os.dup(feed), "wb") as writer:
+        writer.write(given.encode("utf-8", "surrogatepass"))
+    os.lseek(feed, 0, os.SEEK_SET)
+    pid = case.start(
+        [feed, case.out, case.err], lambda: programs.run(request["code"], echo=request.get("echo", False))
+    )
+    os.close(feed)
+    return case.report(pid, request["limits"]["wall_s"])
+
+
+def run_call(request: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A call of a function with its arguments; what it returns is in `result`."""
+    given = json.loads(read_case(_STDIN))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    pid = case.start(
+        [nothing, case.out, case.err, case.result],
+        lambda: programs.call(request["code"], request["function"], given, 3),
+    )
+    os.close(nothing)
+    return case.report(pid, request["limits"]["wall_s"])
+
+
+def run_test(request: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A test in one process, what it tests in another one; `result` is "passed", or what was not."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
+    solution = case.start(
+        [nothing, nothing, nothing, to_read, from_write],
+        lambda: testing.serve(request["code"], 3, 4),
+    )
+    test = case.start(
+        [nothing, case.out, case.err, from_read, to_write, case.result, _STDIN],
+        lambda: testing.judge(request["entry"], 3, 4, 5, 6),
+    )
+    for handle in (nothing, to_read, to_write, from_read, from_write):
+        os.close(handle)
+    said = case.report(test, request["limits"]["wall_s"])
+    _wait(solution, 0.0)
+    if not said["result"].startswith(testing.READ):
+        sys.exit("a test did not read its code in time")  # the next one would read it
+    return said | {"result": said["result"].removeprefix(testing.READ)}
+
+
+OPERATIONS: dict[str, Callable[[dict[str, Any], Case], dict[str, Any]]] = {
+    "program": run_program,
+    "call": run_call,
+    "test": run_test,
+}
+
+
+def main() -> None:
+    """Serves one request and ends."""
+    request = json.loads(read_case(_STDIN))
+    _end_with(request["parent"])
+    if request["namespaces"]:
+        _become_first(request["limits"]["scratch_bytes"], request["parent"])
+    drop_privileges()
+    os.chdir(SCRATCH if request["namespaces"] else "/")
+    _say({"namespaces": request["namespaces"], "landlock": landlock_version(), "seccomp": supported()})
+    for _ in range(request["count"]):
+        case = Case(request)
+        _say(OPERATIONS[request["operation"]](request, case))
+        case.close()
+
+
+def _become_first(scratch_bytes: int, parent: int) -> None:
+    """Goes on as the first process of its own namespaces; what stays behind waits for it."""
+    enter_namespaces(scratch_bytes)
+    inner = os.fork()
+    if inner:
+        _end_with(parent)
+        os._exit(0 if os.waitpid(inner, 0)[1] == 0 else 1)
+    _end_with(0)
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _wait(pid: int, limit_s: float) -> int | None:
+    """The exit status, or the signal as a negative number; None where the time was over and it was killed."""
+    handle = os.pidfd_open(pid)
+    waiting = select.poll()
+    waiting.register(handle, select.POLLIN)
+    ended = bool(waiting.poll(limit_s * 1000))
+    os.close(handle)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status if ended else None
+
+
+def _content(handle: int, most: int) -> str:
+    return os.pread(handle, most, 0).decode("utf-8", "replace")
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

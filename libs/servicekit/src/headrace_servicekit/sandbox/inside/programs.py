@@ -1,0 +1,110 @@
+"""Runs foreign code in a process that is shut in: as a program, or one of its functions."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import io
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import Any
+
+from headrace_servicekit.sandbox.inside.values import decode, encode
+
+FILE = "solution.py"
+
+
+def fresh_streams(path: list[str]) -> None:
+    """The standard streams anew, as those of the process that forked had read and buffered; modules from `path`."""
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="replace")
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8", errors="replace"
+    )
+    sys.stderr = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="replace", write_through=True
+    )
+    sys.path[:] = [
+        *(entry for entry in sys.path if entry.startswith((sys.base_prefix, sys.base_exec_prefix))),
+        *path,
+    ]
+    sys.argv = [FILE]
+
+
+def finish(body: Callable[[], None]) -> int:
+    """Runs `body` and does what Python does at the end of a program; returns its exit status."""
+    status = 0
+    try:
+        body()
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:  # noqa: BLE001 - whatever foreign code raises is told on its stderr
+        traceback.print_exception(type(error), error, _own_frames(error))
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # noqa: BLE001 - too much was printed, or the stream is not one any more
+            status = status or 1
+    return status & 0xFF
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """Those of the foreign code, without the ones that called it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
+        frames = frames.tb_next
+    return frames
+
+
+def run(code: str, *, echo: bool) -> None:
+    """The code as a program. With `echo`, what its last line comes to is printed, as in a notebook."""
+    last: CodeType | None = None
+    tree = ast.parse(code, FILE)
+    if echo and tree.body and isinstance(ending := tree.body[-1], ast.Expr):
+        tree.body.pop()
+        last = compile(ast.Expression(ending.value), FILE, "eval")
+    namespace = _namespace("__main__")
+    exec(compile(tree, FILE, "exec"), namespace)
+    if last is not None:
+        value = eval(last, namespace)  # noqa: S307
+        if value is not None:
+            print(repr(value))
+
+
+def call(code: str, name: str, arguments: Any, result: int) -> None:
+    """Writes what the function returns, as plain data, to the descriptor `result`."""
+    found = lookup(load(code), name)
+    value = found(*(decode(each) for each in arguments))
+    os.write(result, json.dumps(encode(value)).encode())
+
+
+def load(code: str) -> dict[str, Any]:
+    """The names that the code defines when it is imported."""
+    namespace = _namespace("solution")
+    exec(compile(code, FILE, "exec"), namespace)
+    return namespace
+
+
+def lookup(namespace: dict[str, Any], name: str) -> Any:
+    """A function by name; where there is none, the method of an object of its class `Solution`."""
+    if name in namespace:
+        return namespace[name]
+    if callable(solution := namespace.get("Solution")) and hasattr(solution, name):
+        return getattr(solution(), name)
+    raise NameError(f"the code defines no {name!r}")
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    """That of a module which `sys.modules` knows: dataclasses and pickle look there."""
+    module = type(sys)(name)
+    sys.modules[name] = module
+    return module.__dict__

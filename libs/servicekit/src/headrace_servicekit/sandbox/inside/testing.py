@@ -1,0 +1,197 @@
+"""A test and what it tests, in two processes: only names, plain data and errors go between them.
+
+So the code that is judged cannot read what is expected of it, end the test, or return what is equal to everything.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from headrace_servicekit.sandbox.inside.frames import read_case
+from headrace_servicekit.sandbox.inside.programs import load, lookup
+from headrace_servicekit.sandbox.inside.values import decode, encode
+
+READ, PASSED = "read ", "passed"
+"""How a result begins once the test was read, and what it is where all holds."""
+_LONGEST_LINE = 1 << 22
+_WELL_KNOWN = {"np": "numpy", "pd": "pandas"}
+
+
+def serve(code: str, read: int, write: int) -> None:
+    """The side of the code: defines it, then answers until the other side ends."""
+    requests, replies = os.fdopen(read), os.fdopen(write, "w")
+    kept: list[Any] = []
+
+    def keep(value: Any) -> dict[str, int]:
+        kept.append(value)
+        return {"object": len(kept) - 1}
+
+    namespace: dict[str, Any] = {}
+    try:
+        namespace = load(code)
+        error: BaseException | None = None
+    except BaseException as raised:  # noqa: BLE001 - the test is told at its first question
+        error = raised
+    for line in requests:
+        asked = json.loads(line)
+        try:
+            if error is not None:
+                raise error
+            value = _asked(asked, namespace, kept)
+            reply: dict[str, Any] = {"value": encode(value, keep)}
+        except BaseException as raised:  # noqa: BLE001 - foreign code raises anything
+            reply = {"raised": type(raised).__name__, "text": str(raised)[:500]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _asked(asked: dict[str, Any], namespace: dict[str, Any], kept: list[Any]) -> Any:
+    if asked["do"] == "get":
+        return lookup(namespace, asked["name"])
+    target = kept[asked["object"]]
+    given = [decode(each, lambda kind, index: kept[index]) for each in asked["given"]]
+    if asked["do"] == "call":
+        named = {name: decode(each, lambda kind, index: kept[index]) for name, each in asked["named"].items()}
+        return target(*given, **named)
+    operations: dict[str, Callable[..., Any]] = {
+        "attribute": getattr,
+        "item": lambda thing, key: thing[key],
+        "list": list,
+        "len": len,
+    }
+    return operations[asked["do"]](target, *given)
+
+
+class Link:
+    """Questions to the code's process, one at a time."""
+
+    def __init__(self, replies: TextIO, requests: TextIO) -> None:
+        self._replies, self._requests = replies, requests
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        """What came of it; raises what the code raised, as the built-in error of that name."""
+        try:
+            self._requests.write(json.dumps({"do": do, **fields}) + "\n")
+            self._requests.flush()
+            line = self._replies.readline(_LONGEST_LINE)
+        except BrokenPipeError:
+            line = ""
+        if not line.endswith("\n"):
+            raise RuntimeError("the code ended, or answered too much")
+        reply = json.loads(line)
+        if "raised" in reply:
+            kind = getattr(builtins, str(reply["raised"]), None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(str(reply["text"]))
+        return decode(reply["value"], lambda kind, index: Remote(self, index))
+
+
+class Remote:
+    """A function, class or object of the code, in its own process. It is equal to itself alone."""
+
+    def __init__(self, link: Link, index: int) -> None:
+        self._link, self._index = link, index
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Calls it there."""
+        return self._link.ask(
+            "call",
+            object=self._index,
+            given=[encode(each, _reference) for each in given],
+            named={name: encode(each, _reference) for name, each in named.items()},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("attribute", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("list"))
+
+    def __len__(self) -> int:
+        return int(self._ask("len"))
+
+    def _ask(self, do: str, *given: Any) -> Any:
+        return self._link.ask(do, object=self._index, given=[encode(each, _reference) for each in given])
+
+
+def _reference(value: Any) -> dict[str, int]:
+    if isinstance(value, Remote):
+        return {"object": value._index}
+    raise TypeError(
+        f"a test gives the code an object of {type(value).__name__}; only plain data can be given"
+    )
+
+
+def judge(entry: str, read: int, write: int, result: int, source: int) -> None:
+    """The side of the test, which it reads from `source`: writes `PASSED`, or what did not hold, to `result`."""
+    test = read_case(source).decode("utf-8", "surrogatepass")
+    os.close(source)
+    os.write(result, READ.encode())
+    link = Link(os.fdopen(read), os.fdopen(write, "w"))
+    try:
+        tree = ast.parse(test, "test.py")
+        namespace = _names(tree, entry, link)
+        exec(compile(tree, "test.py", "exec"), namespace)
+        verdict = PASSED
+    except BaseException as error:  # noqa: BLE001 - tests raise anything
+        verdict = "".join(traceback.format_exception_only(error)).strip() + _where(error, test)
+    os.write(result, verdict.encode("utf-8", "replace"))
+
+
+def _names(tree: ast.Module, entry: str, link: Link) -> dict[str, Any]:
+    """What the test uses and does not define: modules of the library, and from the code what is left.
+
+    The code never stands in for a built-in or a module: one that redefines `abs` or `math` would judge itself. Only a
+    test that uses nothing else of it is about such a function. Where `entry` is told, that alone is the code's.
+    """
+    nodes = list(ast.walk(tree))
+    used = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    own = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    own |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+    for each in nodes:
+        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+            own.add(each.name)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            own |= {(alias.asname or alias.name).partition(".")[0] for alias in each.names}
+    namespace: dict[str, Any] = {"__name__": "test"}
+    wanted = used - own
+    free = sorted(name for name in wanted if not hasattr(builtins, name))
+    left = []
+    for name in free:
+        if name != entry and (name in sys.stdlib_module_names or name in _WELL_KNOWN):
+            namespace[name] = importlib.import_module(_WELL_KNOWN.get(name, name))
+        else:
+            left.append(name)
+    if entry:
+        left = [entry]
+    elif not left:
+        calls = [
+            each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+        ]
+        left = sorted(wanted.intersection(calls))
+        if len(left) > 1:
+            raise NameError(f"which of {', '.join(left)} is tested? Name it as entry_point")
+    return namespace | {name: link.ask("get", name=name) for name in left}
+
+
+def _where(error: BaseException, test: str) -> str:
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "test.py"
+    ]
+    if isinstance(error, SyntaxError) or not lines or lines[-1] is None:
+        return ""
+    return f" at: {test.splitlines()[lines[-1] - 1].strip()[:200]}"

@@ -1,0 +1,260 @@
+"""Code of a model, run in a process that is shut in, from the outside: programs, functions and tests.
+
+    for outcome in run_programs("print(input()[::-1])", ["abc\n"], Limits()):
+        assert outcome.out == "cba\n"
+
+What a kernel or a container does not allow is left out, and `walls().missing` says what is then not held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace_servicekit.process.spawn import TREE_VARIABLE
+from headrace_servicekit.sandbox.inside.frames import frame
+
+_MEBIBYTE = 1 << 20
+_SOURCE = Path(__file__).parents[2]
+_BEGIN = (
+    f"import sys; sys.path.append({str(_SOURCE)!r}); "
+    "from headrace_servicekit.sandbox.inside.__main__ import main; main()"
+)
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "LC_ALL": "C.UTF-8",
+}
+_STARTING_S, _GRACE_S = 10.0, 1.0
+_PIECE = 1 << 16
+_REPLY_BYTES_PER_OUTPUT_BYTE = 24
+"""JSON of a reply over the bytes in it: three files, each byte at most `\\ud83d\\ude00` long, with room."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one case. Nothing that foreign code does takes more than this."""
+
+    wall_s: float = 4.0
+    """Of wall time, and of CPU time."""
+    memory_bytes: int = 512 * _MEBIBYTE
+    """Address space. It starts no process, so this is all that it has."""
+    output_bytes: int = _MEBIBYTE
+    """Of each file and stream that it writes."""
+    scratch_bytes: int = 16 * _MEBIBYTE
+    """Of its folder for files, which is in memory."""
+    threads: int = 64
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended."""
+
+    end: Literal["exit", "signal", "time", "output", "lost"]
+    """`exit` by itself, even by an error; killed by a `signal`; out of `time`; too much `output`; `lost`: none came."""
+    status: int = 0
+    """Exit status, or the signal as a negative number."""
+    out: str = ""
+    err: str = ""
+    """The end of what it wrote to standard error."""
+    result: str = ""
+    """Of a call: the returned value, see `inside.values`. Of a test: `passed`, or what did not hold."""
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Walls:
+    """What holds foreign code on this machine."""
+
+    namespaces: bool
+    landlock: int
+    """Version of the kernel's Landlock; 0: none."""
+    seccomp: bool
+
+    @property
+    def missing(self) -> list[str]:
+        """What is not held, in words; empty where all is."""
+        found = []
+        if not self.seccomp:
+            found.append(
+                "it can start processes, open sockets and signal this user's processes (no seccomp filter)"
+            )
+        if not self.landlock:
+            found.append("it can read what this service's user can (no Landlock)")
+        if not self.namespaces:
+            found.append("it has this service's user id, and no folder to write to (no user namespace)")
+        return found
+
+    def __str__(self) -> str:
+        up = [
+            *(["namespaces"] if self.namespaces else []),
+            *([f"Landlock {self.landlock}"] if self.landlock else []),
+            *(["seccomp"] if self.seccomp else []),
+            "limits",
+        ]
+        text = f"code runs behind {', '.join(up)}"
+        return f"{text}; NOT HELD: {'; '.join(self.missing)}" if self.missing else text
+
+
+Outcomes = Generator[Outcome, None, None]
+"""They come one by one. Close it to run no more."""
+
+
+def run_programs(
+    code: str, inputs: Sequence[str], limits: Limits, *, echo: bool = False, total_s: float | None = None
+) -> Outcomes:
+    """Runs the code as a program once for each input; see `Outcomes`.
+
+    With `echo`, what the last line comes to is printed, as in a notebook. After `total_s` all that is left is `lost`.
+    """
+    yield from _run("program", code, inputs, limits, total_s, echo=echo)
+
+
+def run_calls(
+    code: str,
+    function: str,
+    arguments: Sequence[Sequence[Any]],
+    limits: Limits,
+    *,
+    total_s: float | None = None,
+) -> Outcomes:
+    """Calls a function of the code once for each list of arguments, which are JSON as `inside.values` has it."""
+    yield from _run("call", code, arguments, limits, total_s, function=function)
+
+
+def run_tests(
+    code: str, tests: Sequence[str], limits: Limits, *, entry: str = "", total_s: float | None = None
+) -> Outcomes:
+    """Runs tests, which are code with assertions, in another process than what they test.
+
+    `entry` is the one name that tests have of the code; left out, they have what they do not define themselves.
+    """
+    yield from _run("test", code, tests, limits, total_s, entry=entry)
+
+
+@cache
+def walls() -> Walls:
+    """What this machine allows, tried once in this process. RuntimeError where nothing runs at all."""
+    said = ""
+    for namespaces in (True, False):
+        with _Supervisor(_request("program", "pass", 1, Limits(), namespaces)) as supervisor:
+            supervisor.give("")
+            first, outcome = supervisor.line(_STARTING_S, 1 << 16), supervisor.line(_STARTING_S, 1 << 16)
+            if first and outcome and outcome["status"] == 0:
+                return Walls(**first)
+            said = outcome["err"] if outcome else supervisor.last_words()
+    raise RuntimeError(f"the sandbox does not start: {said}")
+
+
+def _run(
+    operation: str, code: str, cases: Sequence[Any], limits: Limits, total_s: float | None, **more: Any
+) -> Outcomes:
+    ends = time.monotonic() + (len(cases) * limits.wall_s + _STARTING_S if total_s is None else total_s)
+    request = _request(operation, code, len(cases), limits, walls().namespaces) | more
+    longest = limits.output_bytes * _REPLY_BYTES_PER_OUTPUT_BYTE + (1 << 16)
+    with _Supervisor(request) as supervisor:
+        told = supervisor.line(min(_STARTING_S, ends - time.monotonic()), 1 << 16)
+        for index, case in enumerate(cases):
+            # One at a time: what is judged and what is expected of it never wait in one pipe.
+            supervisor.give(case if isinstance(case, str) else json.dumps(case))
+            left = min(limits.wall_s + _GRACE_S, ends - time.monotonic())
+            reply = supervisor.line(left, longest) if told else None
+            if reply is None:
+                yield from [Outcome("time" if time.monotonic() >= ends else "lost")] * (len(cases) - index)
+                return
+            yield Outcome(**reply)
+
+
+def _request(operation: str, code: str, count: int, limits: Limits, namespaces: bool) -> dict[str, Any]:
+    packages = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    return {
+        "operation": operation,
+        "parent": os.getpid(),
+        "code": code,
+        "count": count,
+        "limits": asdict(limits),
+        "namespaces": namespaces,
+        "path": packages,
+        "readable": [*packages, os.path.join(sys.base_prefix, "lib")],
+    }
+
+
+class _Supervisor:
+    """The process that shuts itself in and runs the cases of a request; see `inside.__main__`."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        environment = dict(_ENVIRONMENT)
+        if tree := os.environ.get(TREE_VARIABLE):
+            environment[TREE_VARIABLE] = tree
+        self._process = subprocess.Popen(
+            [getattr(sys, "_base_executable", sys.executable), "-s", "-S", "-P", "-c", _BEGIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._read_ahead = bytearray()
+        self.give(json.dumps(request))
+
+    def __enter__(self) -> _Supervisor:
+        return self
+
+    def give(self, text: str) -> None:
+        """The request, then each case; one that ended is noticed by the next `line`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(frame(text.encode("utf-8", "surrogatepass")))
+            self._process.stdin.flush()
+
+    def line(self, limit_s: float, longest: int) -> dict[str, Any] | None:
+        """The next message; None where it ended, took too long, or said too much."""
+        assert self._process.stdout is not None
+        ends, handle = time.monotonic() + limit_s, self._process.stdout.fileno()
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        searched = 0
+        while (end := self._read_ahead.find(b"\n", searched)) < 0:
+            searched = len(self._read_ahead)
+            if searched > longest or not waiting.poll(max(0.0, ends - time.monotonic()) * 1000):
+                return None
+            if not (piece := os.read(handle, _PIECE)):
+                return None
+            self._read_ahead += piece
+        message: dict[str, Any] = json.loads(self._read_ahead[:end])
+        del self._read_ahead[: end + 1]
+        return message
+
+    def last_words(self) -> str:
+        """Ends it; the last line of its standard error."""
+        assert self._process.stderr is not None
+        self._kill()
+        return self._process.stderr.read(1 << 16).decode(errors="replace").strip().rpartition("\n")[2]
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self._process.wait()
+        # The pipe ends with the last that holds it: the supervisor, where it lives in namespaces.
+        while self.line(_GRACE_S, 1 << 30) is not None:
+            pass
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()

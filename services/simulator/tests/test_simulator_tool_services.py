@@ -1,0 +1,201 @@
+"""Tools that run beside the environment: code in the sandbox, search, and the tools of real MCP server processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import psutil
+import pytest
+from headrace.simulator.v1 import simulator_pb2
+from headrace_simulator.backends.base import BackendError
+from headrace_simulator.backends.conversation.backend import Conversations
+from headrace_simulator.backends.conversation.calls import ServiceLost
+
+OK, LOST = simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
+SERVER = '''
+import os
+import sys
+import time
+
+import anyio
+from mcp.server import MCPServer
+
+server = MCPServer("test")
+
+
+@server.tool()
+async def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+async def slow(seconds: float) -> str:
+    """Waits."""
+    await anyio.sleep(seconds)
+    return "waited"
+
+
+@server.tool()
+async def fails() -> str:
+    raise ValueError("no such town")
+
+
+@server.tool()
+async def dies() -> str:
+    os._exit(3)
+
+
+@server.tool()
+async def floods() -> str:
+    return "x" * (9 << 20)
+
+
+@server.tool()
+async def long() -> str:
+    return "x" * 10_000
+
+
+@server.tool()
+async def pid() -> int:
+    return os.getpid()
+
+
+print("a server that prints what is no message")
+server.run()
+'''
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def answers(environment, content):
+    messages, _, _ = environment.step({"role": "assistant", "content": content})
+    return [message["content"] for message in messages]
+
+
+def talk(**options):
+    return Conversations().converse("tools", options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return {"command": [sys.executable, str(path)]}
+
+
+def test_code_runs_in_the_sandbox(monkeypatch):
+    monkeypatch.setenv("A_SECRET", "of-the-service")
+    environment = talk(tools=["python"], deadline_s=2.0)
+    found = answers(environment, call("python", code="a = 6\na * 7") + call("python", code="print(1/0)"))
+    assert found[0] == "42" and found[1].endswith("ZeroDivisionError: division by zero")
+    reads = answers(environment, call("python", code="import os; print(os.environ, open('/etc/passwd'))"))
+    assert "of-the-service" not in reads[0] and "PermissionError" in reads[0]
+    schema = environment.reset(0, {"question": "?"})[1][0]["function"]
+    assert schema["parameters"]["required"] == ["code"] and list(schema["parameters"]["properties"]) == [
+        "code"
+    ]
+
+
+def test_code_that_hangs_or_floods_is_stopped_beside_other_calls():
+    environment = talk(tools=["python", "calculator"], deadline_s=1.0)
+    begun = time.monotonic()
+    hang, flood = (
+        call("python", code="while True: pass"),
+        call("python", code="while True: print('x' * 9999)"),
+    )
+    found = answers(environment, hang + flood + call("calculator", expression="2 * 3"))
+    assert time.monotonic() - begun < 4
+    assert found[0] == "error: python was stopped: the calls of a turn may take 1 s"
+    assert len(found[1]) < 4100 and len(found) == 3
+
+
+def test_search_finds_texts_by_their_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"text": "The Danube flows through Ulm."},
+        {"text": "Cats sleep all day."},
+        {"text": "Ulm has a minster."},
+    ]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    environment = talk(tools=["search"], search={"corpus": "texts.jsonl", "results": 2})
+    (found,) = answers(environment, call("search", query="which river does Ulm lie at, the Danube?"))
+    assert found.startswith("[0] The Danube flows") and "[2] Ulm" in found and "Cats" not in found
+    assert (
+        answers(environment, call("search", query="zebra") + call("search", query=""))
+        == ["nothing was found"] * 2
+    )
+    with pytest.raises(BackendError, match=r"texts2.jsonl:1 is no JSON with a key 'text'"):
+        (tmp_path / "texts2.jsonl").write_text('{"body": 1}')
+        talk(tools=["search"], search={"corpus": "texts2.jsonl"})
+
+
+def test_tools_of_a_server_are_listed_and_called_side_by_side(server):
+    environment = talk(
+        tools=["calculator"], mcp=[server | {"tools": ["add", "slow", "fails", "long"]}], deadline_s=3.0
+    )
+    _, tools = environment.reset(0, {"question": "?"})
+    assert [tool["function"]["name"] for tool in tools] == ["calculator", "add", "slow", "fails", "long"]
+    assert tools[1]["function"]["description"] == "Adds two numbers."
+    assert set(tools[1]["function"]["parameters"]["properties"]) == {"a", "b"}
+    begun = time.monotonic()
+    slow = call("slow", seconds=0.5)
+    found = answers(environment, slow * 4 + call("add", a=1, b=2) + call("calculator", expression="1 + 1"))
+    assert found == ["waited"] * 4 + ["3", "2"] and time.monotonic() - begun < 1.9
+
+
+def test_a_broken_call_is_a_message(server):
+    environment = talk(tools=[], mcp=[server], deadline_s=0.7)
+    begun = time.monotonic()
+    found = answers(
+        environment,
+        call("slow", seconds=60) + call("add", a="one") + call("fails") + call("long") + call("none", a=1),
+    )
+    assert time.monotonic() - begun < 3
+    assert found[0] == "error: slow was stopped: the calls of a turn may take 0.7 s"
+    assert found[1].startswith("error: add: ValueError: ") and found[2].startswith("error: fails: ")
+    assert "[6000 characters are left out]" in found[3] and "there is no tool 'none'" in found[4]
+    assert answers(environment, call("add", a=2, b=2)) == ["4"]
+
+
+def test_a_service_that_floods_is_broken(server):
+    environment = talk(tools=[], mcp=[server])
+    with pytest.raises(ServiceLost, match="a message of more than 8388608 bytes"):
+        environment.step({"role": "assistant", "content": call("floods")})
+    assert answers(environment, call("add", a=2, b=2)) == ["4"]  # it was started again
+
+
+async def test_a_broken_service_is_a_lost_conversation_and_the_next_one_works(simulator, server):
+    options = {"tools": ["calculator"], "mcp": [server], "deadline_s": 10.0}
+    pool = await simulator.open("tools", backend="conversation", options=options, step_timeout_s=30.0)
+    await pool.reset(options={"question": "?"})
+    lost = await pool.say(call("dies"))
+    assert lost.status == LOST and "exit code 3" in lost.detail
+    assert (await pool.reset(options={"question": "?"})).status == OK
+    assert (await pool.say(call("add", a=2, b=3))).messages[0].content == "5"
+    (pid,) = [int((await pool.say(call("pid"))).messages[0].content)]
+    assert psutil.Process(pid).is_running() and pid != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("mcp", "words"),
+    [
+        ({"command": ["/no/such/server"]}, "does not start: its process ended with exit code 127"),
+        ({"command": [sys.executable, "-c", "pass"]}, "does not start"),
+        ({"command": ["sleep", "60"], "start_timeout_s": 0.3}, "told no tools within 0.3 s"),
+    ],
+)
+def test_servers_that_do_not_start_are_refused(mcp, words):
+    with pytest.raises(BackendError, match=words) as caught:
+        talk(mcp=[mcp])
+    assert caught.value.field == "options_json.mcp"
+
+
+def test_a_tool_that_the_server_lacks_is_named(server):
+    with pytest.raises(BackendError, match="has no tool 'mul'; tools: add"):
+        talk(mcp=[server | {"tools": ["mul"]}])
