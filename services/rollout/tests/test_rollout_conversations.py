@@ -188,6 +188,14 @@ async def test_each_limit_is_a_finish_reason(talking, talks):
     assert [each.finish_reason for each in long.values()] == [common_pb2.FINISH_REASON_PROMPT_TOO_LONG]
 
 
+async def test_a_conversation_that_takes_too_long_is_cut_behind_a_turn(talking, talks):
+    rollout = await talking(max_episode_s=1e-6)
+    pool = await pool_of(talks, count=1, processes=1)
+    found = await said(rollout, pool, begins([1]), stop=ANY, max_new_tokens=8)
+    (late,) = found.values()
+    assert late.finish_reason == common_pb2.FINISH_REASON_TIMED_OUT and len(late.conversation.rewards) == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [("dies", "exit code 7"), ("raises", "RuntimeError: the game fell over"), ("hangs", "longer than 1 s")],
