@@ -57,7 +57,7 @@ def growth_of(runs: int, within_s: float) -> dict[str, float]:
     made = len(next(iter(sizes.values())))
     if made < runs:
         say(f"{made} of {runs} runs within {within_s:g} s")
-    return figures(sizes) | {"runs": made}
+    return figures(sizes) | {"runs": float(made)}
 
 
 def figures(sizes: dict[str, list[float]]) -> dict[str, float]:
