@@ -58,6 +58,8 @@ ESCAPES = dict(_sections("sandbox_escapes.txt"))
 def test_no_way_out(way, walls, tmp_path, monkeypatch):
     tree = f"sandbox-{uuid.uuid4().hex}/1"
     monkeypatch.setenv(TREE_VARIABLE, tree)
+    forker = run._Forker()
+    monkeypatch.setattr(run, "_forker", forker)
     monkeypatch.setenv("SECRET_TOKEN", SECRET)
     secrets, path = tmp_path / "secrets", str(tmp_path / "socket")
     secrets.write_text(SECRET)
@@ -74,6 +76,8 @@ def test_no_way_out(way, walls, tmp_path, monkeypatch):
             code = code.replace(name, str(value))
         begun = time.monotonic()
         outcome = program(code, wall_s=0.4)
+    assert program("print('well')").out == "well\n"
+    forker._end()
     assert time.monotonic() - begun < 4
     assert OUT not in outcome.out and SECRET not in outcome.out + outcome.err, outcome
     assert len(outcome.out) <= LIMITS.output_bytes and len(outcome.err) <= 2000

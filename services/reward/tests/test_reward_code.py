@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -118,6 +119,7 @@ def test_outputs_are_compared_by_line_and_number():
 
 async def test_answers_side_by_side_through_the_service(reward):
     """One that hangs, one that floods and good ones: each has its own verdict, and nothing is left behind."""
+    before = set(_sandboxes())
     await reward.open({"name": "code", "options": {"timeout_s": 0.5, "total_s": 1.0}})
     hang, flood = "def add(a, b):\n    while True: pass", "def add(a, b):\n    return 'x' * 10**10"
     begun = time.monotonic()
@@ -127,12 +129,16 @@ async def test_answers_side_by_side_through_the_service(reward):
         (reward_pb2.SCORE_STATUS_OK, value) for value in (1.0, 0.0, 1.0, 0.0, 1.0)
     ]
     await reward.close()
-    left = [
-        each
-        for each in psutil.Process().children(recursive=True)
-        if "sandbox.inside" in " ".join(each.cmdline())
-    ]
-    assert left == []
+    for _ in range(100):
+        if not (left := set(_sandboxes()) - before):
+            break
+        await asyncio.sleep(0.02)
+    assert not left
+
+
+def _sandboxes() -> list[int]:
+    found = psutil.Process().children(recursive=True)
+    return [each.pid for each in found if "sandbox.inside" in " ".join(each.cmdline())]
 
 
 async def test_an_item_without_tests_is_the_scorers_fault_and_says_so(reward):

@@ -144,22 +144,19 @@ def test_tools_of_a_server_are_listed_and_called_side_by_side(server):
     assert tools[1]["function"]["description"] == "Adds two numbers."
     assert set(tools[1]["function"]["parameters"]["properties"]) == {"a", "b"}
     begun = time.monotonic()
-    slow = call("slow", seconds=0.5)
+    slow = call("slow", seconds=1.0)
     found = answers(environment, slow * 4 + call("add", a=1, b=2) + call("calculator", expression="1 + 1"))
-    assert found == ["waited"] * 4 + ["3", "2"] and time.monotonic() - begun < 1.9
+    assert found == ["waited"] * 4 + ["3", "2"] and time.monotonic() - begun < 3.9
 
 
 def test_a_broken_call_is_a_message(server):
-    environment = talk(tools=[], mcp=[server], deadline_s=0.7)
-    begun = time.monotonic()
-    found = answers(
-        environment,
-        call("slow", seconds=60) + call("add", a="one") + call("fails") + call("long") + call("none", a=1),
-    )
-    assert time.monotonic() - begun < 3
-    assert found[0] == "error: slow was stopped: the calls of a turn may take 0.7 s"
-    assert found[1].startswith("error: add: ValueError: ") and found[2].startswith("error: fails: ")
-    assert "[6000 characters are left out]" in found[3] and "there is no tool 'none'" in found[4]
+    environment = talk(tools=[], mcp=[server], deadline_s=0.5)
+    (late,) = answers(environment, call("slow", seconds=60))
+    assert late == "error: slow was stopped: the calls of a turn may take 0.5 s"
+    environment = talk(tools=[], mcp=[server], deadline_s=20.0)
+    found = answers(environment, call("add", a="one") + call("fails") + call("long") + call("none", a=1))
+    assert found[0].startswith("error: add: ValueError: ") and found[1].startswith("error: fails: ")
+    assert "[6000 characters are left out]" in found[2] and "there is no tool 'none'" in found[3]
     assert answers(environment, call("add", a=2, b=2)) == ["4"]
 
 

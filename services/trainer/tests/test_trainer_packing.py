@@ -184,6 +184,26 @@ def test_the_heads_gradient_is_the_same_in_many_chunks(
     assert 0 < relative_l2(found[1], found[0]) <= 1e-3
 
 
+def test_micro_batches_of_a_round_cost_alike_whatever_their_lengths():
+    """A row of 8 costs 72 and one of 4 costs 20: even in nodes is 92 against 60, even in cost 80 against 72."""
+    costs = Costs(1.0, padded=False)
+    assert plan_balanced([8, 4, 4, 4, 4], 16, 2, costs) == [[[1, 2, 3, 4], [0]]]
+
+
+def test_what_costs_alike_goes_into_one_round():
+    costs, lengths = Costs(1.0, padded=False), [5, 6, 9, 5, 6]
+    rounds = plan_balanced(lengths, 10, 2, costs)
+    prices = [[costs.of_batch([lengths[row] for row in batch]) for batch in batches] for batches in rounds]
+    assert prices == [[90, 60], [42, 42]], "not 90 beside 42, and 60 beside 42"
+
+
+def test_no_micro_batch_is_above_the_budget_so_that_ranks_cost_alike():
+    """With a short row beside the long one both would cost 9, and two rows of its length are above the budget."""
+    lengths = [8, *[1] * 10]
+    [batches] = plan_balanced(lengths, 10, 2, Costs(padded=False))
+    assert sorted(len(batch) * max(lengths[row] for row in batch) for batch in batches) == [8, 10]
+
+
 def test_one_rank_keeps_the_plan_that_its_hashes_were_made_with():
     lengths = [5, 9, 3, 9]
     assert plan_balanced(lengths, 18, 1, Costs()) == [[batch] for batch in plan_batches(lengths, 18)]

@@ -13,8 +13,10 @@ import os
 import select
 import signal
 import site
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +32,7 @@ _MEBIBYTE = 1 << 20
 _SOURCE = Path(__file__).parents[2]
 _BEGIN = (
     f"import sys; sys.path.append({str(_SOURCE)!r}); "
-    "from headrace_servicekit.sandbox.inside.__main__ import main; main()"
+    "from headrace_servicekit.sandbox.inside.__main__ import main; main(*map(int, sys.argv[1:]))"
 )
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -182,7 +184,6 @@ def _request(operation: str, code: str, count: int, limits: Limits, namespaces: 
     packages = [path for path in site.getsitepackages() if Path(path).is_dir()]
     return {
         "operation": operation,
-        "parent": os.getpid(),
         "code": code,
         "count": count,
         "limits": asdict(limits),
@@ -192,21 +193,72 @@ def _request(operation: str, code: str, count: int, limits: Limits, namespaces: 
     }
 
 
+class _Forker:
+    """The process that starts supervisors: one in this process, made anew where it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+
+    def start(self, *streams: int) -> int:
+        """Starts a supervisor with these standard streams; returns its pid."""
+        with self._lock:
+            for last in (False, True):
+                link = self._running()
+                with suppress(OSError):
+                    socket.send_fds(link, [b"."], streams)
+                    if len(pid := link.recv(4)) == 4:
+                        return int.from_bytes(pid, "little")
+                self._end()
+                if last:
+                    raise RuntimeError("the sandbox does not start")
+        raise AssertionError
+
+    def _running(self) -> socket.socket:
+        if self._link is None:
+            environment = dict(_ENVIRONMENT)
+            if tree := os.environ.get(TREE_VARIABLE):
+                environment[TREE_VARIABLE] = tree
+            self._link, theirs = socket.socketpair()
+            self._link.settimeout(_STARTING_S)
+            python = getattr(sys, "_base_executable", sys.executable)
+            self._process = subprocess.Popen(
+                [python, "-s", "-S", "-P", "-c", _BEGIN, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            theirs.close()
+        return self._link
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._link = self._process = None
+
+
+_forker = _Forker()
+
+
 class _Supervisor:
     """The process that shuts itself in and runs the cases of a request; see `inside.__main__`."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        environment = dict(_ENVIRONMENT)
-        if tree := os.environ.get(TREE_VARIABLE):
-            environment[TREE_VARIABLE] = tree
-        self._process = subprocess.Popen(
-            [getattr(sys, "_base_executable", sys.executable), "-s", "-S", "-P", "-c", _BEGIN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        (stdin, self._stdin), (self._stdout, stdout), (self._stderr, stderr) = (os.pipe() for _ in range(3))
+        self._process = -1
+        try:
+            pid = _forker.start(stdin, stdout, stderr)
+            with suppress(ProcessLookupError):
+                self._process = os.pidfd_open(pid)
+        finally:
+            for handle in (stdin, stdout, stderr):
+                os.close(handle)
         self._read_ahead = bytearray()
         self.give(json.dumps(request))
 
@@ -215,15 +267,14 @@ class _Supervisor:
 
     def give(self, text: str) -> None:
         """The request, then each case; one that ended is noticed by the next `line`."""
-        assert self._process.stdin is not None
+        left = memoryview(frame(text.encode("utf-8", "surrogatepass")))
         with suppress(BrokenPipeError):
-            self._process.stdin.write(frame(text.encode("utf-8", "surrogatepass")))
-            self._process.stdin.flush()
+            while left:
+                left = left[os.write(self._stdin, left) :]
 
     def line(self, limit_s: float, longest: int) -> dict[str, Any] | None:
         """The next message; None where it ended, took too long, or said too much."""
-        assert self._process.stdout is not None
-        ends, handle = time.monotonic() + limit_s, self._process.stdout.fileno()
+        ends, handle = time.monotonic() + limit_s, self._stdout
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         searched = 0
@@ -240,21 +291,20 @@ class _Supervisor:
 
     def last_words(self) -> str:
         """Ends it; the last line of its standard error."""
-        assert self._process.stderr is not None
         self._kill()
-        return self._process.stderr.read(1 << 16).decode(errors="replace").strip().rpartition("\n")[2]
+        return os.read(self._stderr, 1 << 16).decode(errors="replace").strip().rpartition("\n")[2]
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """What it started ends with it."""
+        if self._process >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def __exit__(self, *_: object) -> None:
         self._kill()
-        self._process.wait()
         # The pipe ends with the last that holds it: the supervisor, where it lives in namespaces.
         while self.line(_GRACE_S, 1 << 30) is not None:
             pass
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                with suppress(BrokenPipeError):
-                    stream.close()
+        for handle in (self._stdin, self._stdout, self._stderr, self._process):
+            if handle >= 0:
+                os.close(handle)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -53,18 +54,26 @@ class ServiceTool:
         return self._service.begin(self.name, arguments)
 
 
+@dataclass
+class Connection:
+    """With one process of a server."""
+
+    client: Any = None
+    tools: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    ended: str = ""
+    """Why it is over; empty while it is not."""
+
+
 class Service:
-    """A server's process and the connection to it."""
+    """A server: its process and the connection to it, and others after them where they end."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
-        self._client: Any = None
-        self._ended = ""
-        """Why the connection is over; empty while it is not."""
+        self._connection = Connection(ended="it was not started")
 
     def tools(self) -> list[ServiceTool]:
         """The tools that it offers; ServiceLost where it cannot be asked, ValueError where one is missing."""
-        listed = self._connected()
+        listed = self._connected().tools
         wanted = self._options.tools or list(listed)
         if missing := [name for name in wanted if name not in listed]:
             raise ValueError(
@@ -76,79 +85,64 @@ class Service:
         """Asks for a call; returns what waits for it. ServiceLost where the server does not start."""
         if not isinstance(arguments, dict):
             raise ValueError("arguments: an object is wanted")
-        self._connected()
-        future = asyncio.run_coroutine_threadsafe(self._call(name, arguments), _loop())
-        return lambda left_s: self._result(future, left_s)
+        connection = self._connected()
+        future = asyncio.run_coroutine_threadsafe(_called(connection, name, arguments), _loop())
 
-    def _result(self, future: Future[str], left_s: float) -> str:
-        try:
-            return waited(future, left_s)
-        except TimeoutError:
-            future.cancel()
-            if self._ended:
-                raise ServiceLost(self._ended) from None
-            raise
+        def answer(left_s: float) -> str:
+            try:
+                return waited(future, left_s)
+            except TimeoutError:
+                future.cancel()
+                if connection.ended:
+                    raise ServiceLost(connection.ended) from None
+                raise
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        from mcp import MCPError
+        return answer
 
-        try:
-            result = await self._client.call_tool(name, arguments)
-        except MCPError as error:
-            await asyncio.sleep(0)  # where the connection ended, that is noted by now
-            if self._ended:
-                raise ServiceLost(self._ended) from error
-            raise ValueError(error.error.message) from error
-        except Exception as error:
-            if self._ended:
-                raise ServiceLost(self._ended) from error
-            raise
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
-        if result.is_error:
-            raise ValueError("\n".join(texts))
-        return "\n".join(texts)
-
-    def _connected(self) -> dict[str, Mapping[str, Any]]:
-        """Schemas by name, of a server that runs; starts one where none does."""
-        if self._client is None or self._ended:
-            self._ended = ""
-            told: Future[dict[str, Mapping[str, Any]]] = Future()
-            asyncio.run_coroutine_threadsafe(self._serve(told), _loop())
+    def _connected(self) -> Connection:
+        """The connection with a server that runs; starts one where none does."""
+        if self._connection.ended:
+            self._connection = connection = Connection()
+            told: Future[None] = Future()
+            serving = asyncio.run_coroutine_threadsafe(self._serve(connection, told), _loop())
             shown = " ".join(self._options.command)
             try:
-                self._listed = told.result(self._options.start_timeout_s)
+                told.result(self._options.start_timeout_s)
             except TimeoutError:
+                serving.cancel()
                 limit = self._options.start_timeout_s
-                raise ServiceLost(f"the MCP server {shown} told no tools within {limit:g} s") from None
-            except Exception as error:
-                raise ServiceLost(f"the MCP server {shown} does not start: {self._ended or error}") from error
-        return self._listed
+                connection.ended = f"the MCP server {shown} told no tools within {limit:g} s"
+                raise ServiceLost(connection.ended) from None
+            except ServiceLost as error:
+                raise ServiceLost(f"the MCP server {shown} does not start: {error}") from error
+        return self._connection
 
-    async def _serve(self, told: Future[dict[str, Mapping[str, Any]]]) -> None:
+    async def _serve(self, connection: Connection, told: Future[None]) -> None:
         """Holds the connection until it ends."""
         from mcp import Client
 
         over = asyncio.Event()
         try:
-            async with Client(self._transport(over)) as client:
-                listed: dict[str, Mapping[str, Any]] = {}
+            async with Client(self._transport(connection, over)) as client:
                 cursor: str | None = None
                 while True:
                     page = await client.list_tools(cursor=cursor)
-                    listed |= {tool.name: _schema(tool) for tool in page.tools}
+                    connection.tools |= {tool.name: _schema(tool) for tool in page.tools}
                     if not (cursor := page.next_cursor):
                         break
-                self._client = client
-                told.set_result(listed)
+                connection.client = client
+                told.set_result(None)
                 await over.wait()
         except BaseException as error:  # noqa: BLE001  # told where it is waited for
-            self._ended = self._ended or f"{type(error).__name__}: {error}"
-            if not told.done():
-                told.set_exception(ServiceLost(self._ended))
-        self._ended = self._ended or "its connection ended"
+            connection.ended = connection.ended or f"{type(error).__name__}: {error}"
+        connection.ended = connection.ended or "its connection ended"
+        if not told.done():
+            told.set_exception(ServiceLost(connection.ended))
 
     @asynccontextmanager
-    async def _transport(self, over: asyncio.Event) -> AsyncIterator[TransportStreams]:
+    async def _transport(
+        self, connection: Connection, over: asyncio.Event
+    ) -> AsyncIterator[TransportStreams]:
         """The process's pipes as the streams of messages that `mcp` wants; no message is longer than `MOST_BYTES`."""
         import anyio
         from mcp.shared.message import SessionMessage
@@ -177,9 +171,11 @@ class Service:
                             except ValueError:
                                 continue  # what a server prints beside its messages
                             await heard.send(SessionMessage(parsed))
-                        self._ended = self._ended or f"its process ended with {await _status(process)}"
+                        connection.ended = (
+                            connection.ended or f"its process ended with {await _status(process)}"
+                        )
                     except ValueError:
-                        self._ended = f"it sent a message of more than {MOST_BYTES} bytes"
+                        connection.ended = f"it sent a message of more than {MOST_BYTES} bytes"
             over.set()
 
         async def speak() -> None:
@@ -200,6 +196,24 @@ class Service:
             for stream in (heard, incoming, outgoing, said):
                 stream.close()
             await process.wait()
+
+
+async def _called(connection: Connection, name: str, arguments: dict[str, Any]) -> str:
+    from mcp import MCPError
+
+    try:
+        result = await connection.client.call_tool(name, arguments)
+    except Exception as error:
+        await asyncio.sleep(0)  # where the connection ended, that is noted by now
+        if connection.ended:
+            raise ServiceLost(connection.ended) from error
+        if isinstance(error, MCPError):
+            raise ValueError(error.error.message) from error
+        raise
+    texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    if result.is_error:
+        raise ValueError("\n".join(texts))
+    return "\n".join(texts)
 
 
 async def _status(process: asyncio.subprocess.Process) -> str:
