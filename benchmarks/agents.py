@@ -193,8 +193,8 @@ class Bench:
             if len(ended) == count:
                 all_ended.set()
 
-        def failed(error: Exception) -> None:
-            raise error
+        def failed(error: Any) -> None:
+            raise RuntimeError(str(error))
 
         plan = ConversationPlan(self._stream(sink), self._codec, self._template, failed, failed)
         runner = ConversationRunner(plan, self._engine, [self._pool])
