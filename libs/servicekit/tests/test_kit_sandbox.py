@@ -137,7 +137,7 @@ def test_an_error_is_told_with_its_own_lines_alone():
 
 
 def test_the_folder_for_files_is_new_for_each_answer(walls):
-    writes = "open('/tmp/a', 'x').write('1')\nprint(open('/tmp/a').read())"
+    writes = "open('a', 'x').write('1')\nprint(open('a').read())"
     expected = "1\n" if walls == "namespaces" else ""
     assert [program(writes).out for _ in range(2)] == [expected] * 2
 
