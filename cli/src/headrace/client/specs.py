@@ -91,6 +91,8 @@ PATHS = (
     "reward.stages.*.*.name",
     "environment.tasks.*",
     "environment.options.tools.*",
+    "environment.options.search.corpus",
+    "environment.options.mcp.*.command.*",
 )
 """Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
 NAMES = ("name", "dataset")
