@@ -63,7 +63,7 @@ async def ours(codes: list[str], sums: int) -> dict[str, float]:
 async def _scored(name: str, answers: list[tuple[str, str]]) -> tuple[float, list[float]]:
     """Answers a second, and the seconds of each."""
     section = RewardSection.model_validate({"scorers": [{"name": name}], "timeout_s": 60})
-    run = Run(section, Path.cwd(), PoolSettings(children=os.cpu_count() or 1))
+    run = Run(section, Path.cwd(), PoolSettings.model_validate({"children": os.cpu_count() or 1}))
     await run.open()
     warm = [_item(index - 64, *answers[0]) for index in range(8)]
     await asyncio.gather(*map(run.score, warm))

@@ -157,6 +157,7 @@ NIGHTLY = [
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
     _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
+    _tests("nightly-simulator", "services/simulator/tests", "-m", "nightly", timeout_s=600),
     _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),
     _script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),

@@ -299,11 +299,16 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     assert spec["trainer"]["reference"]["path"] == str(tmp_path / "models" / "m")
     assert spec["reply"]["path"] == f"{Path.home()}/nowhere"
     file.write_text(
-        "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {tools: [mine.py:score]}}"
+        "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {tools: [mine.py:score], "
+        "search: {corpus: mine.py}, mcp: [{command: [python, -m, ./mine.py, mine.py]}]}}"
     )
     environment = load_spec(file)["environment"]
     assert environment["tasks"] == [f"{tmp_path / 'mine.py'}:Game", "tools", "suite/0"]
-    assert environment["options"]["tools"] == [f"{tmp_path / 'mine.py'}:score"]
+    assert environment["options"] == {
+        "tools": [f"{tmp_path / 'mine.py'}:score"],
+        "search": {"corpus": str(tmp_path / "mine.py")},
+        "mcp": [{"command": ["python", "-m", str(tmp_path / "mine.py"), "mine.py"]}],
+    }
     (tmp_path / "mine.py").touch()
     file.write_text("agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast]}")
     agent = {

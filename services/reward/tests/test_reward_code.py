@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 from headrace.reward.v1 import reward_pb2
+from headrace_reward import scorers
 from headrace_reward.scorers.base import Answer
 from headrace_reward.scorers.coding import code_of, same_text, same_value
 from headrace_reward.scorers.coding_cases import read_cases
@@ -30,8 +31,11 @@ def fenced(code: str) -> str:
 
 
 def score(completion, reference="", metadata=None, **options):
-    answer = Answer("", completion, reference, metadata or {})
-    return check_scorer("code", options, answer).score(answer)
+    return scorers.choose("code", options).build().score(Answer("", completion, reference, metadata or {}))
+
+
+def test_it_holds_the_contract():
+    check_scorer("code", {}, Answer("", GOOD_ADD, "assert add(1, 2) == 3"))
 
 
 @pytest.mark.parametrize(

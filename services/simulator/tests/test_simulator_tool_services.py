@@ -167,6 +167,7 @@ def test_a_service_that_floods_is_broken(server):
     assert answers(environment, call("add", a=2, b=2)) == ["4"]  # it was started again
 
 
+@pytest.mark.nightly  # its quick twin is the test before it; two children and two servers are started here
 async def test_a_broken_service_is_a_lost_conversation_and_the_next_one_works(simulator, server):
     options = {"tools": ["calculator"], "mcp": [server], "deadline_s": 10.0}
     pool = await simulator.open("tools", backend="conversation", options=options, step_timeout_s=30.0)

@@ -93,6 +93,8 @@ PATHS = (
     "environment.options.tools.*",
     "agent.python",
     "agent.command.*",
+    "environment.options.search.corpus",
+    "environment.options.mcp.*.command.*",
 )
 """Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
 NAMES = ("name", "dataset")
