@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Any
 
 from headrace_servicekit.registry import Options, plugin
-from headrace_servicekit.sandbox.inside.testing import PASSED
+from headrace_servicekit.sandbox.inside.judging import PASSED
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode
 from headrace_servicekit.sandbox.run import (
     Limits,

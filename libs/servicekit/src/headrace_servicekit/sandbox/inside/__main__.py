@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from headrace_servicekit.sandbox.inside import programs, testing
+from headrace_servicekit.sandbox.inside import judging, programs
 from headrace_servicekit.sandbox.inside.frames import read_case
 from headrace_servicekit.sandbox.inside.seccomp import supported
 from headrace_servicekit.sandbox.inside.walls import (
@@ -129,19 +129,19 @@ def run_test(request: dict[str, Any], case: Case) -> dict[str, Any]:
     (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
     solution = case.start(
         [nothing, nothing, nothing, to_read, from_write],
-        lambda: testing.serve(request["code"], 3, 4),
+        lambda: judging.serve(request["code"], 3, 4),
     )
     test = case.start(
         [nothing, case.out, case.err, from_read, to_write, case.result, _STDIN],
-        lambda: testing.judge(request["entry"], 3, 4, 5, 6),
+        lambda: judging.judge(request["entry"], 3, 4, 5, 6),
     )
     for handle in (nothing, to_read, to_write, from_read, from_write):
         os.close(handle)
     said = case.report(test, request["limits"]["wall_s"])
     _wait(solution, 0.0)
-    if not said["result"].startswith(testing.READ):
+    if not said["result"].startswith(judging.READ):
         sys.exit("a test did not read its code in time")  # the next one would read it
-    return said | {"result": said["result"].removeprefix(testing.READ)}
+    return said | {"result": said["result"].removeprefix(judging.READ)}
 
 
 OPERATIONS: dict[str, Callable[[dict[str, Any], Case], dict[str, Any]]] = {
