@@ -38,6 +38,7 @@ async def test_lists_scorers_page_by_page(reward):
             break
     assert names == [
         "capture",
+        "code",
         "episode",
         "exact",
         "format",

@@ -150,6 +150,7 @@ def current_gpus(monkeypatch):
         entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda leased: "a GPU")
     return entered
 
 
