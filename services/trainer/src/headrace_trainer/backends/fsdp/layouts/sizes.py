@@ -202,7 +202,7 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
             kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
         return tensor
 
-    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long)
+    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long, device="cpu")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
