@@ -1,0 +1,94 @@
+"""The root module that is sharded: token ids in, log-probs of the wanted tokens and the values before them out.
+
+Shapes as in `packing`; D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_modelkit.critic import Critic
+from headrace_modelkit.experts import Routing
+from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
+from headrace_modelkit.logprobs import Head
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.learning.packing import MicroBatch
+
+
+class Policy(nn.Module):
+    """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
+
+    def __init__(
+        self, model: PreTrainedModel, critic: Critic | None = None, routing: Routing | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = critic
+        self.routing = routing
+        """What its routers are told, of a model with experts."""
+        self.context: ContextGroup | None = None
+        """The ranks that divide the micro-batches it gets; set by who divides them."""
+
+    def forward(
+        self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
+
+        The value of a token is the critic's, of what the policy has read when it samples that token; none unless
+        `values` asks for them.
+
+        Without a batch returns the anchor itself: a backward through it runs no layer and only lets
+        fully_shard finish what earlier backwards have accumulated.
+        """
+        if batch is None:
+            return anchor * 1.0, anchor.detach(), None
+        self._gather_in_fp32()
+        if self.routing is not None:
+            batch.tell(self.routing)
+        hidden_UD = self._hidden(self.model.base_model, batch)
+        # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
+        head = Head.of(self.model)
+        log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
+        assert entropy_U is not None
+        found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
+        if self.context is not None:
+            found = [self.context.whole(own_U, batch) for own_U in found]
+        own_K = [each_U[batch.index_K] for each_U in found]
+        return own_K[0], own_K[1], own_K[2] if values else None
+
+    def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
+        assert self.critic is not None
+        if self.critic.body is not None:
+            hidden_UD = self._hidden(self.critic.body, batch)
+        found_U: Tensor = self.critic.head(hidden_UD)
+        return found_U
+
+    def _hidden(self, body: Any, batch: MicroBatch) -> Tensor:
+        """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+        # Only bodies whose attention takes them are given any.
+        told = {"paths": batch.paths, "segments": batch.segments, "context": self.context}
+        options = {name: value for name, value in told.items() if value is not None}
+        hidden_RLD: Tensor = body(
+            input_ids=batch.tokens_RL,
+            position_ids=batch.positions_RL,
+            attention_mask=batch.mask_R1LL,
+            use_cache=False,
+            **options,
+        ).last_hidden_state
+        return hidden_RLD.flatten(0, 1)[batch.sources_U]
+
+    def _gather_in_fp32(self) -> None:
+        """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
+
+        Set at each forward, when the parameters are whole: it is a property of the whole ones.
+        """
+        pending: list[nn.Module] = [self]
+        while pending:
+            module = pending.pop()
+            pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
+            for parameter in module.parameters(recurse=False):
+                gather_in_fp32(parameter)
