@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+import torch
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.errors import message_of, reason_of
 
@@ -16,3 +17,17 @@ async def refused(awaitable, reason, *words):
     for word in words:
         assert word in message_of(caught.value)
     return caught.value.code()
+
+
+def check_log_probs(trajectory, model):
+    """The policy's segments carry the model's log-probs, each token's behind all segments before it."""
+    ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
+    with torch.inference_mode():
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    at = 0
+    for segment in trajectory.segments:
+        tokens = list(segment.tokens.token_ids)
+        if segment.policy_number:
+            wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
+            assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
+        at += len(tokens)

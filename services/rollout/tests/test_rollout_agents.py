@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_servicekit.rpc.digests import trajectory_digest
-from rollout_calls import HEADER, refused
+from rollout_calls import HEADER, check_log_probs, refused
 
 # It sends the requests that the openai client sends, and does as its item says.
 AGENT = """
@@ -149,16 +148,7 @@ async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(servi
             common_pb2.FINISH_REASON_LENGTH,
         )
         # The log-probs are the model's at the run's temperature, whatever the agent asked for.
-        ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
-        with torch.inference_mode():
-            log_probs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-        at = 0
-        for segment in trajectory.segments:
-            tokens = list(segment.tokens.token_ids)
-            if segment.policy_number:
-                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
-                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
-            at += len(tokens)
+        check_log_probs(trajectory, reference)
 
 
 @pytest.mark.nightly  # quick: test_endpoint.py, test_limits_end_a_session

@@ -13,7 +13,7 @@ from headrace_rollout.engines.samples import Distribution, Finish, Prefix, Sampl
 from headrace_rollout.exchanges.exchange import Exchange, Rules, Turn
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
-from rollout_calls import HEADER, refused
+from rollout_calls import HEADER, check_log_probs, refused
 
 BEFORE, AFTER = " 0", "="
 
@@ -102,16 +102,7 @@ async def test_turns_draw_apart_and_the_log_probs_are_the_models(conversing, ass
     assert {k: parts(t) for k, t in trajectories.items()} == {k: parts(t) for k, t in repeated.items()}
     for trajectory in trajectories.values():
         assert [number for number, _ in parts(trajectory)] == [0, 3, 0, 0, 3]
-        ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
-        with torch.inference_mode():
-            log_probs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-        at = 0
-        for segment in trajectory.segments:
-            tokens = list(segment.tokens.token_ids)
-            if segment.policy_number:
-                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
-                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
-            at += len(tokens)
+        check_log_probs(trajectory, reference)
         assert trajectory.completion_text == codec.decode(trajectory.segments[-1].tokens.token_ids)
     first, reply = zip(*[(parts(t)[1][1], parts(t)[3][1]) for t in trajectories.values()], strict=True)
     assert any(a[: len(b) - 1] != b[: len(a)] for a, b in zip(first, reply, strict=True))

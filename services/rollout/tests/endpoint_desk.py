@@ -1,0 +1,102 @@
+"""An endpoint for tests, without a network and without a model: its policy says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+from headrace_rollout.conversations.conversation import Conversation
+from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.endpoint.server import Endpoint
+from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.engines.samples import Distribution, Finish, Prefix, SlotKey, Stream, TrajectoryUpdate
+from headrace_schema.sections.generating import PromptSection
+from headrace_servicekit.tool_calls import beside_calls
+
+END = 0
+CHAT = "/v1/chat/completions"
+
+
+class Letters:
+    """A codec in which each character is an id, and 0 ends a turn."""
+
+    eos_ids = frozenset({END})
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [END if c == "\0" else ord(c) for c in text]
+    )
+
+    def render(self, chat, arguments=None):
+        tools = f"[{len(arguments['tools'])} tools]" if (arguments or {}).get("tools") else ""
+        said = "".join(f"{m['role'][0]}:{m['content']}{'+' * len(m.get('tool_calls', ()))}\0" for m in chat)
+        return f"{tools}{said}a:"
+
+    def encode_prompt(self, chat, arguments=None):
+        return self.tokenizer.encode(self.render(chat, arguments), add_special_tokens=False)
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(id) for id in ids if id != END)
+
+
+class Says:
+    """Says what it is told to, and keeps what it was asked."""
+
+    def __init__(self, *texts):
+        self.texts, self.asked, self.waits = list(texts), [], asyncio.Event()
+        self.waits.set()
+
+    async def say(self, asked):
+        self.asked.append(asked)
+        await self.waits.wait()
+        text = self.texts.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        if text is None:
+            return TrajectoryUpdate(
+                asked.key, asked.attempt, 0, [], [], 3, [], stopped=True, whole=Prefix([], [], [])
+            )
+        ids = [*map(ord, text), END]
+        finish = Finish.EOS
+        if len(ids) > asked.limits.max_new_tokens:
+            ids, finish = ids[: asked.limits.max_new_tokens], Finish.LENGTH
+        whole = Prefix(ids, [-0.5] * len(ids), [(3, len(ids))])
+        return TrajectoryUpdate(
+            asked.key, asked.attempt, 0, ids, whole.log_probs, 3, [], finish=finish, whole=whole
+        )
+
+
+class Desk:
+    """An endpoint with sessions, and a client of it."""
+
+    def __init__(self):
+        self.endpoint, self.client = Endpoint("127.0.0.1", "127.0.0.1"), None
+
+    def open(self, *texts, **more):
+        speaker, talk = Says(*texts), Conversation((), [])
+        stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
+        codec = Letters()
+        fields = {"most_turns": 0, "most_tokens": 200, **more}
+        template = TurnTemplate(codec, PromptSection(chat=True))
+        terms = Terms(
+            "run", stream, codec, template, calls_of=lambda text: beside_calls("hermes", text), **fields
+        )
+        session = Session(SlotKey(1, 2), 1, talk, terms, speaker, lambda ids: None, greedy=False)
+        self.endpoint._sessions[session.api_key] = session
+        return session, speaker
+
+    async def post(self, session, body, path=CHAT, **headers):
+        headers = {"Authorization": f"Bearer {session.api_key}", **headers}
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return await self.client.post(path, content=content, headers=headers)
+
+    async def said(self, session, messages, **more):
+        found = await self.post(session, {"model": "x", "messages": messages, **more})
+        assert found.status_code == 200, found.text
+        return found.json()["choices"][0]
+
+    async def refused(self, session, body, status=400, path=CHAT, **headers):
+        found = await self.post(session, body, path, **headers)
+        assert found.status_code == status, found.text
+        error = found.json()["error"]
+        assert {"message", "type", "param", "code"} == set(error)
+        return error
