@@ -107,9 +107,12 @@ def _become(command: Sequence[str], environment: dict[str, str], output: int) ->
 
 
 def _cuda_is_lost() -> bool:
-    """Whether an import used CUDA before the fork: it would refuse to work here."""
+    """Whether an import used CUDA before the fork: it would refuse to work here. So it is where torch cannot say."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda._is_in_bad_fork()
+    if torch is None:
+        return False
+    asked = getattr(torch.cuda, "_is_in_bad_fork", None)
+    return asked is None or bool(asked())
 
 
 def _set_arguments(arguments: Sequence[str]) -> None:
