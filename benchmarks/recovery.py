@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -53,12 +52,16 @@ class Follower:
     def _follow(self) -> None:
         seen = 0
         while True:
-            with suppress(HeadraceError):  # The fleet is down: it goes on where it was.
+            try:
                 for event in self._client.events(self._run, seen):
                     seen = event.id
                     self.events.append(event)
                     if event.type == "step_committed":
                         self.commits.append((event.time, event.data["view"]["step"]))
+            except HeadraceError:
+                pass  # The fleet is down: it goes on where it was.
+            except RuntimeError:
+                return  # The client is closed.
             time.sleep(0.1)
 
     def after(self, moment: float) -> list[Commit]:

@@ -13,5 +13,5 @@ trap stop EXIT
 trap 'exit 130' INT TERM
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 $headrace up --simulator 0 --port "$port" --data-dir "$folder"
-"$PYTHON" -m headrace_modelkit.presets.tiny .headrace/demo/models/tiny >/dev/null
+"$PYTHON" -m headrace_modelkit.presets.tiny .headrace/models/tiny >/dev/null
 HEADRACE_DATA_DIR=$folder "$PYTHON" -m ci.recording "$1" "$(dirname "$PYTHON")/headrace" run submit examples/tiny.yaml --watch

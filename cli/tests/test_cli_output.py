@@ -212,7 +212,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_readme_makes_a_model_before_it_is_used_and_names_files_that_exist():
     text = (ROOT / "README.md").read_text()
     own = text[text.index("## Your own run") :]
-    assert own.index("presets.tiny .headrace/demo/models/tiny") < own.index("run submit examples/tiny.yaml")
+    assert own.index("presets.tiny .headrace/models/tiny") < own.index("run submit examples/tiny.yaml")
     sent = re.findall(r"(?:-d|--data-binary) @(\S+)", text)
     assert sent and all((ROOT / file).is_file() for file in sent)
 

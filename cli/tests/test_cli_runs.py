@@ -112,6 +112,19 @@ def test_an_ended_run_is_deleted_once_its_user_says_yes(headrace, coordinator, m
     assert "run r-1 is deleted" in headrace("run", "delete", "r-1", "--yes").stdout
 
 
+def test_an_export_names_what_it_lacks(headrace, coordinator, tmp_path):
+    away = view(run_directory="/elsewhere/runs/r-1")
+    coordinator.routes |= {"GET /v1/runs/r-1": (200, away)}
+    done = headrace("run", "export", "r-1")
+    assert done.returncode == 2
+    assert "python -m headrace_trainer.export /elsewhere/runs/r-1 --to DIRECTORY" in " ".join(
+        done.stderr.split()
+    )
+    coordinator.routes |= {"GET /v1/runs/r-1": (200, away | {"run_directory": str(tmp_path)})}
+    done = headrace("run", "export", "r-1", "--to", str(tmp_path / "out"))
+    assert done.returncode == 2 and "has no checkpoint" in done.stderr
+
+
 def test_a_runs_page_is_opened_by_its_id(headrace, coordinator):
     coordinator.routes |= {
         "GET /v1/runs/r-1": (200, view()),

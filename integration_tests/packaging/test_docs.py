@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from harness.processes import ROOT
 
 PAGES = [
@@ -16,6 +20,7 @@ PAGES = [
 ]
 MODULE = re.compile(r"\bheadrace_[a-z]+(?:\.[a-z_][a-zA-Z_]*)+")
 SOURCES = [*ROOT.glob("*/*/src"), *ROOT.glob("cli/src"), ROOT / "tools/simulation", ROOT / "tools/fake_world"]
+COMMAND = re.compile(r"^[#\s]*(?:\$ )?(?:\.venv/bin/)?(headrace [a-z].*)")
 IN_BACKTICKS = re.compile(r"`([^`\s]+)`")
 FOLDERS = (
     "benchmarks",
@@ -118,6 +123,47 @@ def test_tests_that_commands_run_are_there(page):
                 )
                 if not any(word.lower() in (ROOT / file).read_text().lower() for word in wanted):
                     wrong.append(f"nothing is chosen: {command}")
+    assert not wrong, "\n".join(wrong)
+
+
+def commands():
+    """Each `headrace …` command line of the pages and of the examples' comments, as words, with its place."""
+    examples = [*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("examples/**/*.md")]
+    for page in [*PAGES, *examples]:
+        if page.name in GENERATED or page.name == "CHANGELOG.md":
+            continue
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            found = [text for text in re.findall(r"`([^`]+)`", line) if text.startswith("headrace ")]
+            found += [match[1] for match in [COMMAND.match(line)] if match and "`" not in line]
+            for text in found:
+                text = re.split(r"\s(?:#|&&|\||;)\s|\s{2,}|;$", text)[0].rstrip("\\")
+                with contextlib.suppress(ValueError):  # A quotation that goes on in the next line.
+                    yield f"{page.relative_to(ROOT)}:{number}", shlex.split(text)[1:]
+
+
+def problem_of(words: list[str]) -> str:
+    """What is wrong with the words after `headrace`: a command or an option that is not there."""
+    from headrace_cli.main import app
+
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
+        if words[0] not in command.commands:
+            return f"there is no command {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    if hasattr(command, "commands") and words and words[0] != "--help":
+        command = command.commands["submit"]  # `headrace eval FILE`
+    known = {"--help"} | {
+        option for parameter in command.params for option in parameter.opts + parameter.secondary_opts
+    }
+    unknown = [word for word in words if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+    missing = [word for word in words if word.startswith("examples/") and not (ROOT / word).is_file()]
+    return ", ".join(unknown + missing)
+
+
+def test_commands_of_pages_are_commands():
+    found = list(commands())
+    assert len(found) > 100
+    wrong = [f"{place}: {' '.join(words)}: {why}" for place, words in found if (why := problem_of(words))]
     assert not wrong, "\n".join(wrong)
 
 

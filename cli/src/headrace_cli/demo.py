@@ -55,8 +55,8 @@ def placement(preset: str, devices: int) -> list[str]:
 class ModelMaker:
     """Makes a preset's model in a child process, unless it is there; leaving the block ends the child."""
 
-    def __init__(self, preset: str, data_dir: DataDir) -> None:
-        self.directory = data_dir.models / preset
+    def __init__(self, preset: str, data_dir: DataDir, models: Path) -> None:
+        self.directory = models / preset
         self.sentence = PRESETS[preset]
         self._log = data_dir.log_file(f"model-{preset}")
         self._child: subprocess.Popen[bytes] | None = None

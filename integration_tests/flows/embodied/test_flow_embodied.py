@@ -94,6 +94,9 @@ def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet,
     (fitted,) = [event for event in events if event.type == "policy_fitted"]
     assert fitted.data["policy"]["state_size"] == 2
     assert (Path(ended.export_path) / "policy.json").is_file()
+    fleet.json("run", "export", ended.id, "--to", str(tmp_path / "exported"))
+    for file in Path(ended.export_path).iterdir():
+        assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
     judged = [evaluated(fleet, tmp_path, **source) for source in sources(ended)]
     assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -93,6 +94,16 @@ def test_without_json_it_is_for_people(fleet, submitted, command):
 def test_the_export_is_a_hugging_face_directory(fleet, submitted):
     path = fleet.json("run", "get", submitted.id)["export_path"]
     assert 1 <= int(run_python("-c", LOAD, path)) <= 4
+
+
+def test_a_checkpoint_is_exported_by_the_command(fleet, submitted, tmp_path):
+    written = fleet.json("run", "export", submitted.id, "--at", "2", "--to", str(tmp_path / "out"))
+    assert written == {"run": submitted.id, "step": 2, "directory": str(tmp_path / "out")}
+    own = Path(fleet.json("run", "get", submitted.id)["export_path"])
+    for file in own.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    again = fleet.headrace("run", "export", submitted.id, "--to", str(tmp_path / "out"))
+    assert again.returncode == 2 and "is not empty; name a new directory" in again.stderr
 
 
 def test_files_of_a_run_tell_the_same(fleet, submitted):

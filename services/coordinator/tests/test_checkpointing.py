@@ -60,6 +60,30 @@ async def test_one_left_out_while_another_was_written_is_made_up_for(run, writte
     assert await saved_at(run, Checkpointer(run), range(1, 41), written) == found
 
 
+async def test_by_time_quick_checkpoints_are_five_seconds_apart_and_slow_ones_further(run):
+    """Saving takes at most a twentieth of the time, and counts as a quarter of a second at least."""
+    clock, cost = 0.0, 0.0
+
+    async def save(*_):
+        nonlocal clock
+        clock += cost
+        return trainer_pb2.SaveCheckpointResponse()
+
+    run.spec.checkpoint = SimpleNamespace(
+        enabled=True, interval_steps=0, max_interval_s=600, time_budget=0.05
+    )
+    run.event_log.monotonic, run.workers.leader.save = lambda: clock, save
+    checkpointer, begun = Checkpointer(run), list[float]()
+    for cost in (0.1, 2.0, 0.1):
+        while not checkpointer.due():
+            clock += 1.0
+            run.state.lineage.head += 1
+            checkpointer._in_flight = 0
+        begun.append(clock)
+        await checkpointer.save(wait=False)
+    assert begun == pytest.approx([5.0, 10.1, 52.1], abs=1.0)
+
+
 async def test_a_run_that_goes_back_saves_at_the_same_steps_again(run):
     checkpointer = Checkpointer(run)
     assert await saved_at(run, checkpointer, range(1, 31)) == [10, 20, 30]

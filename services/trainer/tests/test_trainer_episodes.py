@@ -12,6 +12,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.robot.directory import load_policy, policy_config
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer.export import export_checkpoint
 
 PPO = {"epochs": 2, "minibatch_size": 40, "gamma": 0.97, "reward_scale": 0.1}
 
@@ -126,8 +127,11 @@ async def test_an_exported_policy_is_the_version(
     await client.suspend()
     await client.wake()
     exported = load_policy((await client.export("final")).path)
+    await client.save(reply.version.number)
+    of_files = load_policy(export_checkpoint(client.directory, lambda _: tmp_path / "of files").directory)
     expected = await fetched_weights(client, reply.version.number)
-    assert all(torch.equal(value, expected[name]) for name, value in state_tensors(exported))
+    for policy in (exported, of_files):
+        assert all(torch.equal(value, expected[name]) for name, value in state_tensors(policy))
     await client.close_run()
     by_path = robot_config(options=PPO) | {"model": {"path": str(tmp_path / "run" / "final")}}
     reopened = (await client.open(by_path, number=30)).version

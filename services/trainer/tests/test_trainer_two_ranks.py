@@ -17,6 +17,7 @@ from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
 
 pytestmark = pytest.mark.timeout(600)
@@ -271,7 +272,7 @@ async def test_two_ranks_use_the_weights_of_the_last_commit(
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole weights", "adapters"])
 async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
-    pair, client, make_config, make_settled, settled_digest, lora
+    pair, client, make_config, make_settled, settled_digest, lora, tmp_path
 ):
     leader, follower, _ = pair
     config = make_config(**(SETTINGS | {"trainer": SETTINGS["trainer"] | {"lora": lora}}))
@@ -284,6 +285,9 @@ async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
 
     alone = await client.open(config, checkpoint=saved.checkpoint.name, number=40)
     assert alone.version.digest == reply.version.digest
+    exported = export_checkpoint(client.directory, lambda _: tmp_path / "exported").directory
+    whole = Path((await client.export("whole")).path)
+    assert (exported / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     again = await train(client, make_settled, settled_digest, alone.version, 1)
     for name in ("loss", "grad_norm"):
         assert again[0].figures[name] == pytest.approx(straight[0].figures[name], rel=1e-4)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DataDirOption, JsonFlag, NoToken, Url
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.connection import Target, connect, find_target
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.launcher.plan import FleetPlan
@@ -95,7 +95,9 @@ def _demo(request: _Request, started_at: float) -> None:
     spec_file = example(request.preset)
     data_dir = DataDir.at(request.data_dir)
     data_dir.prepare()
-    with ModelMaker(request.preset, data_dir) as maker, _fleet(request, data_dir.root) as target:
+    # The examples name the models of the default data directory, whose fleet is not the demo's.
+    models = DataDir.at(DEFAULT_DATA_DIR if request.data_dir == DEMO_DATA_DIR else request.data_dir).models
+    with ModelMaker(request.preset, data_dir, models) as maker, _fleet(request, data_dir.root) as target:
         up_s = time.monotonic() - started_at
         if not maker.is_there:
             request.out.print(maker.sentence)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace_cli.commands.export import export
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
@@ -272,6 +273,9 @@ def delete(
         print_json({"id": run})
     else:
         console().print(f"run {run} is deleted", markup=False)
+
+
+app.command()(export)
 
 
 @app.command("open")

@@ -20,9 +20,10 @@ from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
+from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.weights import CheckpointNames, load_weights
+from headrace_modelkit.weights import CheckpointNames, load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -82,6 +83,9 @@ class RunKind(Protocol):
 
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         """Trajectories to be scored. Raises INVALID."""
+
+    def weight_names(self) -> list[str]:
+        """Of the model's weights and buffers, in the order in which `export` takes them. Raises ModelNotReadable."""
 
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """Writes a directory that the model, with its tokenizer, is loaded from; adapters come after the weights."""
@@ -161,6 +165,10 @@ class AnswersRun(RunKind):
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         return [read_sequence(message, self._config.sampling, self.vocabulary) for message in messages]
+
+    @override
+    def weight_names(self) -> list[str]:
+        return [name for name, _ in state_tensors(empty_model(self._config.model))]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
@@ -303,6 +311,10 @@ class EpisodesRun(RunKind):
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
+
+    @override
+    def weight_names(self) -> list[str]:
+        return [name for name, _ in state_tensors(self._policy.build(self._config.seed))]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:

@@ -21,6 +21,10 @@ from headrace_coordinator.store.run_files import RunFiles
 STEPS_BYTES = 16 << 20
 """Of the steps that a checkpoint's ledger repeats, before they are compressed."""
 
+LEAST_COST_S = 0.25
+"""Of a checkpoint, however fast it was made: by default they are at least five seconds apart. A killed trainer makes
+again what came after the last one, so this bounds what a kill costs a run of short steps."""
+
 
 async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
     """Highest numbers, the frontier, steps since the oldest kept checkpoint: what a log that lost its end lacks."""
@@ -163,7 +167,9 @@ class Checkpointer:
             every = section.interval_steps
             return self._ordinal % every == 0 or self._ordinal // every > self._began_at // every
         waited = self._context.event_log.monotonic() - self._last_at
-        return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
+        return waited >= section.max_interval_s or waited * section.time_budget >= max(
+            self._cost_s, LEAST_COST_S
+        )
 
     @property
     def _ordinal(self) -> int:

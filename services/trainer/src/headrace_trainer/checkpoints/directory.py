@@ -1,5 +1,6 @@
 """Checkpoints as transactions on disk: lineages, torn writes, what is live, what is damaged. Knows no gRPC.
 
+checkpoints/model.json                  what an export of any of them needs to know of the run
 checkpoints/lineage-E.json              base, number, store_id: made once, by O_EXCL, before anything is below it
 checkpoints/lineage-E/step-N/           weights and optimizer, a file of each rank's; state, ledger, step manifest;
                                         the rename is the commit
@@ -9,13 +10,16 @@ checkpoints/lineage-E/step-N.damaged-K/ set aside: never listed, never deleted; 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
@@ -46,6 +50,8 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
 _log = get_logger(__name__)
+MODEL = "model.json"
+"""Of a run's directory of checkpoints: the same for all of them."""
 HASHERS = 8
 """How many files are read at a time to be verified."""
 
@@ -147,6 +153,25 @@ class CheckpointDirectory:
         (self.root / f"lineage-{lineage}").mkdir(exist_ok=True)
         sync_directory(self.root)
         return lineage
+
+    def keep_model(self, model: Mapping[str, object]) -> None:
+        """Writes what `model` reads, where it is another. Raises OSError."""
+        body = json.dumps(model, sort_keys=True).encode()
+        with suppress(OSError):
+            if (self.root / MODEL).read_bytes() == body:
+                return
+        aside = self.root / f".{MODEL}.{uuid.uuid4().hex[:8]}.partial"
+        try:
+            write_bytes(aside, body)
+            os.rename(aside, self.root / MODEL)
+        finally:
+            aside.unlink(missing_ok=True)
+        sync_directory(self.root)
+
+    def model(self) -> dict[str, Any]:
+        """What `keep_model` was given. Raises OSError and ValueError."""
+        found: dict[str, Any] = json.loads((self.root / MODEL).read_bytes())
+        return found
 
     def new_aside(self, lineage: int, ordinal: int) -> Path:
         """A directory in which all ranks write their parts of a checkpoint, for `write`. Raises OSError."""

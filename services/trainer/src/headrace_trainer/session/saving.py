@@ -18,6 +18,7 @@ from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.checkpoints.saver import Saver, Write
 from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Refusal
+from headrace_trainer.export import exported_model
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.step import Phase, StepState, Version
 
@@ -42,7 +43,7 @@ class RunCheckpoints:
         self.store_id = ""
         self.manifest = b""
         """Of the recorded step, as the coordinator gave it."""
-        self._config = config.checkpoint
+        self._config, self._model = config.checkpoint, exported_model(config)
         self._saver: Saver | None = None
         self._restored: Restored | None = None
 
@@ -74,6 +75,7 @@ class RunCheckpoints:
 
     def _claim_lineage(self, version: Version) -> Saver:
         lineage = self.directory.new_lineage(self.origin, version.number, self.store_id)
+        self.directory.keep_model(self._model)
         return Saver(self.directory, lineage, self._config.keep)
 
     def snapshot(

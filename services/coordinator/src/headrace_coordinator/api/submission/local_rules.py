@@ -21,6 +21,8 @@ from headrace_coordinator.data.dataset import WARMUP_BYTES
 from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+PRESETS = ("smollm2", "tiny")
+"""Models that a command makes; the examples name their directories so."""
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 BATCH_SHAPE = ("group_size", "prompts_per_step")
 """Keys of `algorithm` that say which prompts a step has: with others, step N would not begin where the origin ended."""
@@ -200,6 +202,8 @@ def _neighbour(path: Path) -> str:
         folder = folder.parent
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
     close = nearest(path.name, names) if folder == path.parent else None
+    if path.name in PRESETS:
+        return f"make it: python -m headrace_modelkit.presets.{path.name} {path}"
     if close:
         return f"did you mean {folder / close}?"
     return f"name a directory that the coordinator's host has; the nearest that exists is {folder}"

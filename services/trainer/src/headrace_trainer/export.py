@@ -1,0 +1,108 @@
+"""A checkpoint as a model directory, of a run's files alone: no fleet, no GPU, one tensor in memory at a time.
+
+`python -m headrace_trainer.export runs/RUN --to DIRECTORY [--at STEP]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import TrainerConfig
+from safetensors import SafetensorError
+from torch import Tensor
+
+from headrace_trainer.backends.shared.fit import ALPHA
+from headrace_trainer.checkpoints.directory import MODEL, CheckpointDirectory
+from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.tree import Saved
+from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.kinds import run_kind
+
+
+def exported_model(config: TrainerConfig) -> dict[str, object]:
+    """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
+    return config.model_dump(mode="json", include={"model": True, "seed": True, "trainer": {"lora": True}})
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and of which step."""
+
+    directory: Path
+    step: int
+    digest: str
+    """Of the policy's version."""
+
+
+def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: int | None = None) -> Exported:
+    """Writes the checkpoint of `step`, or the newest, into the new directory that `name` gives its step.
+
+    Byte for byte what the run itself would export of that version. Nothing of the run changes, which may be at work.
+    Raises Refusal INVALID for a run without such a checkpoint and a target that is not empty, CHECKPOINT_DAMAGED,
+    MODEL_NOT_READABLE, and EXPORT_FAILED where the disk refuses.
+    """
+    checkpoints = CheckpointDirectory(run_directory, foreign=True)
+    saved = _chosen(checkpoints, run_directory, step)
+    target = name(saved.version.ordinal)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise invalid(f"{target} exists and is not empty; name a new directory")
+    checkpoints.verify(saved)
+    try:
+        kind = run_kind(TrainerConfig.model_validate(checkpoints.model()))
+        names = kind.weight_names()
+        reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
+        kind.export(_tensors(reader, names), target)
+    except ModelNotReadable as error:
+        raise invalid(str(error), "MODEL_NOT_READABLE") from error
+    except ValueError as error:
+        raise invalid(f"{checkpoints.root / MODEL}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise Refusal("EXPORT_FAILED", f"{target} cannot be written: {error}", "exhausted") from error
+    return Exported(target, saved.version.ordinal, saved.version.digest)
+
+
+def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | None) -> Saved:
+    found = checkpoints.live()
+    if not found or not (checkpoints.root / MODEL).exists():
+        damaged = "; ".join(f"{each.name}: {each.reason}" for each in checkpoints.asides.take_reports())
+        reason = f"only damaged ones: {damaged}" if damaged else "name a run's directory, such as runs/RUN"
+        raise invalid(f"{run_directory} has no checkpoint; {reason}")
+    for saved in found:
+        if step in (None, saved.version.ordinal):
+            return saved
+    steps = ", ".join(str(saved.version.ordinal) for saved in found)
+    raise invalid(f"there is no checkpoint of step {step}; there are those of steps {steps}")
+
+
+def _tensors(reader: TensorReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        yield name, reader.weight(name)
+    for name in reader.adapter_shapes():
+        if name != ALPHA:
+            yield name, reader.adapter(name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; prints where the model is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace_trainer.export", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("run_directory", type=Path, help="a run's directory, such as .headrace/runs/RUN")
+    parser.add_argument("--to", type=Path, required=True, help="a new directory")
+    parser.add_argument("--at", type=int, metavar="STEP", help="of the checkpoint; left out: the newest")
+    options = parser.parse_args(argv)
+    try:
+        print(export_checkpoint(options.run_directory, lambda _: options.to, options.at).directory)
+    except Refusal as refusal:
+        print(f"error: {refusal.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
