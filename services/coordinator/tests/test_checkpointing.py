@@ -62,11 +62,11 @@ async def test_one_left_out_while_another_was_written_is_made_up_for(run, writte
 
 async def test_by_time_quick_checkpoints_are_five_seconds_apart_and_slow_ones_further(run):
     """Saving takes at most a twentieth of the time, and counts as a quarter of a second at least."""
-    clock, cost = 0.0, 0.0
+    clock, costs = 0.0, iter((0.1, 2.0, 0.1))
 
     async def save(*_):
         nonlocal clock
-        clock += cost
+        clock += next(costs)
         return trainer_pb2.SaveCheckpointResponse()
 
     run.spec.checkpoint = SimpleNamespace(
@@ -74,7 +74,7 @@ async def test_by_time_quick_checkpoints_are_five_seconds_apart_and_slow_ones_fu
     )
     run.event_log.monotonic, run.workers.leader.save = lambda: clock, save
     checkpointer, begun = Checkpointer(run), list[float]()
-    for cost in (0.1, 2.0, 0.1):
+    for _ in range(3):
         while not checkpointer.due():
             clock += 1.0
             run.state.lineage.head += 1
