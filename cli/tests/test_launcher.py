@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import Wiring, backend_python, engine_python, simulator_python
+from headrace_cli.launcher.plan import FleetPlan, Wiring, backend_python, engine_python, simulator_python
 from headrace_cli.launcher.start import require_room
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
@@ -67,13 +67,12 @@ def test_up_is_ready_and_down_leaves_only_data(fleet):
 
 
 def test_without_a_token_only_when_told(tmp_path):
-    wiring = Wiring(
-        "127.0.0.1:1", "h", "auto", tmp_path / "token", tmp_path / "http-token", tmp_path, tmp_path
-    )
-    asked = wiring.coordinator_command(8470, "redis://here")
+    plan = FleetPlan(str(tmp_path))
+    wiring = Wiring(plan, "127.0.0.1:1", tmp_path / "token", tmp_path / "http-token", tmp_path, tmp_path)
+    asked = wiring.coordinator_command("redis://here")
     assert asked[asked.index("--http-token-file") + 1] == str(tmp_path / "http-token")
     assert "--no-token" not in asked
-    assert "--no-token" in replace(wiring, http_token_file=None).coordinator_command(8470, "redis://here")
+    assert "--no-token" in replace(wiring, http_token_file=None).coordinator_command("redis://here")
 
 
 def test_store_keeps_what_was_written(fleet):
@@ -227,16 +226,8 @@ def test_help_loads_nothing_that_takes_long():
 
 
 def test_rollout_instances_run_on_the_python_that_has_their_engine(tmp_path):
-    wiring = Wiring(
-        "127.0.0.1:1",
-        "h",
-        "auto",
-        tmp_path / "token",
-        None,
-        tmp_path,
-        tmp_path,
-        {"rollout": "/engine/python"},
-    )
+    plan = FleetPlan(str(tmp_path), pythons={"rollout": "/engine/python"})
+    wiring = Wiring(plan, "127.0.0.1:1", tmp_path / "token", None, tmp_path, tmp_path)
     assert wiring.instance_command("rollout", 0, "a")[0] == "/engine/python"
     assert wiring.instance_command("trainer", 0, "a")[0] == sys.executable
 

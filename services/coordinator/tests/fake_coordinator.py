@@ -256,7 +256,7 @@ class FakeCoordinator:
                 return instance.incarnation
         raise Refused("NOT_FOUND", f"there is no instance {name!r}")
 
-    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+    async def scale(self, kind: str, count: int, idempotency_key: str, host: str = "") -> int:
         if kind == "simulator":
             raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
         return count

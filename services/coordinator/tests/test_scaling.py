@@ -123,3 +123,24 @@ async def test_nobody_to_ask_is_unavailable(scaled):
     with pytest.raises(Refused, match="no connected supervisor") as refused:
         await scaled.coordinator.instance_changes.scale("trainer", 2, "key")
     assert refused.value.reason == "UNAVAILABLE"
+
+
+async def test_of_several_hosts_one_is_named(scaled):
+    told = []
+
+    def other(command, body):
+        told.append((command, *body[1:]))
+        scaled.coordinator.instance_changes.answered(body[0], "")
+
+    scaled.fleet.supervised(Supervisor("g", other, frozenset({"rollout"})))
+    scale = scaled.coordinator.instance_changes.scale
+    with pytest.raises(Refused, match=r"say which \(g, h\)") as refused:
+        await scale("rollout", 2, "key")
+    assert refused.value.problems[0].key == "host"
+    with pytest.raises(Refused, match="no host 'f'"):
+        await scale("rollout", 2, "key", "f")
+    assert await scale("rollout", 2, "key", "g") == 2
+    assert told == [("scale", "rollout", 2)] and scaled.commands == []
+    with pytest.raises(Refused) as conflict:
+        await scale("rollout", 2, "key", "h")
+    assert conflict.value.reason == "CONFLICT", "the same number on another host is another command"

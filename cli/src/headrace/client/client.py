@@ -321,9 +321,10 @@ class Client:
         """Takes an instance out of use in order; its process ends, its supervisor starts another. Its incarnation."""
         return str(self._transport.post(f"/v1/instances/{quote(instance, safe='')}:drain")["incarnation"])
 
-    def scale(self, kind: str, count: int) -> int:
-        """Sets the number of processes of a kind: rollout, trainer, reward or simulator. Returns it."""
-        return int(self._transport.post(f"/v1/services/{kind}:scale", {"count": count})["count"])
+    def scale(self, kind: str, count: int, host: str = "") -> int:
+        """Sets the number of processes of a kind (rollout, trainer, reward or simulator) on a host. Returns it."""
+        body = {"count": count} | ({"host": host} if host else {})
+        return int(self._transport.post(f"/v1/services/{kind}:scale", body)["count"])
 
     def spec_schema(self) -> dict[str, Any]:
         """JSON Schema of run specs."""

@@ -140,7 +140,7 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
         return
     from headrace_servicekit.process.ports import free_port
 
-    from headrace_cli.commands.fleet import start_quietly, start_with_spinner
+    from headrace_cli.commands.starting import start_quietly, start_with_spinner
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.stop import stop_fleet
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -34,19 +37,22 @@ def export(
         raise user_error(
             "headrace run export", "headrace_trainer is not installed", "pip install 'headrace[local]'"
         )
-    from headrace_trainer.errors import Refusal
-    from headrace_trainer.export import export_checkpoint
-
     directory = _files_of(run, url, data_dir)
+    command = [sys.executable, "-m", "headrace_trainer.export", str(directory), "--json"]
+    command += ["--to", str(to)] if to else []
+    command += ["--at", str(at)] if at is not None else []
+    with saying("reading the checkpoint"):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
-        with saying("reading the checkpoint"):
-            exported = export_checkpoint(directory, lambda step: to or Path(f"{run}-step-{step}"), at)
-    except Refusal as refusal:
-        raise CommandError(refusal.message, reason=refusal.reason, exit_code=EXIT_USER_ERROR) from refusal
+        told = json.loads(done.stdout)
+    except ValueError as error:
+        raise CommandError(f"headrace_trainer.export ended with status {done.returncode}") from error
+    if done.returncode:
+        raise CommandError(told["message"], reason=told["reason"], exit_code=EXIT_USER_ERROR)
     if as_json:
-        print_json({"run": run, "step": exported.step, "directory": str(exported.directory.absolute())})
+        print_json({"run": run, **told})
     else:
-        console().print(f"step {exported.step} of {run} is in {exported.directory}", markup=False)
+        console().print(f"step {told['step']} of {run} is in {told['directory']}", markup=False)
 
 
 def _files_of(run: str, url: str | None, data_dir: Path) -> Path:

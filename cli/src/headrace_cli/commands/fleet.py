@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from headrace_servicekit.process.ports import LOOPBACK
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
-from headrace_cli.errors import CommandError, user_error
-from headrace_cli.launcher.plan import (
-    DEFAULT_PORT,
-    FleetPlan,
-    backend_python,
-    engine_python,
-    kind_and_count,
-    simulator_python,
+from headrace_cli.commands.starting import (
+    Backend,
+    Count,
+    Devices,
+    Engine,
+    Foreground,
+    Scale,
+    Sim,
+    Timeout,
+    absolute,
+    counts_of,
+    device_names,
+    pythons_of,
+    start,
 )
+from headrace_cli.errors import user_error
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace_cli.launcher.repair import Examination
-    from headrace_cli.launcher.start import ReadyFleet
-
-SAY_S = 30.0
-Count = Annotated[int, typer.Option(min=0, max=256, help="Instances of this service.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
     app.command()(up)
+    app.command()(join)
     app.command()(down)
     app.command()(status)
     app.command()(repair)
@@ -43,148 +47,109 @@ def add_to(app: typer.Typer) -> None:
 def up(
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port of the HTTP API on 127.0.0.1.")
+        int,
+        typer.Option(min=1, max=65534, help="Port of the HTTP API; with --listen the next one is gRPC's."),
     ] = DEFAULT_PORT,
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Address of this host at which other hosts reach the fleet, for headrace join there.",
+            show_default=False,
+        ),
+    ] = LOOPBACK,
     rollout: Count = 1,
     trainer: Count = 1,
     reward: Count = 1,
     simulator: Count = 1,
-    scale: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=N", help="Instances of a service, as `headrace scale` says it: simulator=4."
-        ),
-    ] = None,
-    devices: Annotated[
-        str,
-        typer.Option(
-            help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
-        ),
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
-        ),
-    ] = "transformers",
-    sim: Annotated[
-        str,
-        typer.Option(
-            help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
-            "or from .envs/SIM."
-        ),
-    ] = "gymnasium",
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Training backend that the trainer instances must have: megatron from this Python or from "
-            ".envs/megatron. Such trainers have fsdp too."
-        ),
-    ] = "fsdp",
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
-    ] = 600,
+    scale: Scale = None,
+    devices: Devices = "",
+    engine: Engine = "transformers",
+    sim: Sim = "gymnasium",
+    backend: Backend = "fsdp",
+    foreground: Foreground = False,
+    timeout: Timeout = 600,
     no_token: NoToken = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
-    from headrace_cli.launcher.data_dir import DataDir
-    from headrace_cli.launcher.stop import stop_fleet
+    from headrace_cli.launcher.hosts import require_own_address
 
-    counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
-    counts |= dict(kind_and_count(text, "--scale") for text in scale or ())
-    named = _device_names(devices)
-    folder = str(data_dir.expanduser().absolute())
-    pythons = {
-        "rollout": engine_python(engine),
-        "simulator": simulator_python(sim),
-        "trainer": backend_python(backend),
-    }
-    plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token, pythons=pythons)
-    start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
-    fleet = start(plan, timeout)
-    try:
-        if as_json:
-            print_json(_ready_document(fleet))
-        else:
-            _show_ready(fleet, data_dir, foreground)
-        if foreground:
-            _stay(fleet, data_dir)
-    except KeyboardInterrupt:
-        if not foreground:
-            raise
-        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
-
-
-def _device_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if not re.fullmatch(r"cpu:\d+|gpu:\d+(\.\d+)?", name):
+    if listen != LOOPBACK:
+        require_own_address("--listen", listen)
+        if no_token:
             raise user_error(
-                "--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas"
+                "--no-token", "everybody who reaches --listen could run code here", "leave it out"
             )
-    return names
-
-
-def start_quietly(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
-    """Starts a fleet; says on standard error what it waits for when that takes long."""
-    from headrace_cli.launcher.start import start_fleet
-
-    began, said = time.monotonic(), 0
-
-    def progress(missing: str) -> None:
-        nonlocal said
-        if (periods := int((time.monotonic() - began) / SAY_S)) > said:
-            said = periods
-            error_console().print(f"still starting after {periods * SAY_S:.0f} s: waiting for {missing}")
-
-    return start_fleet(plan, progress, timeout_s)
-
-
-def start_with_spinner(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
-    """Starts a fleet and shows what it waits for."""
-    from headrace_cli.launcher.start import start_fleet
-
-    with console().status("starting the fleet") as spinner:
-        return start_fleet(
-            plan, lambda missing: spinner.update(f"starting the fleet: waiting for {missing}"), timeout_s
-        )
-
-
-def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
-    state = fleet.state
-    return {
-        "url": state.url,
-        "launcher_pid": state.launcher_pid,
-        "ready_s": round(fleet.seconds, 3),
-        "token_file": state.token_file,
-        "notice": fleet.notice,
-        "instances": [item.raw for item in fleet.instances],
-    }
-
-
-def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
-    from headrace_cli.show.fleet import instances_table
-
-    where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
-    out = console()
-    out.print(instances_table(fleet.instances, coordinator=fleet.state.url))
-    out.print(
-        f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
+    plan = FleetPlan(
+        absolute(data_dir),
+        port,
+        counts_of(rollout, trainer, reward, simulator, scale),
+        device_names(devices),
+        tethered=foreground,
+        no_token=no_token,
+        pythons=pythons_of(engine, sim, backend),
+        listen=listen,
     )
-    if fleet.notice:
-        out.print(f"[yellow]note[/] {fleet.notice}")
-    out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
-    out.print(f"look: headrace open{where}")
-    out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
+    start(plan, data_dir, timeout, foreground, as_json)
 
 
-def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
-    if status := fleet.launcher.wait():
-        raise CommandError(
-            f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}"
-        )
+def join(
+    head: Annotated[
+        str,
+        typer.Argument(
+            metavar="HEAD", help="HOST or HOST:PORT at which the head's `headrace up --listen` listens."
+        ),
+    ],
+    token_file: Annotated[
+        Path, typer.Option(help="Copy of `token` in the head's data directory.", show_default=False)
+    ],
+    name: Annotated[
+        str, typer.Option(help="Of this host in the fleet; default: its own.", show_default=False)
+    ] = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Address of this host for the others; default: that towards HEAD.", show_default=False
+        ),
+    ] = "",
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    rollout: Count = 1,
+    trainer: Count = 0,
+    reward: Count = 0,
+    simulator: Count = 0,
+    scale: Scale = None,
+    devices: Devices = "",
+    engine: Engine = "transformers",
+    sim: Sim = "gymnasium",
+    backend: Backend = "fsdp",
+    foreground: Foreground = False,
+    timeout: Timeout = 600,
+    as_json: JsonFlag = False,
+) -> None:
+    """Bring this host's devices and processes into the fleet of another host. Stop them with `headrace down`.
+
+    Trainers need the head's data directory under the same path here, as a shared file system gives it.
+    """
+    from headrace_cli.launcher.hosts import address_towards, find_head, require_own_address
+
+    found, told = find_head(head, token_file)
+    for text in told:
+        error_console().print(f"warning: {text}", markup=False)
+    address = listen or address_towards(found.url.removeprefix("http://").rpartition(":")[0])
+    if address != LOOPBACK:
+        require_own_address("--listen", address)
+    plan = FleetPlan(
+        absolute(data_dir),
+        0,
+        counts_of(rollout, trainer, reward, simulator, scale),
+        device_names(devices),
+        tethered=foreground,
+        pythons=pythons_of(engine, sim, backend),
+        listen=address,
+        host=name or host_name(),
+        head=found,
+    )
+    start(plan, data_dir, timeout, foreground, as_json)
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:

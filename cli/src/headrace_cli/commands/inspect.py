@@ -75,6 +75,9 @@ def drain(
 
 def scale(
     wanted: Annotated[str, typer.Argument(metavar="KIND=N", help="Such as rollout=2.")],
+    host: Annotated[
+        str, typer.Option(help="On which host, where several have joined; see headrace instances.")
+    ] = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -84,7 +87,7 @@ def scale(
     """
     kind, number = kind_and_count(wanted, "KIND=N")
     with connect(find_target(url, data_dir)) as client:
-        count = client.scale(kind, number)
+        count = client.scale(kind, number, host)
     if as_json:
         print_json({"kind": kind, "count": count})
     else:

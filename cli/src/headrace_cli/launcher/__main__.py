@@ -16,12 +16,13 @@ from pathlib import Path
 
 from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
-from headrace_servicekit.process.ports import LOOPBACK, free_port
+from headrace_servicekit.process.ports import LOOPBACK
 from headrace_servicekit.process.supervisor import Supervisor
 
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name
+from headrace_cli.launcher.hosts import collective_variables
+from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring
 from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetLock, FleetState, ProcessState
 from headrace_cli.launcher.stop import (
     COORDINATOR_GRACE_S,
@@ -45,6 +46,8 @@ class LocalFleet:
         self.plan = plan
         self.data_dir = DataDir.at(plan.data_dir)
         self._lock = FleetLock(self.data_dir.lock_file)
+        self._store: Supervisor | None = None
+        self._coordinator: Supervisor | None = None
         self._written: dict[str, object] = {}
 
     async def run(self) -> int:
@@ -79,20 +82,27 @@ class LocalFleet:
         os.environ.update(child_environment(data_dir.fleet_id))
         shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)
-        redis_url = os.environ.get("HEADRACE_REDIS_URL")
+        plan, redis_url = self.plan, os.environ.get("HEADRACE_REDIS_URL", "")
+        if plan.listen != LOOPBACK:
+            os.environ.update(collective_variables(plan.listen))
+        if plan.head is not None:
+            token_file, http_token_file = Path(plan.head.token_file), None
+        else:
+            token_file = make_token(data_dir.token_file)
+            http_token_file = None if plan.no_token else make_token(data_dir.http_token_file)
         wiring = Wiring(
-            coordinator=f"{LOOPBACK}:{free_port()}",
-            host=host_name(),
-            devices=",".join(self.plan.devices) or "auto",
-            token_file=make_token(data_dir.token_file),
-            http_token_file=None if self.plan.no_token else make_token(data_dir.http_token_file),
+            plan=plan,
+            coordinator=plan.head.grpc_address if plan.head else f"{plan.listen}:{plan.grpc_port}",
+            token_file=token_file,
+            http_token_file=http_token_file,
             shared_memory=shared_memory,
             data_dir=data_dir.root,
-            pythons=self.plan.pythons,
         )
-        self._store = None if redis_url else self._alone("store", store_command(data_dir.store, self._socket))
-        redis_url = redis_url or store_url(self._socket)
-        self._coordinator = self._alone("coordinator", wiring.coordinator_command(self.plan.port, redis_url))
+        if plan.head is None:
+            if not redis_url:
+                self._store = self._alone("store", store_command(data_dir.store, self._socket))
+                redis_url = store_url(self._socket)
+            self._coordinator = self._alone("coordinator", wiring.coordinator_command(redis_url))
         self._instances = self._supervised(wiring)
         self._state = self._describe(wiring, redis_url)
 
@@ -113,11 +123,12 @@ class LocalFleet:
     def _supervised(self, wiring: Wiring) -> Supervisor:
         token = wiring.token_file.read_text(encoding="ascii").strip()
         supervisor = Supervisor(
-            wiring.host,
+            self.plan.host,
             wiring.coordinator,
             token,
             wiring.instance_command,
             self.data_dir.logs,
+            name=self.plan.instance_name,
             scalable_kinds=KINDS,
             starts_at_once=len(os.sched_getaffinity(0)),
         )
@@ -129,7 +140,7 @@ class LocalFleet:
         return FleetState(
             launcher_pid=os.getpid(),
             phase="starting",
-            url=f"http://{LOOPBACK}:{self.plan.port}",
+            url=self.plan.head.url if self.plan.head else f"http://{self.plan.listen}:{self.plan.port}",
             grpc_address=wiring.coordinator,
             token_file=str(wiring.http_token_file or ""),
             shared_memory=str(wiring.shared_memory),
@@ -149,7 +160,8 @@ class LocalFleet:
                 raise CommandError(
                     f"the store does not start; see {self.data_dir.log_file('store')}"
                 ) from error
-        await self._coordinator.start()
+        if self._coordinator:
+            await self._coordinator.start()
         self._state.phase = "running"
 
     def _store_ends(self) -> bool:
@@ -163,7 +175,8 @@ class LocalFleet:
         """
         await self._stopping("the trainers", TRAINERS_GRACE_S, partial(self._instances.stop_kind, "trainer"))
         await self._stopping("the other instances", INSTANCES_GRACE_S, self._instances.stop)
-        await self._stopping("the coordinator", COORDINATOR_GRACE_S, self._coordinator.stop)
+        if self._coordinator:
+            await self._stopping("the coordinator", COORDINATOR_GRACE_S, self._coordinator.stop)
         if self._store:
             await self._stopping("the store", STORE_GRACE_S, self._store.stop)
         sweep(self.data_dir)
@@ -184,6 +197,7 @@ class LocalFleet:
             for item in supervisor.processes()
         ]
         self._state.templates = self._instances.templates()
+        self._state.away = self._instances.away
         written = asdict(self._state)
         if written == self._written:
             return

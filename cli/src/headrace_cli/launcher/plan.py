@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from headrace_servicekit.process.ports import LOOPBACK, free_port
+
 from headrace_cli.errors import user_error
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
@@ -27,8 +29,20 @@ BACKENDS = {"megatron": "megatron"}
 
 
 @dataclass(frozen=True)
+class Head:
+    """The host whose coordinator leads a fleet, as a host that joins it knows it."""
+
+    url: str
+    """Of its HTTP API."""
+    grpc_address: str
+    token_file: str
+    """With the fleet's secret, a copy of the head's."""
+
+
+@dataclass(frozen=True)
 class FleetPlan:
-    """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has.
+    """A fleet to start, or with `head` this host's part of another one. `counts` is by kind; `devices` are names
+    without the host, none: all it has.
 
     `pythons` are those that have the engine, backend or simulator of a kind's instances; others run on this one.
     """
@@ -40,6 +54,11 @@ class FleetPlan:
     tethered: bool = False
     no_token: bool = False
     pythons: dict[str, str] = field(default_factory=dict)
+    listen: str = LOOPBACK
+    """Address of this host at which the others of the fleet reach its processes."""
+    host: str = field(default_factory=lambda: host_name())
+    """The host's name in the fleet."""
+    head: Head | None = None
 
     def to_json(self) -> str:
         """The plan as the launcher's argument."""
@@ -48,12 +67,25 @@ class FleetPlan:
     @classmethod
     def from_json(cls, text: str) -> FleetPlan:
         """Reads the launcher's argument."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        head = fields.pop("head")
+        return cls(**fields, head=Head(**head) if head else None)
+
+    @property
+    def grpc_port(self) -> int:
+        """Where instances register: one that other hosts know, or any free one on the loopback."""
+        return free_port() if self.listen == LOOPBACK else self.port + 1
+
+    def instance_name(self, kind: str, index: int) -> str:
+        """Unique over the hosts of a fleet."""
+        return f"{kind}-{index}.{self.host}" if self.head else f"{kind}-{index}"
 
     @property
     def instance_names(self) -> list[str]:
         """Names of the instances that the fleet starts with."""
-        return [f"{kind}-{index}" for kind in KINDS for index in range(self.counts.get(kind, 0))]
+        return [
+            self.instance_name(kind, index) for kind in KINDS for index in range(self.counts.get(kind, 0))
+        ]
 
 
 def host_name() -> str:
@@ -65,33 +97,39 @@ def host_name() -> str:
 class Wiring:
     """What all processes of one fleet share. Without `http_token_file` the HTTP API asks for no token."""
 
+    plan: FleetPlan
     coordinator: str
-    host: str
-    devices: str
     token_file: Path
     http_token_file: Path | None
     shared_memory: Path
     data_dir: Path
-    pythons: dict[str, str] = field(default_factory=dict)
 
-    def coordinator_command(self, port: int, redis_url: str) -> list[str]:
+    def coordinator_command(self, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
         file = self.http_token_file
         return [
             *_module("headrace_coordinator"),
-            *("--listen", self.coordinator, "--http", f"127.0.0.1:{port}", "--redis", redis_url),
+            *(
+                "--listen",
+                self.coordinator,
+                "--http",
+                f"{self.plan.listen}:{self.plan.port}",
+                "--redis",
+                redis_url,
+            ),
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
             *(("--http-token-file", str(file)) if file else ("--no-token",)),
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
         """Command line of an instance; a reward needs no lease on devices."""
-        devices = ("--devices", self.devices) if kind != "reward" else ()
-        python = self.pythons.get(kind, "")
+        plan = self.plan
+        devices = ("--devices", ",".join(plan.devices) or "auto") if kind != "reward" else ()
+        python = plan.pythons.get(kind, "")
         return [
             *_module(f"headrace_{kind}", python),
-            *("--name", f"{kind}-{index}", "--incarnation", incarnation, "--host", self.host),
-            *("--coordinator", self.coordinator, "--listen", "127.0.0.1:0", *devices),
+            *("--name", plan.instance_name(kind, index), "--incarnation", incarnation, "--host", plan.host),
+            *("--coordinator", self.coordinator, "--listen", f"{plan.listen}:0", *devices),
             *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
             *("--data-dir", str(self.data_dir)),
         ]

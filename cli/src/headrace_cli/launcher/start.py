@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +64,11 @@ def start_fleet(
     data_dir = DataDir.at(plan.data_dir)
     refuse_second_fleet(data_dir)
     data_dir.prepare()
-    require_free_port(plan.port)
-    require_store()
+    if plan.head is None:
+        require_free_port(plan.port, plan.listen)
+        if plan.listen != LOOPBACK:
+            require_free_port(plan.port + 1, plan.listen)
+        require_store()
     require_room(plan.counts)
     started_at = time.monotonic()
     launcher = _spawn(plan, data_dir)
@@ -104,12 +108,12 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
         )
 
 
-def require_free_port(port: int) -> None:
+def require_free_port(port: int, address: str = LOOPBACK) -> None:
     """Raises CommandError (exit code 2) when the port is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((address, port))
         except (OSError, OverflowError) as error:
             problem = f"{port} is in use by another program, maybe another fleet"
             raise user_error("--port", problem, "choose another with --port") from error
@@ -166,6 +170,8 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     """The instances, the names of what is not ready yet, and what the coordinator has to say."""
     if state.phase != "running":
         return [], "store", ""
+    if plan.head is not None:
+        return _joined(plan, state)
     token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
     with Client(state.url, token, timeout_s=5, patience_s=0) as client:
         if (health := client.health()) is None:
@@ -180,6 +186,27 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
         ", ".join(name for name in plan.instance_names if name not in names),
         health.reason,
     )
+
+
+def _joined(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str, str]:
+    """As `_ready_instances`, of this host's part: with the API's token as the coordinator sees it, else as the
+    launcher does.
+    """
+    if state.away:
+        if "HOST_TAKEN" in state.away or "another launcher" in state.away:
+            raise user_error("--name", state.away, "give this host a name of its own")
+        if "token" in state.away:
+            raise user_error("--token-file", state.away, "copy `token` of the head's data directory anew")
+        return [], f"the coordinator at {plan.head.grpc_address if plan.head else ''} ({state.away})", ""
+    living = {process.name for process in state.processes if process.pid}
+    missing = [name for name in plan.instance_names if name not in living]
+    if token := os.environ.get("HEADRACE_TOKEN"):
+        with Client(state.url, token, timeout_s=5, patience_s=0) as client, suppress(HeadraceError):
+            instances = [item for item in client.instances() if item.state == "READY"]
+            ready = {item.name.removeprefix("instances/") for item in instances}
+            missing = [name for name in plan.instance_names if name not in ready]
+            return [item for item in instances if item.host == plan.host], ", ".join(missing), ""
+    return [], ", ".join(missing), ""
 
 
 def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:

@@ -43,6 +43,8 @@ class FleetState:
     processes: list[ProcessState] = field(default_factory=list)
     templates: list[int] = field(default_factory=list)
     """Processes that services are forked from; they work while those wait."""
+    away: str = "not connected yet"
+    """Why the launcher's line to the coordinator is down; "" while it is up."""
 
     def write(self, data_dir: DataDir) -> None:
         """Replaces the state file in one piece."""

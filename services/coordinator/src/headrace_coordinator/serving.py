@@ -123,7 +123,7 @@ async def _serve(
         "headrace.coordinator.v1.FleetService",
     )
     try:
-        await server.start()
+        coordinator.vitals.grpc_port = int(split_address(await server.start())[1])
     except ServiceError as error:
         raise Refusal(error.message) from error
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
 
 from headrace_schema.resources.fleet import HealthView
 
@@ -27,6 +28,7 @@ class Vitals:
         self._event_log = event_log
         self._lags_ms: deque[float] = deque([0.0], maxlen=SAMPLES)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.grpc_port = 0
 
     async def run(
         self, lasting: Mapping[str, Callable[[], Awaitable[None]]], serve: Callable[[], Awaitable[None]]
@@ -71,6 +73,9 @@ class Vitals:
             loop_lag_ms=round(lag, 1),
             tasks=tasks,
             coordinator_epoch=self._event_log.state.epoch,
+            version=version("headrace-coordinator"),
+            time=self._event_log.now(),
+            grpc_port=self.grpc_port,
         )
 
 

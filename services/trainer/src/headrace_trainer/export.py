@@ -1,11 +1,12 @@
 """A checkpoint as a model directory, of a run's files alone: no fleet, no GPU, one tensor in memory at a time.
 
-`python -m headrace_trainer.export runs/RUN --to DIRECTORY [--at STEP]`
+`python -m headrace_trainer.export runs/RUN [--to DIRECTORY] [--at STEP]`
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,19 +89,28 @@ def _tensors(reader: TensorReader, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; prints where the model is."""
+    """Command line; prints where the model is, with --json the step too."""
     parser = argparse.ArgumentParser(
         prog="python -m headrace_trainer.export", description=__doc__.splitlines()[0]
     )
     parser.add_argument("run_directory", type=Path, help="a run's directory, such as .headrace/runs/RUN")
-    parser.add_argument("--to", type=Path, required=True, help="a new directory")
+    parser.add_argument("--to", type=Path, help="a new directory; left out: RUN-step-STEP here")
     parser.add_argument("--at", type=int, metavar="STEP", help="of the checkpoint; left out: the newest")
+    parser.add_argument("--json", action="store_true", help="print JSON, a refusal too")
     options = parser.parse_args(argv)
+    run = options.run_directory
     try:
-        print(export_checkpoint(options.run_directory, lambda _: options.to, options.at).directory)
+        exported = export_checkpoint(
+            run, lambda step: options.to or Path(f"{run.name}-step-{step}"), options.at
+        )
     except Refusal as refusal:
-        print(f"error: {refusal.message}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"reason": refusal.reason, "message": refusal.message}))
+        else:
+            print(f"error: {refusal.message}", file=sys.stderr)
         return 2
+    shown = {"step": exported.step, "directory": str(exported.directory.absolute())}
+    print(json.dumps(shown) if options.json else exported.directory)
     return 0
 
 

@@ -35,6 +35,9 @@ class HealthView(Resource):
     loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
     tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
     coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
+    version: str = Field(default="", description="of the coordinator's package")
+    time: float = Field(default=0.0, description="the coordinator's clock, in seconds since the epoch")
+    grpc_port: int = Field(default=0, description="where instances register, at the same address")
 
 
 class InstanceListView(Resource):

@@ -86,6 +86,11 @@ class Supervisor:
         self._link = SupervisorLink(host, coordinator_address, token, self)
 
     @property
+    def away(self) -> str:
+        """Why the line to the coordinator is down; "" while it is up."""
+        return self._link.away
+
+    @property
     def scalable_kinds(self) -> tuple[str, ...]:
         """Kinds whose number the coordinator may change."""
         return self._scalable_kinds

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 3.0
 _REMEMBERED_EXITS = 256
+_SETTLED_S = 0.5
 _logger = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[fleet_pb2.SuperviseRequest, fleet_pb2.SuperviseResponse]
 
@@ -39,6 +40,8 @@ class SupervisorLink:
         self._outbox: deque[fleet_pb2.SuperviseRequest] = deque(maxlen=2 * _REMEMBERED_EXITS)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.away = "not connected yet"
+        """Why there is no stream; "" while there is one."""
 
     def start(self) -> None:
         """Connects in the background."""
@@ -97,7 +100,8 @@ class SupervisorLink:
                     backoff = _FIRST_BACKOFF_S
                     await self._exchange(fleet_pb2_grpc.FleetServiceStub(channel).Supervise())  # type: ignore[no-untyped-call]
             except grpc.aio.AioRpcError as error:
-                _logger.warning("supervisor line lost", extra={"why": message_of(error)})
+                self.away = message_of(error) or error.code().name
+                _logger.warning("supervisor line lost", extra={"why": self.away})
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
@@ -106,16 +110,22 @@ class SupervisorLink:
         self.report_processes()
         for told in self._exits:
             self._send(fleet_pb2.SuperviseRequest(exit=told))
+        settled = asyncio.get_running_loop().call_later(_SETTLED_S, self._settled)
         both = {asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._read(call))}
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
+            settled.cancel()
             for task in both:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             call.cancel()
+
+    def _settled(self) -> None:
+        """A coordinator that refuses this supervisor has ended the stream by now."""
+        self.away = ""
 
     async def _write(self, call: _Call) -> None:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from headrace_schema.problems import nearest, problem
+from headrace_schema.problems import choose, nearest, problem
 
 from headrace_coordinator.api.idempotency import Keys, conflict, digest
 from headrace_coordinator.api.refusal import Refused
@@ -59,40 +59,50 @@ class InstanceChanges:
             raise Refused("UNAVAILABLE", f"{name} is not connected: it cannot be told to drain; try again")
         return alive[-1]
 
-    async def scale(self, kind: str, count: int, key: str) -> int:
-        """Returns `count` once the supervisor has accepted it and the key is durable.
+    async def scale(self, kind: str, count: int, key: str, host: str = "") -> int:
+        """Returns `count` once the supervisor of a host has accepted it and the key is durable.
+
+        `host` may be left out where one alone can change the number.
 
         A repeated key gets the answer of its first command, also while that one is in flight.
 
         Raises:
-            Refused: UNAVAILABLE without a supervisor or its answer; INVALID with the supervisor's reason;
-                CONFLICT for a key of another request.
+            Refused: UNAVAILABLE without a supervisor or its answer; INVALID with the supervisor's reason, or for a
+                host that there is not; CONFLICT for a key of another request.
         """
-        body = f"scale {kind}={count}"
+        body = f"scale {kind}={count}" + (f" on {host}" if host else "")
         if self._keys.made(key, body):
             return count
         used_for, command = self._in_flight.get(key, (body, None))
         if used_for != body:
             raise conflict(key)
         if command is None:
-            command = asyncio.create_task(self._command(kind, count, key, body), name=body)
+            command = asyncio.create_task(self._command(kind, count, key, body, host), name=body)
             self._in_flight[key] = body, command
             command.add_done_callback(lambda _: self._in_flight.pop(key))
         await asyncio.shield(command)  # another request with this key may wait for the same command
         return count
 
-    async def _command(self, kind: str, count: int, key: str, body: str) -> None:
-        supervisor = self._supervisor_of(kind)
+    async def _command(self, kind: str, count: int, key: str, body: str, host: str) -> None:
+        supervisor = self._supervisor_of(kind, host)
         if error := await self._ask(supervisor, kind, count):
             fix = "ask for a number that the host can hold"
             raise Refused("INVALID", error, [problem("count", error, fix)])
         await self._fleet.event_log.commit(self._keys.used(key, body, f"services/{kind}"))
 
-    def _supervisor_of(self, kind: str) -> Supervisor:
-        for supervisor in self._fleet.supervisors.values():
-            if kind in supervisor.scalable:
-                return supervisor
-        raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
+    def _supervisor_of(self, kind: str, host: str) -> Supervisor:
+        able = {each.host: each for each in self._fleet.supervisors.values() if kind in each.scalable}
+        if not able:
+            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
+        if host in able or (len(able) == 1 and not host):
+            return able[host or next(iter(able))]
+        hosts = ", ".join(sorted(able))
+        reason = (
+            f"there is no host {host[:40]!r}"
+            if host
+            else f"several hosts run {kind} processes: say which ({hosts})"
+        )
+        raise Refused("INVALID", f"host: {reason}", [problem("host", reason, choose(host, able))])
 
     async def _ask(self, supervisor: Supervisor, kind: str, count: int) -> str:
         """Why the supervisor refuses, or empty."""

@@ -180,6 +180,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
                 for process in table.processes:
                     check_name("processes.incarnation", process.incarnation)
+                if not mine and self._fleet.rival(supervisor):
+                    raise ServiceError(
+                        grpc.StatusCode.ALREADY_EXISTS,
+                        "HOST_TAKEN",
+                        f"another launcher runs processes of this fleet as host {message.host!r}; give this host "
+                        "another name (headrace join --name), or end the other launcher",
+                    )
                 mine.append(supervisor)
                 self._fleet.supervised(supervisor)
             case "exit":

@@ -47,6 +47,19 @@ class RunCheckpoints:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
 
+    def check_place(self) -> None:
+        """Raises Refusal RUN_DIRECTORY on a host that does not see the runs' directory.
+
+        Checkpoints would lie there alone, and the run would begin anew with the next leader.
+        """
+        run = self.directory.root.parent
+        if not run.parent.is_dir():
+            raise Refusal(
+                "RUN_DIRECTORY",
+                f"{run.parent} is not on this host: a trainer that leads a run writes checkpoints there, for the next "
+                "one to read; share the head's data directory under the same path, or start trainers at the head",
+            )
+
     def repeated(self, origin: Origin, number: int, state: StepState) -> Restored | None:
         """The reply of the same restore, when nothing has happened since."""
         last = self._restored

@@ -77,6 +77,7 @@ class Session:
         if (reply := self.checkpoints.repeated(origin, number, self.state)) is not None:
             return reply
         steps.check_restore(self.state, number)
+        self.checkpoints.check_place()
         if source and not checkpoint:
             raise invalid("checkpoint: name one of source_run_directory, as ListCheckpoints does")
         self.checkpoints.finish()

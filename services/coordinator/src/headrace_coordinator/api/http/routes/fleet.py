@@ -64,6 +64,9 @@ class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
+    host: str = Field(
+        "", max_length=253, description="on which host; may be left out where only one can change it"
+    )
 
 
 def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
@@ -140,7 +143,7 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         if kind not in KINDS:
             raise invalid([problem("kind", f"there is no service {kind[:40]!r}", choose(kind, KINDS))])
         key = key_or_new(idempotency_key)
-        count = await coordinator.instance_changes.scale(kind, wanted.count, key)
+        count = await coordinator.instance_changes.scale(kind, wanted.count, key, wanted.host)
         return keyed_response(ScaleView(kind=kind, count=count), key)
 
     @routes.get("/spec-schema", response_model=dict[str, Any])

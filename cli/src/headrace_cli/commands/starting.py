@@ -1,0 +1,192 @@
+"""What `up`, `join` and `demo` have in common: options, a start that shows what it waits for, what is said then."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from headrace_servicekit.process.ports import LOOPBACK
+
+from headrace_cli.commands.options import DEFAULT_DATA_DIR
+from headrace_cli.errors import CommandError, user_error
+from headrace_cli.launcher.plan import (
+    FleetPlan,
+    backend_python,
+    engine_python,
+    kind_and_count,
+    simulator_python,
+)
+from headrace_cli.output import console, error_console, print_json
+
+if TYPE_CHECKING:
+    from headrace_cli.launcher.start import ReadyFleet
+
+SAY_S = 30.0
+Count = Annotated[int, typer.Option(min=0, max=256, help="Instances of this service.")]
+Scale = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KIND=N", help="Instances of a service, as `headrace scale` says it: simulator=4."),
+]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
+    ),
+]
+Sim = Annotated[
+    str,
+    typer.Option(
+        help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
+        "or from .envs/SIM."
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="Training backend that the trainer instances must have: megatron from this Python or from "
+        ".envs/megatron. Such trainers have fsdp too."
+    ),
+]
+Foreground = Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")]
+Timeout = Annotated[
+    float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
+]
+
+
+def start(plan: FleetPlan, data_dir: Path, timeout_s: float, foreground: bool, as_json: bool) -> None:
+    """Starts a fleet, or this host's part of one, says what it is, and with `foreground` stays."""
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.stop import stop_fleet
+
+    start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
+    fleet = start(plan, timeout_s)
+    try:
+        if as_json:
+            print_json(_ready_document(fleet))
+        elif plan.head is None:
+            _show_ready(fleet, data_dir, foreground)
+        else:
+            _show_joined(plan, fleet)
+        if foreground:
+            _stay(fleet, data_dir)
+    except KeyboardInterrupt:
+        if not foreground:
+            raise
+        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
+
+
+def absolute(data_dir: Path) -> str:
+    """As a launcher needs it, whose working directory may be another."""
+    return str(data_dir.expanduser().absolute())
+
+
+def counts_of(
+    rollout: int, trainer: int, reward: int, simulator: int, scale: list[str] | None
+) -> dict[str, int]:
+    """Instances by kind; `scale` counts more than the options. Raises CommandError."""
+    counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
+    return counts | dict(kind_and_count(text, "--scale") for text in scale or ())
+
+
+def pythons_of(engine: str, sim: str, backend: str) -> dict[str, str]:
+    """Pythons by kind that have what was asked for. Raises CommandError."""
+    return {
+        "rollout": engine_python(engine),
+        "simulator": simulator_python(sim),
+        "trainer": backend_python(backend),
+    }
+
+
+def device_names(text: str) -> list[str]:
+    """What --devices names. Raises CommandError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(r"cpu:\d+|gpu:\d+(\.\d+)?", name):
+            raise user_error(
+                "--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas"
+            )
+    return names
+
+
+def start_quietly(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
+    """Starts a fleet; says on standard error what it waits for when that takes long."""
+    from headrace_cli.launcher.start import start_fleet
+
+    began, said = time.monotonic(), 0
+
+    def progress(missing: str) -> None:
+        nonlocal said
+        if (periods := int((time.monotonic() - began) / SAY_S)) > said:
+            said = periods
+            error_console().print(f"still starting after {periods * SAY_S:.0f} s: waiting for {missing}")
+
+    return start_fleet(plan, progress, timeout_s)
+
+
+def start_with_spinner(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
+    """Starts a fleet and shows what it waits for."""
+    from headrace_cli.launcher.start import start_fleet
+
+    with console().status("starting the fleet") as spinner:
+        return start_fleet(
+            plan, lambda missing: spinner.update(f"starting the fleet: waiting for {missing}"), timeout_s
+        )
+
+
+def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
+    state = fleet.state
+    return {
+        "url": state.url,
+        "launcher_pid": state.launcher_pid,
+        "ready_s": round(fleet.seconds, 3),
+        "token_file": state.token_file,
+        "notice": fleet.notice,
+        "instances": [item.raw for item in fleet.instances],
+    }
+
+
+def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
+    from headrace_cli.show.fleet import instances_table
+
+    where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
+    out = console()
+    out.print(instances_table(fleet.instances, coordinator=fleet.state.url))
+    out.print(
+        f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
+    )
+    if fleet.notice:
+        out.print(f"[yellow]note[/] {fleet.notice}")
+    out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
+    out.print(f"look: headrace open{where}")
+    if (head := fleet.state.url.removeprefix("http://")).partition(":")[0] != LOOPBACK:
+        out.print(
+            f"more hosts, each with a copy of {data_dir / 'token'}: headrace join {head} --token-file token"
+        )
+    out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
+
+
+def _show_joined(plan: FleetPlan, fleet: ReadyFleet) -> None:
+    names = ", ".join(plan.instance_names) or "no processes yet"
+    out = console()
+    out.print(
+        f"[green]joined[/] {fleet.state.url} as {plan.host} at {plan.listen} in {fleet.seconds:.1f} s: {names}"
+    )
+    out.print("look, at the head: headrace instances")
+    out.print(f"more or fewer, at the head: headrace scale rollout=2 --host {plan.host}")
+
+
+def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
+    if status := fleet.launcher.wait():
+        raise CommandError(
+            f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}"
+        )

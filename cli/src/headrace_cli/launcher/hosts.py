@@ -1,0 +1,86 @@
+"""Several hosts in one fleet: addresses of this one, and what a host that joins must know of the head."""
+
+from __future__ import annotations
+
+import socket
+import time
+from importlib.metadata import version
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+from headrace.client import Client
+
+from headrace_cli.errors import CommandError, user_error
+from headrace_cli.launcher.plan import DEFAULT_PORT, Head
+
+CLOCK_S = 5.0
+"""Clocks that differ by more are told of: times in logs and events of the two hosts then disagree."""
+NO_ADDRESS = "name the address of this host at which the others reach it"
+
+
+def own_addresses() -> dict[str, str]:
+    """Address → interface of this host, without those of the loopback."""
+    found = {
+        item.address: interface
+        for interface, items in psutil.net_if_addrs().items()
+        for item in items
+        if item.family == socket.AF_INET
+    }
+    return {address: interface for address, interface in found.items() if not ip_address(address).is_loopback}
+
+
+def require_own_address(option: str, address: str) -> None:
+    """Raises CommandError (exit code 2) unless other hosts can reach this one there."""
+    known = own_addresses()
+    if address not in known:
+        raise user_error(
+            option, f"{address!r} is no address of this host", f"{NO_ADDRESS}: {', '.join(known) or 'none'}"
+        )
+
+
+def address_towards(head: str) -> str:
+    """The address of this host from which the head is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((head, 9))  # Sends nothing: the kernel chooses the route.
+        except OSError as error:
+            raise user_error(
+                "HEAD", f"{head!r} cannot be reached ({error.strerror or error})", "correct the address"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def collective_variables(address: str) -> dict[str, str]:
+    """The interface that Gloo and NCCL take for a trainer group over hosts; they would choose one by themselves."""
+    interface = own_addresses().get(address, "")
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+
+
+def find_head(text: str, token_file: Path) -> tuple[Head, list[str]]:
+    """The head at HOST or HOST:PORT of its HTTP API, and what to tell of it.
+
+    Raises CommandError: exit code 2 for another version and a token that is not there, 1 where nobody answers.
+    """
+    host, _, port = (
+        text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", str(DEFAULT_PORT))
+    )
+    url = f"http://{host}:{port}"
+    file = token_file.expanduser().absolute()
+    if not file.is_file():
+        fix = "copy `token` of the head's data directory to this host, readable by you alone, and name it"
+        raise user_error("--token-file", f"{file} is not there", fix)
+    before = time.time()
+    with Client(url, timeout_s=10, patience_s=0) as client:
+        health = client.health()
+    if health is None:
+        hint = f"start the head with: headrace up --listen {host}"
+        raise CommandError(f"no coordinator answers at {url}; {hint}", reason="UNREACHABLE")
+    own = version("headrace")
+    if health.version != own:
+        fix = f"install {health.version} here"
+        raise user_error("HEAD", f"{text} runs Headrace {health.version}, this host {own}", fix)
+    told = []
+    if (apart := abs(health.time - (before + time.time()) / 2)) > CLOCK_S:
+        told.append(f"the clocks of the two hosts are {apart:.0f} s apart: times of their logs disagree")
+    return Head(url, f"{host}:{health.grpc_port}", str(file)), told
