@@ -118,7 +118,7 @@ def last(outcome) -> str:
 @every
 async def test_a_library_s_environment_begins_by_its_seed_rewards_and_ends(simulator, case):
     """Two environments of one process, in turn: neither disturbs the other's game."""
-    pool = await opened(simulator, case, count=2, processes=1)
+    pool, played_out = await opened(simulator, case, count=2, processes=1), set()
     for seed in (3, 4, 5, 6):
         first, second = [await pool.reset(i, seed=seed, options=case.item) for i in range(2)]
         assert last(first) and first.messages == second.messages, "samples of one prompt begin the same"
@@ -131,7 +131,9 @@ async def test_a_library_s_environment_begins_by_its_seed_rewards_and_ends(simul
             lost = await pool.say(case.wrong[turn], 1)
             assert turn or last(lost).startswith(case.reply)
         assert ends and (ends[0].reward, ends[0].success or "skyrl" in case.task) == (1.0, True)
+        played_out.add((last(first), told))
         assert lost.status == OK and lost.terminated and lost.reward < 0.5 and not lost.success
+    assert len(played_out) > 1 or case.item, "another seed is another game"
     # What a begun conversation left is not in the next one.
     again = await pool.reset(1, seed=3, options=case.item)
     assert again.messages == (await pool.reset(0, seed=3, options=case.item)).messages

@@ -1,4 +1,4 @@
-"""An environment of verifiers in a real child: its code asks a stub of the endpoint, and its rubric's reward comes back."""
+"""An environment of verifiers in a real child: it asks a stub of the endpoint, and its rubric gives the reward."""
 
 from __future__ import annotations
 
