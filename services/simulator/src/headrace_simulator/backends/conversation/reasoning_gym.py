@@ -53,7 +53,7 @@ class Puzzle:
         right = score >= 1
         if right or self._attempts == self._options.attempts:
             return [], score, True, {"success": right}
-        return [{"role": "user", "content": self._options.again}], 0.0, False
+        return [{"role": "user", "content": self._options.again}], 0.0, False, {}
 
     def _begin(self, seed: int) -> None:
         self._attempts = 0
