@@ -26,7 +26,7 @@ class Guess(vf.MultiTurnEnv):
 def right(completion: Any, answer: str) -> float:
     """1 for the secret, 0 for another number, -0.5 for none."""
     guesses = [message["content"] for message in completion if message["role"] == "assistant"]
-    if guesses[-1] not in ("1", "2", "3"):
+    if not guesses or guesses[-1] not in ("1", "2", "3"):
         return -0.5
     return float(guesses[-1] == answer)
 

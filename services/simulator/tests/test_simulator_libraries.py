@@ -122,16 +122,17 @@ async def test_a_library_s_environment_begins_by_its_seed_rewards_and_ends(simul
     for seed in (3, 4, 5, 6):
         first, second = [await pool.reset(i, seed=seed, options=case.item) for i in range(2)]
         assert last(first) and first.messages == second.messages, "samples of one prompt begin the same"
-        told, ends = last(first), []
+        told, ends, right = last(first), [], []
         for turn in range(2):
             if not ends:
-                played = await pool.say(case.right(told), 0)
+                right.append(case.right(told))
+                played = await pool.say(right[-1], 0)
                 told = last(played)
                 ends = [played] if played.terminated else []
             lost = await pool.say(case.wrong[turn], 1)
             assert turn or last(lost).startswith(case.reply)
         assert ends and (ends[0].reward, ends[0].success or "skyrl" in case.task) == (1.0, True)
-        played_out.add((last(first), told))
+        played_out.add(tuple(right))
         assert lost.status == OK and lost.terminated and lost.reward < 0.5 and not lost.success
     assert len(played_out) > 1 or case.item, "another seed is another game"
     # What a begun conversation left is not in the next one.

@@ -108,6 +108,8 @@ async def test_its_own_code_speaks_and_its_rubric_rewards(simulator, endpoint, t
         assert endpoint.asked[-2:] == [[f"row {row}"], [f"row {row}", "on", f"on {row}"]]
     cut = await played(1, limit="turn_limit")
     assert (cut.status, cut.reward) == (OK, 11), "a limit of the run is no failure: what was said is judged"
+    mute = await played(1, says="")
+    assert (mute.status, mute.reward) == (OK, 10), "neither is a policy that says nothing"
     for says, limit, words in [
         ("raise", "", "RuntimeError: the environment fell over"),
         ("break", "", "InfraError: the sandbox is gone"),

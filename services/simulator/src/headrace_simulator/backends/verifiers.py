@@ -41,7 +41,7 @@ class VerifiersAgent(ForkedAgent):
             arguments = self._environment.sampling_args
             state = await self._environment.rollout(self._row, client, "policy", arguments)
             error = state.get("error")
-            if error is not None and not any(_is_limit(cause) for cause in _causes(error)):
+            if error is not None and not any(_is_policys(cause) for cause in _causes(error)):
                 raise error
             await self._environment.rubric.score_rollout(state)
         return {"reward": state["reward"]}
@@ -75,5 +75,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _is_limit(error: BaseException) -> bool:
+def _is_policys(error: BaseException) -> bool:
+    """Whether it ended the rollout by a limit of the run, or by saying nothing: what was said until then is judged."""
+    if isinstance(error, verifiers.EmptyModelResponseError):
+        return True
     return isinstance(error, BadRequestError) and error.code in LIMITS
