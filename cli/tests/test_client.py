@@ -310,10 +310,13 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
         "mcp": [{"command": ["python", "-m", str(tmp_path / "mine.py"), "mine.py"]}],
     }
     (tmp_path / "mine.py").touch()
-    file.write_text("agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast]}")
+    file.write_text(
+        "agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast], verifiers: 'mine.py:load'}"
+    )
     agent = {
         "python": f"{tmp_path / 'mine.py'}:play",
         "command": ["python", str(tmp_path / "mine.py"), "--fast"],
+        "verifiers": f"{tmp_path / 'mine.py'}:load",
     }
     assert load_spec(file)["agent"] == agent
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))

@@ -80,6 +80,17 @@ def test_a_rollout_is_told_how_messages_become_prompts():
             "algorithm.options.routing_replay",
             "without routes",
         ),
+        (
+            {"environment": {"tasks": ["textarena:GuessTheNumber-v0"]}, "data": JSONL},
+            "data.source",
+            "leave it out (episodes)",
+        ),
+        ({"environment": {"tasks": ["skyrl_gym:gsm8k"]}}, "data.source", "has seeds alone"),
+        (
+            {"environment": {"tasks": ["verifiers:wordle"]}},
+            "environment.tasks[0]",
+            "write agent: {verifiers: wordle}",
+        ),
         ({"model": {"policy": {"kind": "mlp"}}}, "model.policy", "workflow is agentic"),
         ({"reply": {}}, "reply", "no second rollout stage"),
         (
@@ -123,13 +134,18 @@ def test_an_agent_says_what_its_environment_is():
     assert command.environment is not None and command.environment.tasks == ["command: python 'my agent.py'"]
     assert command.environment.options == {"command": ["python", "my agent.py"]}
     assert RolloutConfig.of(spec).agent == spec.agent
+    verifiers = RunSpec.model_validate({**AGENT, "agent": {"verifiers": "wordle", "options": {"rows": 3}}})
+    assert verifiers.environment is not None and verifiers.environment.tasks == ["verifiers:wordle"]
+    assert verifiers.environment.options == {"arguments": {"rows": 3}}
 
 
 @pytest.mark.parametrize(
     ("more", "key", "words"),
     [
         ({"agent": {}}, "agent", "give one"),
-        ({"agent": {"python": "a.py:f", "command": ["a"]}}, "agent", "both python and command"),
+        ({"agent": {"python": "a.py:f", "command": ["a"]}}, "agent", "python and command are given"),
+        ({"agent": {"verifiers": "v.py"}}, "agent.verifiers", "write path/to/file.py:load_environment"),
+        ({"agent": {"python": "a.py:f", "options": {"rows": 3}}}, "agent.options", "remove it"),
         ({"agent": {"python": "agent.py"}}, "agent.python", "path/to/file.py:function"),
         ({"agent": {"pyhton": "agent.py:f"}}, "agent.pyhton", "python"),
         ({"environment": {"tasks": ["tools"]}}, "environment.tasks", "follows from agent"),

@@ -93,11 +93,12 @@ PATHS = (
     "environment.options.tools.*",
     "agent.python",
     "agent.command.*",
+    "agent.verifiers",
     "environment.options.search.corpus",
     "environment.options.mcp.*.command.*",
 )
 """Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
-NAMES = ("name", "dataset")
+NAMES = ("name", "dataset", "verifiers")
 
 
 def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:

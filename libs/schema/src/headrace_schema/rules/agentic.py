@@ -16,6 +16,10 @@ from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import CONVERSATIONS
 
 BACKEND = "conversation"
+SEEDED = ("reasoning_gym", "textarena")
+"""Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
+ASKING = ("skyrl_gym",)
+"""Libraries whose environments ask what a data item says."""
 OTHERWISE = {
     "environment.alternating": "turns of all conversations are decoded together",
     "environment.reward": "a turn's reward is what the environment's step returns",
@@ -68,7 +72,7 @@ def _started(agent: Any) -> dict[str, Any]:
     return {
         "backend": AGENTS,
         "tasks": [section.task],
-        "options": {"command": section.command} if section.command else {},
+        "options": section.starting,
         "max_episode_s": AGENT_SECONDS,
     }
 
@@ -111,21 +115,28 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
 
 
 def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[KeyProblemView]:
-    if bool(agent.python) == bool(agent.command):
-        reason = (
-            "both python and command are given" if agent.python else "neither python nor command is given"
-        )
+    given = [key for key in ("python", "command", "verifiers") if getattr(agent, key)]
+    if len(given) != 1:
+        reason = f"{' and '.join(given)} are given" if given else "it does not say what to start"
         yield problem(
-            "agent", reason, "give one: python: path/to/file.py:function, or command: [program, argument]"
+            "agent",
+            reason,
+            "give one: python: path/to/file.py:function, command: [program, argument], or verifiers: NAME",
         )
         return
+    if agent.options and not agent.verifiers:
+        reason = "are the arguments of an environment of verifiers, and none is named"
+        yield problem("agent.options", reason, "remove it")
+    if agent.verifiers.endswith((".py", ".py:")):
+        reason = f"{agent.verifiers!r} names no function in a file"
+        yield problem("agent.verifiers", reason, "write path/to/file.py:load_environment")
     if agent.python and ".py:" not in agent.python:
         reason = f"{agent.python!r} names no function in a file"
         yield problem("agent.python", reason, "write path/to/file.py:function")
     follows = {
         "backend": AGENTS,
         "tasks": [agent.task],
-        "options": {"command": agent.command} if agent.command else {},
+        "options": agent.starting,
         "processes": 0,
     }
     for key, value in follows.items():
@@ -137,6 +148,19 @@ def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[Key
 def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     assert spec.environment is not None
     tasks, source = spec.environment.tasks, spec.data.source
+    for index, task in enumerate(tasks):
+        library = task.partition(":")[0]
+        if library in SEEDED and source != EPISODES:
+            reason = f"{task} makes what it asks from the seed, and would not ask what {source} says"
+            yield problem("data.source", reason, f"leave it out ({EPISODES})")
+        elif library in ASKING and source == EPISODES:
+            reason = f"{task} asks what a data item says, and {EPISODES} has seeds alone"
+            yield problem("data.source", reason, "name the source of its questions, such as jsonl")
+        elif library == "verifiers":
+            reason = f"{task}: an environment of verifiers leads the conversation itself"
+            yield problem(
+                f"environment.tasks[{index}]", reason, f"write agent: {{verifiers: {task[10:] or 'NAME'}}}"
+            )
     if len({*tasks}) < len(tasks):
         yield problem("environment.tasks", "a task is named twice", "name each task once")
     elif len(tasks) > 1 and source != EPISODES:

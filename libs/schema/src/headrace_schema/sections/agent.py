@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,14 @@ class AgentSection(Section):
         default_factory=list,
         description="program and arguments; reads {seed, item} as JSON from its standard input, and posts its reward",
     )
+    verifiers: str = Field(
+        default="",
+        description="an environment of the package verifiers, by the name that it is installed under, or as "
+        "path/to/file.py:load_environment: its own rollout code speaks, and its rubric gives the reward",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the environment that verifiers names"
+    )
     tool_calls: Literal["hermes", "json", "llama3", "mistral"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
@@ -37,4 +45,13 @@ class AgentSection(Section):
     @property
     def task(self) -> str:
         """What is started, as text."""
+        if self.verifiers:
+            return f"verifiers:{self.verifiers}"
         return self.python or f"command: {shlex.join(self.command)}"
+
+    @property
+    def starting(self) -> dict[str, Any]:
+        """The environment's options that follow."""
+        if self.command:
+            return {"command": self.command}
+        return {"arguments": self.options} if self.options else {}

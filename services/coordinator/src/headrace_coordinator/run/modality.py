@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.requests import MAX_NUMBER
 from typing_extensions import override
 
 from headrace_coordinator.data.dataset import Dataset
@@ -274,9 +275,9 @@ def _generate(sampling: Sampling, **more: Any) -> rollout.GenerateOpen:
 def _seed(item: DataItem) -> int:
     """The seed of an item's conversations, the same in every run: its own, or one that is made of its key."""
     given = item.metadata.get("seed")
-    if isinstance(given, int) and 0 <= given < 2**63:
+    if isinstance(given, int) and 0 <= given < MAX_NUMBER:
         return given
-    return int(digest_bytes(item.key.encode())[:16], 16) >> 1
+    return int(digest_bytes(item.key.encode())[:16], 16) % MAX_NUMBER
 
 
 def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset, repliers: Repliers) -> Modality:

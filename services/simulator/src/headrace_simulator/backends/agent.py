@@ -1,9 +1,13 @@
-"""Agents: a user's function in a fork of this process, or a command. Runs in child processes only."""
+"""Agents: a user's function or an environment of verifiers in a fork of this process, or a command.
+
+Runs in child processes only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -11,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import Any, NoReturn
 from headrace_servicekit.process import spawn
 from headrace_servicekit.registry import Options
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from headrace_simulator.backends.base import Agent, BackendError
 from headrace_simulator.backends.options import parse
@@ -28,26 +34,34 @@ from headrace_simulator.child.episodes import Raised, call
 # A client that a file makes as it is imported needs some address and key; the fork imports the file anew.
 _NONE_YET = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none-yet"}
 
+VERIFIERS = "verifiers"
 _MOST_BYTES = 1 << 16
 """Of what a fork says of itself: as much as a pipe holds, so that nobody has to read meanwhile."""
 
 
 class AgentOptions(BaseModel):
-    """Options of an agent; without a command its name is path/to/file.py:function."""
+    """Options of an agent; without a command its name is path/to/file.py:function, or verifiers:NAME."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: list[str] = []
+    arguments: dict[str, Any] = {}
+    """Of load_environment, for verifiers:NAME alone."""
 
 
-class PythonAgent:
-    """A function, called in a fork: what the file imports is imported once, the file itself anew each time."""
+class ForkedAgent(ABC):
+    """Python code that is called in a fork of this process: what it imports is imported once."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._folder = name, str(Path(name.rpartition(":")[0]).resolve().parent)
+    folder = ""
+    """Where the modules are that each fork imports anew; empty: none."""
+
+    def __init__(self) -> None:
         self._reader = -1
         os.environ.update(_NONE_YET)
-        load_factory(name, "agent")
+
+    @abstractmethod
+    def called(self, seed: int, item: Mapping[str, Any]) -> Any:
+        """Plays, in the fork; what it returns, or awaits, is the reward."""
 
     def run(self, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]) -> int:
         """Forks; the function runs there."""
@@ -89,7 +103,7 @@ class PythonAgent:
             os.environ.update(variables)
             self._forget_neighbours()
             before = set(sys.modules)
-            found = _result_of(lambda: self._called(seed, item))
+            found = _result_of(lambda: _awaited(self.called(seed, item)))
             self._forget_neighbours()
             imported = [name for name in sys.modules if name not in before]
             text = json.dumps({**found, "imported": imported}).encode()
@@ -102,16 +116,21 @@ class PythonAgent:
     def _forget_neighbours(self) -> None:
         """Of the file and those beside it, which are imported anew."""
         for name, module in list(sys.modules.items()):
-            if os.path.dirname(getattr(module, "__file__", None) or "") == self._folder:
+            if self.folder and os.path.dirname(getattr(module, "__file__", None) or "") == self.folder:
                 del sys.modules[name]
 
-    def _called(self, seed: int, item: Mapping[str, Any]) -> Any:
-        found = load_factory(self._name, "agent")(seed, item)
 
-        async def awaited() -> Any:
-            return await found
+class PythonAgent(ForkedAgent):
+    """A function; its file, and those beside it, are imported anew each time."""
 
-        return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name, self.folder = name, str(Path(name.rpartition(":")[0]).resolve().parent)
+        load_factory(name, "agent")
+
+    @override
+    def called(self, seed: int, item: Mapping[str, Any]) -> Any:
+        return load_factory(self._name, "agent")(seed, item)
 
 
 class CommandAgent:
@@ -145,7 +164,7 @@ class CommandAgent:
 
 
 class Agents:
-    """Agents by path/to/file.py:function, or as a command by the option of that name."""
+    """Agents by path/to/file.py:function or verifiers:NAME, or as a command by the option of that name."""
 
     def environments(self) -> list[str]:
         """What an agent may be beside a file: all are users' own."""
@@ -156,9 +175,13 @@ class Agents:
         chosen = parse(AgentOptions, options)
         if chosen.command:
             return CommandAgent(chosen.command)
+        library, _, environment = name.partition(":")
+        if library == VERIFIERS:
+            return _verifiers(environment, chosen.arguments)
         if not is_user_environment(name):
             raise BackendError(
-                "environment.name", f"{name} is no agent; give path/to/file.py:function, or a command"
+                "environment.name",
+                f"{name} is no agent; give path/to/file.py:function, verifiers:NAME, or a command",
             )
         return PythonAgent(name)
 
@@ -166,6 +189,23 @@ class Agents:
 def build(options: Options) -> Agents:
     """The backend."""
     return Agents()
+
+
+def _verifiers(name: str, arguments: Mapping[str, Any]) -> Agent:
+    if importlib.util.find_spec(VERIFIERS) is None:
+        fix = "pip install 'headrace-simulator[verifiers]'"
+        raise BackendError(
+            "environment.name", f"verifiers:{name} needs a package that is not installed: {fix}"
+        )
+    made: Agent = importlib.import_module("headrace_simulator.backends.verifiers").agent(name, arguments)
+    return made
+
+
+def _awaited(found: Any) -> Any:
+    async def awaited() -> Any:
+        return await found
+
+    return asyncio.run(awaited()) if inspect.isawaitable(found) else found
 
 
 def _result_of(function: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The backend of conversations: a user's own class by PATH.py:NAME, and built-in ones by name."""
+"""The backend of conversations: a user's own class by PATH.py:NAME, built-in ones, and those of LIBRARY:NAME."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import ConversationEnvironment
+from headrace_simulator.backends.conversation.libraries import LIBRARIES, converse, library_of
 from headrace_simulator.backends.conversation.tools import ToolConversation, ToolOptions
 from headrace_simulator.backends.options import parse, unknown
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
@@ -18,10 +19,10 @@ BUILT_IN: Mapping[str, Callable[[Mapping[str, Any]], ConversationEnvironment]] =
 
 
 class Conversations:
-    """Conversations by name, or as `path/to/file.py:Class`."""
+    """Conversations by name, as `path/to/file.py:Class`, or of a library as `textarena:GuessTheNumber-v0`."""
 
     def environments(self) -> list[str]:
-        """Those that are built in."""
+        """Those that are built in; libraries, which take seconds to import, are not asked."""
         return sorted(BUILT_IN)
 
     def converse(self, name: str, options: Mapping[str, Any]) -> ConversationEnvironment:
@@ -29,8 +30,10 @@ class Conversations:
         if is_user_environment(name):
             made: ConversationEnvironment = load_factory(name, "Conversation")(**options)
             return made
+        if found := library_of(name):
+            return converse(*found, options)
         if name not in BUILT_IN:
-            raise unknown("conversation", name, BUILT_IN)
+            raise unknown("conversation", name, [*BUILT_IN, *(f"{library}:" for library in LIBRARIES)])
         return BUILT_IN[name](options)
 
 
