@@ -19,6 +19,8 @@ SPEC = {
     "data": {"source": "copy_digits", "heldout": 10},
     "reward": {"scorers": [{"name": "exact"}]},
 }
+CUT = """[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)
+    .map((each) => each.getAttribute('aria-label'))"""
 VIEWS = {
     "runs": ("#/runs", ".runs tbody tr"),
     "run": ("#/runs/live-1", ".chart"),
@@ -78,6 +80,7 @@ def test_a_view_is_accessible_small_and_fits_a_phone(crowd, open_page, view):
         assert not grave, (width, theme, grave)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("document.querySelectorAll('*').length") <= 2000
+        assert page.evaluate(CUT) == [], "no table is cut"
 
 
 def test_hostile_text_stays_text(crowd, open_page):
@@ -147,6 +150,29 @@ def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, open_page):
     page.goto(f"{crowd.url}/#/runs/done-1")
     page.locator(".chart").first.wait_for()
     assert not page.locator(".flow").is_visible()
+
+
+def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_page):
+    """After 41 steps of 64 samples a rewind at step 20 stands at 1,280; both pages fit two screens."""
+    page = opened(open_page, crowd, "run")
+    said = page.locator(".constant").inner_text()
+    assert "learning rate 1.00e-5" in said and "clipped 0" in said and "Worst" not in said
+    titles = page.locator(".chart h3").all_inner_texts()
+    assert not {"Learning rate", "Slots of a step"} & set(titles) and "Gradient norm" in titles
+    reward = page.locator(".chart", has_text="Reward, mean")
+    assert "at step 41" in reward.locator(".hidden").text_content()
+    assert "recoveries at 20" in reward.locator(".hidden").text_content()
+    before = reward.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+    page.get_by_label("By", exact=True).select_option("samples")
+    reward.locator(".hidden", has_text="at samples 2624").wait_for(state="attached")
+    assert "recoveries at 1,280" in reward.locator(".hidden").text_content()
+    page.get_by_label("Smoothing").fill("0.9")
+    page.get_by_label("Log scale").check()
+    page.reload()
+    reward.locator(".hidden", has_text="at samples 2624").wait_for(state="attached")
+    assert page.get_by_label("Log scale").is_checked()
+    assert reward.locator("canvas").evaluate("canvas => canvas.toDataURL()") != before
+    assert page.evaluate("document.documentElement.scrollHeight") <= 2 * 900
 
 
 def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, open_page):

@@ -34,7 +34,7 @@ from headrace_schema.resources.evaluations import (
     VideoListView,
 )
 from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
-from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
+from headrace_schema.resources.overviews import CurvesView, FlowView, RewindView, RunSummaryView, ScorePointView
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
@@ -110,6 +110,12 @@ class Crowd:
             "trainer/entropy": [2 * math.exp(-step / 90) for step in steps],
             "trainer/answer_length_mean": [180 + 40 * math.sin(step / 20) for step in steps],
             "speed/tokens_per_second": [3000 + 300 * math.sin(step) for step in steps],
+            "speed/tokens": [12_000.0 for _ in steps],
+            "speed/step_seconds": [4.0 + 0.3 * math.sin(step) for step in steps],
+            "slots/trained": [64.0 for _ in steps],
+            "trainer/learning_rate": [1e-5 for _ in steps],
+            "trainer/clip_fraction": [0.0 for _ in steps],
+            "trainer/log_prob_mismatch_mean": [1e-7 * (1 + step % 3) for step in steps],
             "train/max_staleness": [float(step % 2) for step in steps],
             **{f"stage_seconds/{n}": [s + 0.1 * math.sin(t) for t in steps] for n, s in STAGES.items()},
         }
@@ -118,7 +124,10 @@ class Crowd:
         ]
         if not steps:
             return CurvesView(steps=[], series={}, evaluations=[], total=0, event=0)
-        return CurvesView(steps=steps, series=series, evaluations=scores, total=len(steps), event=9999)
+        rewinds = [RewindView(step=20, time=NOW + 100)]
+        return CurvesView(
+            steps=steps, series=series, evaluations=scores, rewinds=rewinds, total=len(steps), event=9999
+        )
 
     async def newest_events(self, run_id: str, size: int, before: int) -> tuple[list[EventView], int | None]:
         run = self.run(run_id)

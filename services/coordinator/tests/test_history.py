@@ -164,7 +164,7 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     one.event_log.post(submitted(), restored(1))
     await train(one.event_log, 12)
     whole = await one.coordinator.past.curves("r", 100)
-    assert whole.steps == list(range(1, 13)) and whole.total == 12
+    assert whole.steps == list(range(1, 13)) and whole.total == 12 and whole.rewinds == []
     assert whole.series["train/reward"] == [0.5] * 12 and whole.series["trainer/loss"] == [None] * 12
     few = await one.coordinator.past.curves("r", 4)
     assert len(few.steps) == 4 and few.steps[-1] == 12 and few.steps == sorted(set(few.steps))
@@ -177,7 +177,8 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     kept = await one.event_log.history.kept("r", 3)
     one.event_log.post(restored(100, 4, 3, 3, kept), committed(3, 101, 100))
     await one.event_log.flush()
-    assert (await one.coordinator.past.curves("r", 100)).steps == [1, 2, 3, 4]
+    rewound = await one.coordinator.past.curves("r", 100)
+    assert rewound.steps == [1, 2, 3, 4] and [each.step for each in rewound.rewinds] == [3]
     (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "")
     assert len(shown.rewards) == 4
 

@@ -45,6 +45,13 @@ class ScorePointView(Resource):
     score: float | None
 
 
+class RewindView(Resource):
+    """A recovery: the run went on from a checkpoint."""
+
+    step: int = Field(description="steps in the checkpoint; what was made after them was made again")
+    time: float = Field(description="seconds since the epoch")
+
+
 class CurvesView(Resource):
     """Figures of the live lineage by step: every list in `series` is as long as `steps`."""
 
@@ -53,6 +60,7 @@ class CurvesView(Resource):
         description="by TensorBoard's tags: train/reward, trainer/loss, stage_seconds/generate, …; null: no figure"
     )
     evaluations: list[ScorePointView]
+    rewinds: list[RewindView] = Field(default=[], description="the newest recoveries, oldest first")
     total: int = Field(description="committed steps; more than are listed once they are thinned out")
     event: int = Field(description="id of an event; those after it are not all in the curves")
 
