@@ -34,7 +34,13 @@ from headrace_schema.resources.evaluations import (
     VideoListView,
 )
 from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
-from headrace_schema.resources.overviews import CurvesView, FlowView, RewindView, RunSummaryView, ScorePointView
+from headrace_schema.resources.overviews import (
+    CurvesView,
+    FlowView,
+    RewindView,
+    RunSummaryView,
+    ScorePointView,
+)
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
