@@ -26,6 +26,11 @@ class RunSummaryView(Resource):
     score: float | None = Field(description="of the newest held-out evaluation; null before the first one")
     rewards: list[float | None] = Field(description="mean rewards of steps at even distances, oldest first")
     forked_from: str = ""
+    algorithm: str = Field(default="", description="of its update; empty: an evaluation of a suite")
+    seed: int = 0
+    family: str = Field(default="", description="the same for runs whose specs differ in the seed alone")
+    tags: list[str] = Field(default=[], description="words that people gave it")
+    note: str = Field(default="", description="what people say of it")
 
 
 class RunSummaryListView(Resource):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
 Search = Annotated[
-    str, Query(max_length=100, description="only runs whose id contains this; case is ignored")
+    str, Query(max_length=100, description="only runs whose id or a tag contains this; case is ignored")
 ]
 
 
@@ -47,7 +47,7 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
     async def list_run_summaries(
         page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
     ) -> Response:
-        """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id."""
+        """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id or a tag."""
         try:
             shown, place, total = await coordinator.reads.summaries(
                 page_size, page_token, known_states(state), search

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from headrace_schema.changing import RunChange
+from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
     CertificateListView,
@@ -126,6 +126,13 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
         change = await read_model(request, RunChange, "the change")
         key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.change(run_id, change, key), key)
+
+    @routes.post("/{run_id}:label", response_model=RunView, openapi_extra=body_of("RunLabels", JSON))
+    async def label_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
+        """Gives a run tags or a note for people; works on ended runs too."""
+        change = await read_model(request, RunLabels, "the labels")
+        key = key_or_new(idempotency_key)
+        return keyed_response(await coordinator.run_changes.label(run_id, change, key), key)
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
