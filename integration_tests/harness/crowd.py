@@ -24,6 +24,7 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
+from headrace_schema.changing import RunLabels
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
@@ -73,6 +74,7 @@ class Crowd:
         self.states = dict(runs)
         self.evaluations = evaluations
         self.drained: list[str] = []
+        self.labels: dict[str, dict[str, Any]] = {}
         self.reads = self.past = self.suites = self.submissions = self
         self.run_changes = self.instance_changes = self.vitals = self
 
@@ -83,6 +85,8 @@ class Crowd:
         if run_id not in self.states and run_id not in self.evaluations:
             raise Refused("NOT_FOUND", f"there is no run {run_id}")
         state = self.states.get(run_id, "SUCCEEDED")
+        name, _, number = run_id.rpartition("-")
+        spec = {"name": name, "seed": int(number)} if name == "seeds" else {"name": run_id, "seed": 0}
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -94,8 +98,13 @@ class Crowd:
             warmup_steps=0, baseline_prefill=None, evaluations=[evaluation(0), evaluation(step)] if step else [],
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
-            run_directory="", export_path="", spec={"name": run_id, "steps": 120, "optimizer": {"lr": 1e-5}},
+            run_directory="", export_path="", **self.labels.get(run_id, {}),
+            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"}},
         )  # fmt: skip
+
+    async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
+        self.labels[run_id] = self.labels.get(run_id, {}) | change.model_dump(exclude_none=True)
+        return self.run(run_id)
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
