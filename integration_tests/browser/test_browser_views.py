@@ -118,6 +118,19 @@ def test_tokens_are_coloured_over_the_text(crowd, open_page):
     page.locator(".side article").nth(3).wait_for()
 
 
+def test_trajectories_are_found_by_text_and_their_rewards_shown_by_step(crowd, open_page):
+    page = opened(open_page, crowd, "trajectories")
+    heat = page.locator(".heat")
+    heat.hover(position={"x": 3, "y": 3})
+    page.get_by_text("Step 1: 16 trajectories with a reward from 0.688 to 0.75").wait_for()
+    page.get_by_label("Text in prompt").fill("q70: <IMG")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.get_by_text("4 trajectories on page 1").wait_for()
+    page.get_by_label("Nothing from").select_option("exact")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.get_by_text("No trajectory matches.").wait_for()
+
+
 def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
     page = opened(open_page, crowd, "fleet")
     page.get_by_label("Instance", exact=True).select_option("rollout-0")
@@ -161,6 +174,8 @@ def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_
     assert not {"Learning rate", "Slots of a step"} & set(titles) and "Gradient norm" in titles
     reward = page.locator(".chart", has_text="Reward, mean")
     assert "at step 41" in reward.locator(".hidden").text_content()
+    stages = page.locator(".chart", has_text="by stage").locator(".hidden").text_content()
+    assert "whole step 3.95" in stages and "score 0.28" in stages, "each as it was measured, in no stack"
     assert "recoveries at 20" in reward.locator(".hidden").text_content()
     before = reward.locator("canvas").evaluate("canvas => canvas.toDataURL()")
     page.get_by_label("By", exact=True).select_option("samples")
@@ -177,13 +192,41 @@ def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_
 
 def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, open_page):
     page = opened(open_page, crowd, "submit")
-    page.get_by_role("button", name="Edit as JSON").click()
-    page.locator("#json").fill(json.dumps(SPEC))
+    page.get_by_role("button", name="Edit as YAML").click()
+    page.locator("#text").fill(json.dumps(SPEC))
     page.get_by_role("button", name="Check and preview").click()
     plan = page.get_by_role("region", name="Plan preview")
     plan.get_by_text("The fastest shape is").wait_for()
     assert "live-1" in plan.inner_text() and plan.locator(".gantt li").count() == 3
     assert plan.locator("tbody tr").count() == 4
+
+
+def test_a_spec_is_written_as_yaml_from_an_example_beside_what_its_keys_mean(crowd, open_page):
+    page = opened(open_page, crowd, "submit")
+    text = page.locator("#text")
+    examples = page.get_by_label("Start from").locator("option").all_inner_texts()[1:]
+    assert len(examples) == 3
+    for name in examples:
+        page.get_by_label("Start from").select_option(name)
+        page.get_by_role("button", name="Check and preview").click()
+        page.get_by_text("finds nothing wrong").wait_for()
+    lines = text.input_value().split("\n")
+    at = next(n for n, line in enumerate(lines) if line.startswith("algorithm:"))
+    lines[at] = "algorithm:\n  name: grpo\n  group_size: none"
+    text.fill("\n".join(lines))
+    page.get_by_role("button", name="Check and preview").click()
+    page.get_by_role("button", name=f"Line {at + 3}").click()
+    chosen = text.evaluate("each => each.value.slice(each.selectionStart, each.selectionEnd)")
+    assert chosen == "  group_size: none"
+    help = page.get_by_role("complementary", name="About the key")
+    assert "algorithm.group_size" in help.inner_text() and "at least 1" in help.inner_text()
+    text.fill("name: a\nsteps: [1")
+    page.get_by_role("button", name="Check and preview").click()
+    page.get_by_role("button", name="Line 2").wait_for()
+    page.goto(f"{crowd.url}/#/submit?from=done-1&at=120")
+    page.get_by_role("heading", name="Fork done-1 at step 120").wait_for()
+    page.get_by_role("button", name="Edit as YAML").click()
+    assert "from_checkpoint:\n  run: done-1\n  step: 120" in text.input_value()
 
 
 def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path):

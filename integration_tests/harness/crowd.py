@@ -99,7 +99,8 @@ class Crowd:
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
             run_directory="", export_path="", **self.labels.get(run_id, {}),
-            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"}},
+            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"},
+                "reward": {"scorers": [{"name": "exact"}]}},
         )  # fmt: skip
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:

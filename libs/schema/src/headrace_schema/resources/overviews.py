@@ -70,6 +70,16 @@ class CurvesView(Resource):
     event: int = Field(description="id of an event; those after it are not all in the curves")
 
 
+class RewardsView(Resource):
+    """How the rewards of the stored trajectories are spread, by step."""
+
+    steps: list[int] = Field(description="the newest ones, oldest first")
+    edges: list[float] = Field(
+        description="of the bins, from the least reward to the largest; none: no reward"
+    )
+    counts: list[list[int]] = Field(description="for each step the trajectories in each bin")
+
+
 class EventListView(Resource):
     """A page of events, newest first, without lists of slots."""
 

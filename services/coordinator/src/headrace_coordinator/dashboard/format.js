@@ -80,6 +80,10 @@ export function eventText(event) {
   return `${event.type} ${JSON.stringify(event.data).slice(0, 300)}`;
 }
 
+export function isStep(event) {
+  return event.type.startsWith("step_") && !isGrave(event);
+}
+
 export function isGrave(event) {
   if (event.type === "group_dropped" && event.data.reason === "FILTERED") return false;
   return GRAVE.has(event.type) || (event.type === "version_restored" && Boolean(event.data.checkpoint));

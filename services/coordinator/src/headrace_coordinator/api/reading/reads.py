@@ -12,9 +12,9 @@ from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.curves import read_spark
 from headrace_coordinator.api.reading.presenters import flow_view, run_summary_view, run_view
-from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.leases import LeaseTable
