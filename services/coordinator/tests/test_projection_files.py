@@ -318,7 +318,7 @@ def test_trajectories_are_found_by_text_end_and_scorer_but_not_by_names_of_field
     views = [
         trajectory_view(0, 0, 0, completion='He said "Zürich"'),
         trajectory_view(0, 0, 1, completion="no", finish_reason="LENGTH", parts={"exact": 0.0}),
-        trajectory_view(0, 1, 0, prompt="ZÜRICH?", parts={"exact": None}),
+        trajectory_view(0, 1, 0, prompt="ZÜRICH?", parts={"exact": -1.0}),
     ]
     projection.trajectories(views)
     projection.close()
