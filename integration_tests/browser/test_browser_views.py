@@ -338,7 +338,7 @@ def test_runs_are_sorted_labelled_and_seeds_of_one_spec_are_one_line(open_page, 
         page.locator(".legend", has_text="2 seeds").wait_for()
         reward = page.locator(".chart", has_text="Mean reward")
         at = f"{reward_at(41):.3f}".rstrip("0")
-        assert f"at step 120: seeds {at}, most {at}, least {at}" in reward.locator(".hidden").text_content()
+        assert f"at step 41: seeds {at}, most {at}, least {at}" in reward.locator(".hidden").text_content()
         page.get_by_label("Left").select_option("trainer/entropy")
         page.get_by_label("Right").select_option("trainer/answer_length_mean")
         page.locator(".chart", has_text="entropy and answer length mean").wait_for()
