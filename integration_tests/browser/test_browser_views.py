@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.crowd import Crowd, CrowdServer, reward_at, write_timeline, write_trajectories
+from harness.crowd import Crowd, CrowdServer, write_timeline, write_trajectories
 from harness.waiting import wait_for
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
@@ -201,34 +201,6 @@ def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, ope
     assert plan.locator("tbody tr").count() == 4
 
 
-def test_a_spec_is_written_as_yaml_from_an_example_beside_what_its_keys_mean(crowd, open_page):
-    page = opened(open_page, crowd, "submit")
-    text = page.locator("#text")
-    examples = page.get_by_label("Start from").locator("option").all_inner_texts()[1:]
-    assert len(examples) == 3
-    for name in examples:
-        page.get_by_label("Start from").select_option(name)
-        page.get_by_role("button", name="Check and preview").click()
-        page.get_by_text("finds nothing wrong").wait_for()
-    lines = text.input_value().split("\n")
-    at = next(n for n, line in enumerate(lines) if line.startswith("algorithm:"))
-    lines[at] = "algorithm:\n  name: grpo\n  group_size: none"
-    text.fill("\n".join(lines))
-    page.get_by_role("button", name="Check and preview").click()
-    page.get_by_role("button", name=f"Line {at + 3}").click()
-    chosen = text.evaluate("each => each.value.slice(each.selectionStart, each.selectionEnd)")
-    assert chosen == "  group_size: none"
-    help = page.get_by_role("complementary", name="About the key")
-    assert "algorithm.group_size" in help.inner_text() and "at least 1" in help.inner_text()
-    text.fill("name: a\nsteps: [1")
-    page.get_by_role("button", name="Check and preview").click()
-    page.get_by_role("button", name="Line 2").wait_for()
-    page.goto(f"{crowd.url}/#/submit?from=done-1&at=120")
-    page.get_by_role("heading", name="Fork done-1 at step 120").wait_for()
-    page.get_by_role("button", name="Edit as YAML").click()
-    assert "from_checkpoint:\n  run: done-1\n  step: 120" in text.input_value()
-
-
 def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path):
     """A page of 50 updates, at most two behind: by hand 50, 49 and 48 of them have tokens of each lag."""
     with CrowdServer(Crowd([("ahead-1", "SUCCEEDED")]), tmp_path) as server:
@@ -307,41 +279,6 @@ def test_ten_thousand_runs_are_paged_searched_and_filtered(crowd, open_page):
     page.reload()
     page.get_by_role("link", name="failed-1").wait_for()
     assert rows.count() == 1, "the filter survives a reload"
-
-
-def test_runs_are_sorted_labelled_and_seeds_of_one_spec_are_one_line(open_page, tmp_path):
-    """Two seeds at steps 120 and 41: their rewards by hand, the mean between them."""
-    runs = [("other-1", "FAILED"), ("seeds-0", "SUCCEEDED"), ("seeds-1", "RUNNING"), ("queued-1", "QUEUED")]
-    with CrowdServer(Crowd(runs), tmp_path) as server:
-        page = open_page(f"{server.url}/#/runs/seeds-1")
-        page.get_by_text("Tags and note").click()
-        page.get_by_label("Tags", exact=True).fill("paper lr=2e-5")
-        page.get_by_label("Note", exact=True).fill(HOSTILE)
-        page.get_by_role("button", name="Save").click()
-        page.locator(".labels .tag", has_text="lr=2e-5").wait_for()
-        assert page.locator(".labels .note").text_content() == HOSTILE
-        page.goto(f"{server.url}/#/runs?sort=score")
-        names = page.locator(".runs tbody .name > a")
-        wait_for(lambda: names.count() == 4, "the runs")
-        assert names.all_inner_texts() == ["seeds-0", "other-1", "seeds-1", "queued-1"]
-        assert page.locator(".runs .tag").all_inner_texts() == ["paper", "lr=2e-5"]
-        assert "grpo" in page.locator(".runs .algorithm").first.inner_text()
-        page.get_by_role("button", name="Run", exact=True).click()
-        page.locator("[aria-sort=ascending]", has_text="Run").wait_for()
-        assert names.all_inner_texts() == ["other-1", "queued-1", "seeds-0", "seeds-1"]
-        page.get_by_label("seeds together").check()
-        wait_for(lambda: names.count() == 3, "the seeds in one line")
-        low, high = sorted((reward_at(41), reward_at(120)))
-        words = [f"{value:.3f}".rstrip("0") for value in ((low + high) / 2, low, high)]
-        assert f"{words[0]} ({words[1]} to {words[2]})" in page.locator(".family .reward").inner_text()
-        page.get_by_role("link", name="seeds, 2 seeds").click()
-        page.locator(".legend", has_text="2 seeds").wait_for()
-        reward = page.locator(".chart", has_text="Mean reward")
-        at = f"{reward_at(41):.3f}".rstrip("0")
-        assert f"at step 41: seeds {at}, most {at}, least {at}" in reward.locator(".hidden").text_content()
-        page.get_by_label("Left").select_option("trainer/entropy")
-        page.get_by_label("Right").select_option("trainer/answer_length_mean")
-        page.locator(".chart", has_text="entropy and answer length mean").wait_for()
 
 
 def test_a_hundred_thousand_trajectories_are_sorted_and_paged(crowd, open_page):

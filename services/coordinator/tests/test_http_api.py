@@ -165,31 +165,6 @@ async def test_a_change_of_a_run(api, run_id):
         assert key in [problem["key"] for problem in refused.json()["problems"]], body
 
 
-async def test_tags_and_a_note_of_a_run(api, run_id):
-    given = await api.post(f"/v1/runs/{run_id}:label", json={"tags": ["paper", "lr=2e-5"], "note": "<b>"})
-    assert (given.status_code, given.json()["tags"], given.json()["note"]) == (
-        200,
-        ["paper", "lr=2e-5"],
-        "<b>",
-    )
-    (shown,) = (await api.get("/v1/run-summaries")).json()["summaries"]
-    assert (shown["tags"], shown["note"], shown["algorithm"], shown["seed"]) == (
-        given.json()["tags"],
-        "<b>",
-        "grpo",
-        0,
-    )
-    for body, key in (
-        ({"tags": ["a b"]}, "tags[0]"),
-        ({"tags": ["x"] * 21}, "tags"),
-        ({"notes": ""}, "notes"),
-    ):
-        refused = await api.post(f"/v1/runs/{run_id}:label", json=body)
-        assert refused.status_code == 422 and key in [each["key"] for each in refused.json()["problems"]], (
-            body
-        )
-
-
 async def test_an_unknown_run_names_the_nearest(api, run_id):
     paths = ["", "/metrics", "/trajectories", "/checkpoints", "/certificates", "/events"]
     answers = [await api.get(f"/v1/runs/{run_id}x{path}") for path in paths]

@@ -149,7 +149,7 @@ function lines(title, found, curves, still, options) {
   const columns = () => found.map((name) => curves.column(name));
   if (columns().every(constant)) {
     const values = found.map((name, index) => `${found.length > 1 ? `${shortName(name)} ` : ""}${number(newest(columns()[index]))}`);
-    still.push(`${title[0].toLowerCase()}${title.slice(1)} ${values.join(", ")}`);
+    still.push(`${/^[A-Z]{2}/.test(title) ? title : title[0].toLowerCase() + title.slice(1)} ${values.join(", ")}`);
     return null;
   }
   const chart = new Chart(title, found.map((name) => ({ label: shortName(name) })), options);
