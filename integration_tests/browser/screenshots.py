@@ -57,9 +57,6 @@ class Studio:
         if "trajectories" in path:
             page.locator(".trajectory summary").first.click()
             page.locator(".trajectory .answer").first.wait_for()
-        if name == "dashboard-submit":
-            page.get_by_role("button", name="Edit as YAML").click()
-            page.locator("#text").click(position={"x": 60, "y": 60})
         page.screenshot(path=self._directory / f"{name}.png", full_page=whole)
         page.close()
 
@@ -100,7 +97,6 @@ def main(directory: Path) -> None:
         camera.take_for_docs("run", f"/runs/{live}", 1365)
         camera.take_for_docs("timeline", f"/runs/{ended}/timeline", 660)
         camera.take_for_docs("compare", f"/compare?runs={ended},{live}&seeds=1", 900)
-        camera.take_for_docs("submit", f"/submit?from={ended}", 620)
         camera.take_for_docs("trajectory", f"/runs/{ended}/trajectories?order=worst", 760)
         camera.take("live", runs="/runs", run=f"/runs/{live}", queued=f"/runs/{queued}", fleet="/fleet")
         views = ("timeline", "trajectories", "proof", "spec")
