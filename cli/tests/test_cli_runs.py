@@ -62,6 +62,22 @@ def test_a_forks_dry_run_only_asks(headrace, coordinator):
     assert [got.query for got in coordinator.requests("POST /v1/runs")] == [{"dry_run": ["true"]}]
 
 
+def test_a_run_gets_tags_at_submission_and_a_note_later(headrace, coordinator, tmp_path):
+    (tmp_path / "spec.yaml").write_text("name: mine\n")
+    labelled = (200, view(tags=["paper", "b"], note="kept"))
+    coordinator.routes |= {"POST /v1/runs": (201, view()), "POST /v1/runs/r-1:label": labelled}
+    coordinator.routes["GET /v1/runs/r-1"] = labelled
+    coordinator.routes["GET /v1/runs/r-1/metrics"] = (200, {"steps": []})
+    done = headrace("run", "submit", str(tmp_path / "spec.yaml"), "--tag", "paper", "--tag", "b")
+    assert done.returncode == 0, done.stderr
+    assert headrace("run", "label", "r-1", "--tag", "", "--note", "kept").returncode == 0
+    bodies = [got.body for got in coordinator.requests("POST /v1/runs/r-1:label")]
+    assert bodies == [{"tags": ["paper", "b"]}, {"tags": [], "note": "kept"}]
+    shown = headrace("run", "get", "r-1").stdout
+    assert "paper, b" in shown and "kept" in shown
+    assert headrace("run", "label", "r-1").returncode == 2
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_list_shows_place_and_what_is_waited_for(headrace, coordinator, width):
     runs = [

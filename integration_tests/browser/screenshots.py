@@ -57,9 +57,6 @@ class Studio:
         if "trajectories" in path:
             page.locator(".trajectory summary").first.click()
             page.locator(".trajectory .answer").first.wait_for()
-        if "timeline" in path:
-            page.locator("#steps").select_option("5")
-            page.wait_for_timeout(500)
         page.screenshot(path=self._directory / f"{name}.png", full_page=whole)
         page.close()
 
@@ -99,6 +96,7 @@ def main(directory: Path) -> None:
         camera.take_for_docs("runs", "/runs", 450)
         camera.take_for_docs("run", f"/runs/{live}", 1365)
         camera.take_for_docs("timeline", f"/runs/{ended}/timeline", 660)
+        camera.take_for_docs("compare", f"/compare?runs={ended},{live}&seeds=1", 900)
         camera.take_for_docs("trajectory", f"/runs/{ended}/trajectories?order=worst", 760)
         camera.take("live", runs="/runs", run=f"/runs/{live}", queued=f"/runs/{queued}", fleet="/fleet")
         views = ("timeline", "trajectories", "proof", "spec")

@@ -37,9 +37,9 @@ def held(fleet, spec_of, gate):
 
 def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
     page = open_page(f"{fleet.url}/#token={fleet.token}&/submit")
-    page.get_by_role("button", name="Edit as JSON").click()
+    page.get_by_role("button", name="Edit as YAML").click()
     wrong = spec_of(name="formed", steps=-3)
-    page.locator("#json").fill(json.dumps(wrong))
+    page.locator("#text").fill(json.dumps(wrong))
     page.get_by_role("button", name="Edit as a form").click()
     button(page, "Check and preview").click()
     page.get_by_text("1 problem").wait_for()
@@ -125,7 +125,7 @@ def test_a_step_that_is_committed_while_the_curves_are_loaded_again_is_plotted(f
             late.append(route.request.url)
             gate.hold_after(BATCH + 3)
             fleet.reach(held, 3)
-            page.locator(".events li", has_text="Step 3").first.wait_for()
+            page.locator(".events li", has_text="Step 3").first.wait_for(state="attached")
         route.fulfill(response=answer)
 
     page.route("**/curves*", answer_late)

@@ -19,6 +19,8 @@ SPEC = {
     "data": {"source": "copy_digits", "heldout": 10},
     "reward": {"scorers": [{"name": "exact"}]},
 }
+CUT = """[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)
+    .map((each) => each.getAttribute('aria-label'))"""
 VIEWS = {
     "runs": ("#/runs", ".runs tbody tr"),
     "run": ("#/runs/live-1", ".chart"),
@@ -78,6 +80,7 @@ def test_a_view_is_accessible_small_and_fits_a_phone(crowd, open_page, view):
         assert not grave, (width, theme, grave)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("document.querySelectorAll('*').length") <= 2000
+        assert page.evaluate(CUT) == [], "no table is cut"
 
 
 def test_hostile_text_stays_text(crowd, open_page):
@@ -115,6 +118,19 @@ def test_tokens_are_coloured_over_the_text(crowd, open_page):
     page.locator(".side article").nth(3).wait_for()
 
 
+def test_trajectories_are_found_by_text_and_their_rewards_shown_by_step(crowd, open_page):
+    page = opened(open_page, crowd, "trajectories")
+    heat = page.locator(".heat")
+    heat.hover(position={"x": 3, "y": 3})
+    page.get_by_text("Step 1: 16 trajectories with a reward from 0.688 to 0.75").wait_for()
+    page.get_by_label("Text in prompt").fill("q70: <IMG")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.get_by_text("4 trajectories on page 1").wait_for()
+    page.get_by_label("Nothing from").select_option("exact")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.get_by_text("No trajectory matches.").wait_for()
+
+
 def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
     page = opened(open_page, crowd, "fleet")
     page.get_by_label("Instance", exact=True).select_option("rollout-0")
@@ -149,10 +165,35 @@ def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, open_page):
     assert not page.locator(".flow").is_visible()
 
 
+def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_page):
+    """After 41 steps of 64 samples a rewind at step 20 stands at 1,280; both pages fit two screens."""
+    page = opened(open_page, crowd, "run")
+    said = page.locator(".constant").inner_text()
+    assert "learning rate 1.00e-5" in said and "clipped 0" in said and "Worst" not in said
+    titles = page.locator(".chart h3").all_inner_texts()
+    assert not {"Learning rate", "Slots of a step"} & set(titles) and "Gradient norm" in titles
+    reward = page.locator(".chart", has_text="Reward, mean")
+    assert "at step 41" in reward.locator(".hidden").text_content()
+    stages = page.locator(".chart", has_text="by stage").locator(".hidden").text_content()
+    assert "whole step 3.95" in stages and "score 0.28" in stages, "each as it was measured, in no stack"
+    assert "recoveries at 20" in reward.locator(".hidden").text_content()
+    before = reward.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+    page.get_by_label("By", exact=True).select_option("samples")
+    reward.locator(".hidden", has_text="at samples 2624").wait_for(state="attached")
+    assert "recoveries at 1,280" in reward.locator(".hidden").text_content()
+    page.get_by_label("Smoothing").fill("0.9")
+    page.get_by_label("Log scale").check()
+    page.reload()
+    reward.locator(".hidden", has_text="at samples 2624").wait_for(state="attached")
+    assert page.get_by_label("Log scale").is_checked()
+    assert reward.locator("canvas").evaluate("canvas => canvas.toDataURL()") != before
+    assert page.evaluate("document.documentElement.scrollHeight") <= 2 * 900
+
+
 def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, open_page):
     page = opened(open_page, crowd, "submit")
-    page.get_by_role("button", name="Edit as JSON").click()
-    page.locator("#json").fill(json.dumps(SPEC))
+    page.get_by_role("button", name="Edit as YAML").click()
+    page.locator("#text").fill(json.dumps(SPEC))
     page.get_by_role("button", name="Check and preview").click()
     plan = page.get_by_role("region", name="Plan preview")
     plan.get_by_text("The fastest shape is").wait_for()

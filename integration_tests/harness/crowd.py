@@ -24,6 +24,7 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
+from headrace_schema.changing import RunLabels
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
@@ -34,7 +35,13 @@ from headrace_schema.resources.evaluations import (
     VideoListView,
 )
 from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
-from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
+from headrace_schema.resources.overviews import (
+    CurvesView,
+    FlowView,
+    RewindView,
+    RunSummaryView,
+    ScorePointView,
+)
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
@@ -67,6 +74,7 @@ class Crowd:
         self.states = dict(runs)
         self.evaluations = evaluations
         self.drained: list[str] = []
+        self.labels: dict[str, dict[str, Any]] = {}
         self.reads = self.past = self.suites = self.submissions = self
         self.run_changes = self.instance_changes = self.vitals = self
 
@@ -77,6 +85,8 @@ class Crowd:
         if run_id not in self.states and run_id not in self.evaluations:
             raise Refused("NOT_FOUND", f"there is no run {run_id}")
         state = self.states.get(run_id, "SUCCEEDED")
+        name, _, number = run_id.rpartition("-")
+        spec = {"name": name, "seed": int(number)} if name == "seeds" else {"name": run_id, "seed": 0}
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -88,8 +98,14 @@ class Crowd:
             warmup_steps=0, baseline_prefill=None, evaluations=[evaluation(0), evaluation(step)] if step else [],
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
-            run_directory="", export_path="", spec={"name": run_id, "steps": 120, "optimizer": {"lr": 1e-5}},
+            run_directory="", export_path="", **self.labels.get(run_id, {}),
+            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"},
+                "reward": {"scorers": [{"name": "exact"}]}},
         )  # fmt: skip
+
+    async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
+        self.labels[run_id] = self.labels.get(run_id, {}) | change.model_dump(exclude_none=True)
+        return self.run(run_id)
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
@@ -110,6 +126,12 @@ class Crowd:
             "trainer/entropy": [2 * math.exp(-step / 90) for step in steps],
             "trainer/answer_length_mean": [180 + 40 * math.sin(step / 20) for step in steps],
             "speed/tokens_per_second": [3000 + 300 * math.sin(step) for step in steps],
+            "speed/tokens": [12_000.0 for _ in steps],
+            "speed/step_seconds": [4.0 + 0.3 * math.sin(step) for step in steps],
+            "slots/trained": [64.0 for _ in steps],
+            "trainer/learning_rate": [1e-5 for _ in steps],
+            "trainer/clip_fraction": [0.0 for _ in steps],
+            "trainer/log_prob_mismatch_mean": [1e-7 * (1 + step % 3) for step in steps],
             "train/max_staleness": [float(step % 2) for step in steps],
             **{f"stage_seconds/{n}": [s + 0.1 * math.sin(t) for t in steps] for n, s in STAGES.items()},
         }
@@ -118,7 +140,10 @@ class Crowd:
         ]
         if not steps:
             return CurvesView(steps=[], series={}, evaluations=[], total=0, event=0)
-        return CurvesView(steps=steps, series=series, evaluations=scores, total=len(steps), event=9999)
+        rewinds = [RewindView(step=20, time=NOW + 100)]
+        return CurvesView(
+            steps=steps, series=series, evaluations=scores, rewinds=rewinds, total=len(steps), event=9999
+        )
 
     async def newest_events(self, run_id: str, size: int, before: int) -> tuple[list[EventView], int | None]:
         run = self.run(run_id)

@@ -12,7 +12,7 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
-from headrace_schema.changing import RunChange
+from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
@@ -181,6 +181,11 @@ class FakeCoordinator:
 
     async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
         self.records[run_id] = self.run(run_id).model_copy(update={"wanted_ranks": change.trainer.ranks})
+        return self.records[run_id]
+
+    async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
+        found = change.model_dump(exclude_none=True)
+        self.records[run_id] = self.run(run_id).model_copy(update=found)
         return self.records[run_id]
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:

@@ -10,6 +10,7 @@ from headrace_coordinator.store import history as history_module
 from headrace_coordinator.store.history import History
 from headrace_coordinator.store.redis_store import RedisStore
 from headrace_coordinator.store.run_files import RunFiles
+from headrace_schema.changing import RunLabels
 from history_parts import Opened, committed, ended, restored, submitted, train
 
 
@@ -164,7 +165,7 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     one.event_log.post(submitted(), restored(1))
     await train(one.event_log, 12)
     whole = await one.coordinator.past.curves("r", 100)
-    assert whole.steps == list(range(1, 13)) and whole.total == 12
+    assert whole.steps == list(range(1, 13)) and whole.total == 12 and whole.rewinds == []
     assert whole.series["train/reward"] == [0.5] * 12 and whole.series["trainer/loss"] == [None] * 12
     few = await one.coordinator.past.curves("r", 4)
     assert len(few.steps) == 4 and few.steps[-1] == 12 and few.steps == sorted(set(few.steps))
@@ -177,9 +178,23 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     kept = await one.event_log.history.kept("r", 3)
     one.event_log.post(restored(100, 4, 3, 3, kept), committed(3, 101, 100))
     await one.event_log.flush()
-    assert (await one.coordinator.past.curves("r", 100)).steps == [1, 2, 3, 4]
+    rewound = await one.coordinator.past.curves("r", 100)
+    assert rewound.steps == [1, 2, 3, 4] and [each.step for each in rewound.rewinds] == [3]
     (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "")
     assert len(shown.rewards) == 4
+
+
+async def test_labels_survive_a_restart_and_a_tag_is_found(opened):
+    one = await opened()
+    one.event_log.post(submitted(), restored(1))
+    label = one.coordinator.run_changes.label
+    await label("r", RunLabels(tags=["paper", "paper"], note="old"), "k1")
+    assert (await label("r", RunLabels(note="new"), "k2")).tags == ["paper"]
+    await one.kill()
+    reads = (await opened()).coordinator.reads
+    (shown,), _, _ = await reads.summaries(10, "", frozenset(), "PAPER")
+    assert (shown.id, shown.tags, shown.note) == ("r", ["paper"], "new")
+    assert await reads.summaries(10, "", frozenset(), "draft") == ([], None, 0)
 
 
 async def test_the_newest_events_come_first_in_pages_and_without_slots(opened):

@@ -114,3 +114,28 @@ async def test_curves_and_newest_events_of_a_run(api, run_id, fake_coordinator):
     rest = (await api.get(f"/v1/runs/{run_id}/newest-events?page_token={token}")).json()
     assert [event["id"] for event in rest["events"]] == [1]
     assert (await api.get("/v1/runs/none/curves")).status_code == 404
+
+
+async def test_tags_and_a_note_of_a_run(api, run_id):
+    given = await api.post(f"/v1/runs/{run_id}:label", json={"tags": ["paper", "lr=2e-5"], "note": "<b>"})
+    assert (given.status_code, given.json()["tags"], given.json()["note"]) == (
+        200,
+        ["paper", "lr=2e-5"],
+        "<b>",
+    )
+    (shown,) = (await api.get("/v1/run-summaries")).json()["summaries"]
+    assert (shown["tags"], shown["note"], shown["algorithm"], shown["seed"]) == (
+        given.json()["tags"],
+        "<b>",
+        "grpo",
+        0,
+    )
+    for body, key in (
+        ({"tags": ["a b"]}, "tags[0]"),
+        ({"tags": ["x"] * 21}, "tags"),
+        ({"notes": ""}, "notes"),
+    ):
+        refused = await api.post(f"/v1/runs/{run_id}:label", json=body)
+        assert refused.status_code == 422 and key in [each["key"] for each in refused.json()["problems"]], (
+            body
+        )

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 from headrace_coordinator.projections.projection import RunProjection
-from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
+from headrace_coordinator.projections.reading import Filter, PageTokenError, read_rewards, read_trajectories
 from headrace_coordinator.projections.trajectories import SettledTrajectory, is_kept, whole_groups
 from headrace_schema.resources.views import EvaluationView
 from headrace_schema.sections.tracking import TrackingSection
@@ -154,7 +154,7 @@ def test_pages_join_to_the_whole(tmp_path):
     assert [slot for page in pages for slot in page] == [
         (step, 3 * step + g, s) for step in range(5) for g in range(3) for s in (0, 1)
     ]
-    only = read_trajectories(tmp_path, step=2).trajectories
+    only = read_trajectories(tmp_path, only=Filter(step=2)).trajectories
     assert [view.step for view in only] == [2] * 6
 
 
@@ -298,16 +298,39 @@ def test_trajectories_are_sorted_and_filtered_page_by_page(tmp_path):
             if not (token := page.next_page_token):
                 return found
 
+    spread = read_rewards(tmp_path, 2, bins=4)
+    assert (spread.steps, spread.edges) == ([1, 2], [0.0, 0.25, 0.5, 0.75, 1.0])
+    assert spread.counts == [[1, 1, 2, 2]] * 2
     oldest = walk()
     assert len(oldest) == 18 and oldest == sorted(oldest)
     assert walk(order="newest") == oldest[::-1]
-    best = [oldest.index(each) % 6 for each in walk(order="best", step=1)]
+    best = [oldest.index(each) % 6 for each in walk(order="best", only=Filter(step=1))]
     assert best == [1, 3, 0, 5, 4, 2]
-    assert [oldest.index(each) % 6 for each in walk(order="worst", step=1)] == [2, 4, 0, 5, 1, 3]
-    assert walk(prompt=3) == [(1, 3, 0), (1, 3, 1), (1, 3, 2)]
+    assert [oldest.index(each) % 6 for each in walk(order="worst", only=Filter(step=1))] == [2, 4, 0, 5, 1, 3]
+    assert walk(only=Filter(prompt=3)) == [(1, 3, 0), (1, 3, 1), (1, 3, 2)]
     assert sorted(walk(order="best")) == oldest
     with pytest.raises(PageTokenError):
         read_trajectories(tmp_path, "1.7", order="best")
+
+
+def test_trajectories_are_found_by_text_end_and_scorer_but_not_by_names_of_fields(tmp_path):
+    projection = RunProjection(tmp_path)
+    views = [
+        trajectory_view(0, 0, 0, completion='He said "Zürich"'),
+        trajectory_view(0, 0, 1, completion="no", finish_reason="LENGTH", parts={"exact": 0.0}),
+        trajectory_view(0, 1, 0, prompt="ZÜRICH?", parts={"exact": -1.0}),
+    ]
+    projection.trajectories(views)
+    projection.close()
+
+    def found(**only):
+        shown = read_trajectories(tmp_path, only=Filter(**only)).trajectories
+        return [(view.prompt_ordinal, view.sample_index) for view in shown]
+
+    assert found(search="zürich") == [(0, 0), (1, 0)]
+    assert found(search='said "z') == [(0, 0)] and found(search="completion") == []
+    assert found(finish_reason="LENGTH") == [(0, 1)] and found(failed="exact") == [(0, 1), (1, 0)]
+    assert found(failed="exact", search="no") == [(0, 1)]
 
 
 def test_log_probs_and_versions_of_a_trajectory_are_kept(tmp_path):

@@ -301,6 +301,13 @@ class Client:
         """Changes a run from its next step on: `set(run, {"trainer.ranks": 2})`; raises HeadraceError if it cannot."""
         return Run.from_json(self._transport.post(f"{_path(run)}:set", load_spec({}, changes)))
 
+    def label(self, run: str, tags: Sequence[str] | None = None, note: str | None = None) -> Run:
+        """Gives a run other tags, another note, or both; what is None stays. Works on ended runs too."""
+        body = {"tags": list(tags)} if tags is not None else {}
+        return Run.from_json(
+            self._transport.post(f"{_path(run)}:label", body if note is None else {**body, "note": note})
+        )
+
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""
         return Run.from_json(self._transport.post(f"{_path(run)}:cancel"))

@@ -30,6 +30,9 @@ Priority = Annotated[
     int | None,
     typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
 ]
+Tags = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be repeated.")
+]
 WatchFlag = Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")]
 IdempotencyKey = Annotated[str, typer.Option(help="Same key and spec: the same run.")]
@@ -40,6 +43,7 @@ def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
     sets: Sets = None,
     priority: Priority = None,
+    tags: Tags = None,
     watch: WatchFlag = False,
     dry_run: DryRun = False,
     idempotency_key: IdempotencyKey = "",
@@ -63,6 +67,8 @@ def submit(
     with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
         with saying(CHECKING):
             run = client.submit(spec, idempotency_key=idempotency_key or None)
+            if tags:
+                run = client.label(run.id, tags)
         _show_submitted(client, run, watch, as_json, "submitted")
 
 
@@ -252,6 +258,23 @@ def cancel(
     with connect(find_target(url, data_dir)) as client:
         cancelled = client.cancel(run)
     _show_steered(cancelled, as_json, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
+
+
+@app.command()
+def label(
+    run: RunId,
+    tags: Tags = None,
+    note: Annotated[str | None, typer.Option(help="What you say of it.", show_default=False)] = None,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Give a run tags in place of those it has, or a note; `--tag "" --note ""` removes both."""
+    if tags is None and note is None:
+        raise user_error("--tag", "nothing is given", "write --tag WORD, --note TEXT, or both")
+    with connect(find_target(url, data_dir)) as client:
+        found = client.label(run, None if tags is None else [tag for tag in tags if tag], note)
+    _show_steered(found, as_json, "labelled")
 
 
 @app.command()

@@ -37,6 +37,8 @@ def run_table(run: Run) -> Table:
     rows: list[tuple[object, object]] = [
         ("run", run.id),
         ("name", run.spec.get("name", "")),
+        ("tags", ", ".join(run.raw.get("tags", []))),
+        ("note", run.raw.get("note", "")),
         ("state", state_text(run.state)),
         ("why", run.reason),
         ("place", f"{run.place} in the queue" if run.place else ""),

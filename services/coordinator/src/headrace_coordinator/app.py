@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.idempotency import Keys
 from headrace_coordinator.api.instance_changes import InstanceChanges
+from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
@@ -44,14 +45,15 @@ class Coordinator:
         self.scheduler = Scheduler(event_log, fleet, make_projection, open_dataset)
         self.reconciler = Reconciler(fleet)
         self.archive = Archive(event_log, lambda run: run in self.scheduler.tasks)
-        self.reads = Reads(event_log, fleet, self.scheduler, self.archive)
+        labels = Labels(data_dir / "runs")
+        self.reads = Reads(event_log, fleet, self.scheduler, self.archive, labels)
         self.past = Past(event_log, self.reads)
         self.suites = SuiteEvaluations(event_log, self.reads)
         keys = Keys(event_log)
         self.submissions = Submissions(
             fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, open_dataset, new_id
         )
-        self.run_changes = RunChanges(event_log, self.reads, keys)
+        self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)
 
     async def stop(self) -> None:

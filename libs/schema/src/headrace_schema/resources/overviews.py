@@ -26,6 +26,11 @@ class RunSummaryView(Resource):
     score: float | None = Field(description="of the newest held-out evaluation; null before the first one")
     rewards: list[float | None] = Field(description="mean rewards of steps at even distances, oldest first")
     forked_from: str = ""
+    algorithm: str = Field(default="", description="of its update; empty: an evaluation of a suite")
+    seed: int = 0
+    family: str = Field(default="", description="the same for runs whose specs differ in the seed alone")
+    tags: list[str] = Field(default=[], description="words that people gave it")
+    note: str = Field(default="", description="what people say of it")
 
 
 class RunSummaryListView(Resource):
@@ -45,6 +50,13 @@ class ScorePointView(Resource):
     score: float | None
 
 
+class RewindView(Resource):
+    """A recovery: the run went on from a checkpoint."""
+
+    step: int = Field(description="steps in the checkpoint; what was made after them was made again")
+    time: float = Field(description="seconds since the epoch")
+
+
 class CurvesView(Resource):
     """Figures of the live lineage by step: every list in `series` is as long as `steps`."""
 
@@ -53,8 +65,19 @@ class CurvesView(Resource):
         description="by TensorBoard's tags: train/reward, trainer/loss, stage_seconds/generate, …; null: no figure"
     )
     evaluations: list[ScorePointView]
+    rewinds: list[RewindView] = Field(default=[], description="the newest recoveries, oldest first")
     total: int = Field(description="committed steps; more than are listed once they are thinned out")
     event: int = Field(description="id of an event; those after it are not all in the curves")
+
+
+class RewardsView(Resource):
+    """How the rewards of the stored trajectories are spread, by step."""
+
+    steps: list[int] = Field(description="the newest ones, oldest first")
+    edges: list[float] = Field(
+        description="of the bins, from the least reward to the largest; none: no reward"
+    )
+    counts: list[list[int]] = Field(description="for each step the trajectories in each bin")
 
 
 class EventListView(Resource):

@@ -154,6 +154,8 @@ class RunView(Resource):
     last_step: StepView | None
     counts: CountsView
     recoveries: int
+    tags: list[str] = Field(default=[], description="words that people gave it")
+    note: str = Field(default="", description="what people say of it")
     run_directory: str
     export_path: str
     forked_from: str = Field(

@@ -8,7 +8,7 @@ import copy
 import shutil
 from pathlib import Path
 
-from headrace_schema.changing import RunChange
+from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.rules.learning import model_ranks
@@ -17,6 +17,7 @@ from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
 from headrace_coordinator.api.idempotency import Keys, digest
+from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.device_rules import size_problems
@@ -39,7 +40,8 @@ KEY = "trainer.ranks"
 class RunChanges:
     """Writes return the run once they are durable."""
 
-    def __init__(self, event_log: EventLog, reads: Reads, keys: Keys) -> None:
+    def __init__(self, event_log: EventLog, reads: Reads, keys: Keys, labels: Labels) -> None:
+        self._labels = labels
         self._event_log = event_log
         self._reads = reads
         self._keys = keys
@@ -78,6 +80,7 @@ class RunChanges:
             directory = self._event_log.history.directory(run_id).parent
             deleted = ev.RunDeleted(at=self._event_log.now(), run=run_id)
             await self._event_log.commit(deleted, self._keys.used(idempotency_key, body, run_id))
+            self._labels.forget(run_id)
             try:
                 await asyncio.to_thread(_remove, directory)
             except OSError as error:
@@ -125,6 +128,19 @@ class RunChanges:
                 events = plan_ranks(self._event_log.state, run, ranks, fleet, self._event_log.now())
                 used = self._keys.used(idempotency_key, body, run_id)
                 await self._event_log.commit(*events, used)
+        return self._reads.run(run_id)
+
+    async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
+        """Gives a run, at work or ended, other tags or another note. UNAVAILABLE where the disk refuses."""
+        body = digest([run_id, "label", change.model_dump(mode="json")])
+        async with self._keys.held(idempotency_key):
+            if not self._keys.made(idempotency_key, body):
+                self._reads.run(run_id)
+                try:
+                    await asyncio.to_thread(self._labels.change, run_id, change)
+                except OSError as error:
+                    raise Refused("UNAVAILABLE", f"run {run_id} keeps its labels: {error}") from error
+                await self._event_log.commit(self._keys.used(idempotency_key, body, run_id))
         return self._reads.run(run_id)
 
 

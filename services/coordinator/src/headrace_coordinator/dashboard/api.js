@@ -87,8 +87,9 @@ export async function health(signal) {
 export async function post(path, body) {
   const options = { method: "POST", headers: { "Idempotency-Key": key() } };
   if (body !== undefined) {
-    options.headers["Content-Type"] = "application/json";
-    options.body = JSON.stringify(body);
+    const text = typeof body === "string"; // A spec as YAML.
+    options.headers["Content-Type"] = text ? "application/yaml" : "application/json";
+    options.body = text ? body : JSON.stringify(body);
   }
   for (let tries = 0; ; tries += 1) {
     try {

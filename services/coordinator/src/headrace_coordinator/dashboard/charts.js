@@ -3,9 +3,10 @@
 import { h, svg } from "./dom.js";
 import { number } from "./format.js";
 
-const HEIGHT = 190;
+const HEIGHT = 150;
 const charts = new Set();
 const root = document.documentElement;
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 function colour(name) {
   return getComputedStyle(root).getPropertyValue(name).trim();
@@ -26,19 +27,28 @@ const sizes = new ResizeObserver((entries) => {
   }
 });
 
-// A panel with a plot over steps. `lines`: [{label, fill, points, band}]; `set(steps, columns)` gives it data.
+// A panel with a plot. `lines`: [{label, colour, points, faint, band, dash, right}], those with `right` on an axis of
+// their own; `look`: {label of x, smoothing from 0 to 1, log}. `set(xs, columns, marks)` gives it data, and places on x
+// to mark.
 export class Chart {
-  constructor(title, lines, { stacked = false, signal } = {}) {
+  constructor(title, lines, { look = { label: "step", smoothing: 0, log: false }, signal } = {}) {
     this.title = title;
     this.lines = lines;
-    this.stacked = stacked;
+    this.look = look;
+    this.marks = [];
     this.frame = h("div", { class: "plot" });
     this.says = h("p", { class: "hidden" });
     this.element = h("section", { class: "panel chart" }, h("h3", {}, title), this.frame, this.says);
     this.plot = new window.uPlot(this.options(), [[], ...lines.map(() => [])], this.frame);
     charts.add(this);
     sizes.observe(this.frame);
-    signal?.addEventListener("abort", () => { sizes.unobserve(this.frame); charts.delete(this); this.plot.destroy(); });
+    signal?.addEventListener("abort", () => this.end());
+  }
+
+  end() {
+    if (!charts.delete(this)) return;
+    sizes.unobserve(this.frame);
+    this.plot.destroy();
   }
 
   options() {
@@ -48,17 +58,21 @@ export class Chart {
       ticks: { stroke: () => colour("--line"), width: 1, size: 4 },
       font: "12px system-ui, sans-serif",
     };
-    const whole = (_, values) => values.map((value) => (Number.isInteger(value) ? value : ""));
+    const steps = (values) => values.map((value) => (Number.isInteger(value) ? value : ""));
+    const along = (_, values) => (this.look.label === "step" ? steps(values) : values.map((value) => short.format(value)));
+    const height = { ...axis, size: 56, space: 28, values: (_, values) => values.map((value) => (value === null ? "" : number(value))) };
+    const scale = { distr: this.look.log ? 3 : 1, range: (_, low, high) => this.range(low, high) };
+    const right = this.lines.some((line) => line.right);
     return {
       width: 320,
       height: HEIGHT,
-      cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 6 } },
+      cursor: { sync: { key: `by ${this.look.label}` }, drag: { x: true, y: false }, points: { size: 6 } },
       legend: { live: true },
-      hooks: { setCursor: [(plot) => this.idle(plot)] },
+      hooks: { setCursor: [(plot) => this.idle(plot)], draw: [(plot) => this.under(plot)] },
       padding: [8, 12, 0, 0],
-      scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
-      axes: [{ ...axis, values: whole, space: 50, size: 30 }, { ...axis, size: 56, space: 28, values: (_, values) => values.map((v) => number(v)) }],
-      series: [{ label: "step" }, ...this.lines.map((line, index) => this.series(line, index))],
+      scales: { x: { time: false }, y: scale, ...(right ? { right: scale } : {}) },
+      axes: [{ ...axis, values: along, space: 50, size: 30 }, height, ...(right ? [{ ...height, scale: "right", side: 1, grid: { show: false } }] : [])],
+      series: [{ label: this.look.label, value: (_, value) => (value === null ? "–" : short.format(value)) }, ...this.lines.map((line, index) => this.series(line, index))],
       bands: this.bands(),
     };
   }
@@ -67,9 +81,10 @@ export class Chart {
     const name = line.colour ?? seriesColour(index);
     return {
       label: line.label,
+      scale: line.right ? "right" : "y",
       stroke: () => colour(name),
       width: line.faint ? 0.5 : 1.75,
-      fill: this.stacked ? () => `${colour(name)}55` : undefined,
+      dash: line.dash,
       points: { show: line.points ?? ((plot) => plot.data[0].length < 3), size: 6 },
       spanGaps: true,
       value: (plot, value, serie, point) => (point === null ? "–" : number(this.columns?.[serie - 1]?.[point])),
@@ -77,8 +92,8 @@ export class Chart {
   }
 
   range(low, high) {
+    if (this.look.log) return low > 0 ? window.uPlot.rangeLog(low, high, 10, false) : [0.1, 1];
     if (low === null || high === null) return [0, 1];
-    if (this.stacked) return [0, high > 0 ? high * 1.05 : 1];
     // uPlot cannot divide an axis whose ends are equal to it: as far apart as rounding, or next to nothing.
     const size = Math.max(Math.abs(low), Math.abs(high));
     if (size < 1e-9) return low < 0 ? [-1, 1] : [0, 1];
@@ -91,18 +106,54 @@ export class Chart {
     if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
   }
 
+  // What is drawn beside the curves: recoveries, and the measured values of curves that are smoothed.
+  under(plot) {
+    const { ctx: pen, bbox: { left, top, width, height } } = plot;
+    pen.save();
+    pen.beginPath();
+    pen.rect(left, top, width, height);
+    pen.clip();
+    pen.strokeStyle = colour("--warn");
+    pen.lineWidth = window.devicePixelRatio;
+    pen.setLineDash([4, 4]);
+    pen.beginPath();
+    for (const mark of this.marks) {
+      const at = Math.round(plot.valToPos(mark, "x", true));
+      pen.moveTo(at, top);
+      pen.lineTo(at, top + height);
+    }
+    pen.stroke();
+    pen.setLineDash([]);
+    pen.globalAlpha = 0.3;
+    if (this.look.smoothing) this.lines.forEach((line, index) => this.raw(plot, pen, line, index));
+    pen.restore();
+  }
+
+  raw(plot, pen, line, index) {
+    if (line.points === true || !plot.series[index + 1].show) return;
+    pen.strokeStyle = colour(line.colour ?? seriesColour(index));
+    pen.beginPath();
+    shown(this.columns[index], this.look.log).forEach((value, point) => {
+      if (value !== null) pen.lineTo(plot.valToPos(plot.data[0][point], "x", true), plot.valToPos(value, line.right ? "right" : "y", true));
+    });
+    pen.stroke();
+  }
+
   bands() {
-    if (this.stacked) return this.lines.slice(1).map((_, index) => ({ series: [index + 2, index + 1] }));
     const edge = this.lines.findIndex((line) => line.band);
     return edge < 0 ? [] : [{ series: [edge + 1, edge + 2], fill: () => `${colour(this.lines[edge].colour)}22` }];
   }
 
-  set(steps, columns) {
+  set(xs, columns, marks = []) {
     this.columns = columns;
-    this.plot.setData([steps, ...(this.stacked ? stack(columns) : columns)]);
+    this.marks = marks;
+    // Few points, such as scores, are shown as they are.
+    const smooth = (column, index) => (this.lines[index].points === true ? column : smoothed(column, this.look.smoothing));
+    this.plot.setData([xs, ...columns.map((column, index) => shown(smooth(column, index), this.look.log))]);
     this.idle(this.plot);
     const last = this.lines.map((line, index) => `${line.label} ${number(newest(columns[index]))}`);
-    this.says.textContent = `${this.title} at step ${steps.at(-1) ?? "–"}: ${last.join(", ")}`;
+    const marked = marks.length ? `; recoveries at ${marks.map((mark) => number(mark)).join(", ")}` : "";
+    this.says.textContent = `${this.title} at ${this.look.label} ${xs.at(-1) ?? "–"}: ${last.join(", ")}${marked}`;
   }
 }
 
@@ -110,9 +161,22 @@ export function newest(column) {
   return column.findLast((value) => value !== null);
 }
 
-function stack(columns) {
-  const sums = columns[0]?.map(() => 0) ?? [];
-  return columns.map((column) => column.map((value, index) => (sums[index] += value ?? 0)));
+// A mean that forgets: each value weighs `by` of the one after it. The first ones are not drawn to zero.
+export function smoothed(column, by) {
+  if (!by) return column;
+  let mean = 0;
+  let weight = 0;
+  return column.map((value) => {
+    if (value === null) return null;
+    mean = by * mean + (1 - by) * value;
+    weight = by * weight + (1 - by);
+    return mean / weight;
+  });
+}
+
+// A logarithmic axis has no place for what is not above 0.
+function shown(column, log) {
+  return log ? column.map((value) => (value > 0 ? value : null)) : column;
 }
 
 // A small line of values without axes.

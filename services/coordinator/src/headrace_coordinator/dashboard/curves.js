@@ -4,6 +4,35 @@ import { get } from "./api.js";
 
 const POINTS = 500;
 
+// What a curve can be drawn over: what one step adds to each.
+export const AXES = {
+  step: ["step", null], samples: ["samples", "slots/trained"], tokens: ["tokens", "speed/tokens"], time: ["seconds in steps", "speed/step_seconds"],
+};
+
+// Where steps stand on an axis, in the order of `steps`: what all steps until then made together. Steps that are
+// thinned out count as the ones that stand for them. `total`: how many steps there are.
+export function along(axis, steps, series, total) {
+  const each = AXES[axis][1];
+  if (!each) return steps;
+  let before = (steps.at(-1) ?? 0) - total; // A fork's first steps are another run's.
+  let sum = 0;
+  return steps.map((step, index) => {
+    sum += (step - before) * (series[each]?.[index] ?? 0);
+    before = step;
+    return sum;
+  });
+}
+
+// The place on an axis of any step, one at which there is an evaluation or a recovery.
+export function placeOf(steps, xs, step) {
+  const after = steps.findIndex((each) => each >= step);
+  if (after < 0) return xs.at(-1) ?? step;
+  if (steps[after] === step) return xs[after];
+  if (!after) return xs === steps ? step : 0;
+  const part = (step - steps[after - 1]) / (steps[after] - steps[after - 1]);
+  return xs[after - 1] + part * (xs[after] - xs[after - 1]);
+}
+
 // The same tags as TensorBoard's (projections/tensorboard.py).
 function scalars(view) {
   const found = {
@@ -29,6 +58,7 @@ export class Curves {
     this.steps = [];
     this.series = {};
     this.evaluations = [];
+    this.rewinds = [];
     this.total = 0;
     this.event = 0;
     this.loading = null;
@@ -73,6 +103,12 @@ export class Curves {
     this.steps.push(view.step);
     this.total += 1;
     return "changed";
+  }
+
+  // Where the steps stand on an axis, and where the recoveries do.
+  axis(name) {
+    const xs = along(name, this.steps, this.series, this.total);
+    return [xs, this.rewinds.map((each) => placeOf(this.steps, xs, each.step))];
   }
 
   // Steps and columns of some series; names that the run lacks are columns of nothing.

@@ -53,9 +53,13 @@ export function chip(state) {
   return h("span", { class: `chip ${state.toLowerCase()}` }, state);
 }
 
+// [the table in its frame, its body]. A cell carries its column's head: on a narrow screen a row is a card of both.
 export function table(caption, heads, ...rows) {
   const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));
   const body = h("tbody", {}, rows);
+  const name = (row) => [...row.cells].forEach((cell, index) => { if (cell.colSpan === 1) cell.dataset.head = heads[index]?.textContent ?? heads[index] ?? ""; });
+  [...body.rows].forEach(name);
+  new MutationObserver((changes) => changes.forEach((change) => change.addedNodes.forEach(name))).observe(body, { childList: true });
   return [h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: "hidden" }, caption), h("thead", {}, head), body)), body];
 }

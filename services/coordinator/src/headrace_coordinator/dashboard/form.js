@@ -138,6 +138,21 @@ function resolve(given, schema) {
   return { ...kind, ...(description ? { description } : {}), ...(standard !== undefined ? { default: standard } : {}) };
 }
 
+// What the schema says of a key such as reward.scorers; null for one that it does not describe.
+export function about(schema, path) {
+  let kind = schema;
+  for (const name of path.split(".")) {
+    const inner = kind.properties ? kind : resolve(kind.items ?? {}, schema);
+    if (!inner.properties?.[name]) return null;
+    kind = resolve(inner.properties[name], schema);
+  }
+  const choices = kind.enum ? `one of ${kind.enum.join(", ")}` : kind.const ?? kind.type ?? "";
+  const bounds = [["at least", kind.minimum], ["above", kind.exclusiveMinimum], ["at most", kind.maximum]].filter(([, value]) => value !== undefined).map(([word, value]) => `${word} ${value}`);
+  const standard = kind.default === undefined ? [] : [`default ${JSON.stringify(kind.default)}`];
+  const keys = kind.properties ?? resolve(kind.items ?? {}, schema).properties ?? {};
+  return { description: kind.description, kind: [choices, ...bounds, ...standard].filter(Boolean).join(", "), keys: Object.keys(keys) };
+}
+
 // A spec without what is a default anyway.
 export function without(spec, schema, kind = schema) {
   const found = {};

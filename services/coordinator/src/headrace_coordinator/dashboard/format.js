@@ -7,6 +7,14 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : digits });
 }
 
+// "0.4 (0.3 to 0.5)": the mean of what is known, and its range.
+export function ranged(values) {
+  const known = values.filter((value) => value !== null);
+  if (known.length < 2) return number(known[0]);
+  const mean = known.reduce((sum, value) => sum + value, 0) / known.length;
+  return `${number(mean)} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
+}
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || seconds < 0) return "–";
   const whole = Math.round(seconds);
@@ -70,6 +78,10 @@ export function eventText(event) {
     if (!(error instanceof TypeError)) throw error; // An event of another release lacks a field: shown as it is.
   }
   return `${event.type} ${JSON.stringify(event.data).slice(0, 300)}`;
+}
+
+export function isStep(event) {
+  return event.type.startsWith("step_") && !isGrave(event);
 }
 
 export function isGrave(event) {

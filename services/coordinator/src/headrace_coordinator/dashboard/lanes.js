@@ -17,6 +17,8 @@ export class Lanes {
   constructor(label, say, signal) {
     this.say = say;
     this.lanes = [];
+    this.steps = [];
+    this.marks = [];
     this.low = this.high = this.start = this.end = 0;
     this.chosen = null;
     this.element = h("canvas", {
@@ -34,12 +36,12 @@ export class Lanes {
     signal.addEventListener("abort", () => { sizes.disconnect(); themes.disconnect(); system.removeEventListener("change", redraw); });
   }
 
-  // Shows everything, unless the user has zoomed in to something that is still there.
-  set(lanes, start, end) {
+  // `steps`, `marks`: [{at, label}], the beginnings of steps and what happened between. Shows everything, unless the user has zoomed in to something that is still there.
+  set(lanes, start, end, steps = [], marks = []) {
     const whole = this.low === this.start && this.high === this.end;
-    Object.assign(this, { lanes, start, end });
+    Object.assign(this, { lanes, start, end, steps, marks });
     this.chosen = null;
-    this.element.style.height = `${lanes.length * LANE + AXIS}px`;
+    this.element.style.height = `${lanes.length * LANE + 2 * AXIS}px`;
     if (whole || this.high <= start || this.low >= end) this.all(); else this.draw();
   }
 
@@ -116,9 +118,9 @@ export class Lanes {
   }
 
   under(x, y) {
-    const lane = this.lanes[Math.floor(y / LANE)];
+    const lane = this.lanes[Math.floor((y - AXIS) / LANE)];
     if (!lane) return null;
-    const within = (y % LANE) - ROW.name;
+    const within = ((y - AXIS) % LANE) - ROW.name;
     const spans = within < 0 ? [] : within < ROW.hold ? lane.holds : lane.work;
     const time = this.low + (x / this.element.clientWidth) * (this.high - this.low);
     const slack = (2 / this.element.clientWidth) * (this.high - this.low);
@@ -137,8 +139,9 @@ export class Lanes {
     pen.textBaseline = "middle";
     const x = (time) => ((time - this.low) / (this.high - this.low)) * width;
     this.ticks(pen, x, height);
+    this.begins(pen, x, height);
     this.lanes.forEach((lane, index) => {
-      const top = index * LANE;
+      const top = AXIS + index * LANE;
       pen.fillStyle = colour("--text");
       pen.fillText(lane.name, 2, top + ROW.name / 2);
       pen.fillStyle = colour("--soft");
@@ -164,9 +167,34 @@ export class Lanes {
       pen.strokeRect(left, y + 1, width, height - 2);
     }
     const room = Math.min(right, this.element.clientWidth) - Math.max(left, 0) - 8;
-    if (!span.label || pen.measureText(span.label).width > room) return;
+    const label = [span.label, span.label?.split(" ")[0]].find((each) => each && pen.measureText(each).width <= room);
+    if (!label) return;
     pen.fillStyle = held ? colour("--text") : colour("--back");
-    pen.fillText(span.label, Math.max(left, 0) + 4, y + height / 2 + 0.5);
+    pen.fillText(label, Math.max(left, 0) + 4, y + height / 2 + 0.5);
+  }
+
+  // Numbers of the steps above the lanes, as many as have room; dashed lines where the run recovered.
+  begins(pen, x, height) {
+    let free = 0;
+    for (const { at, label } of this.steps) {
+      const place = x(at);
+      if (at < this.low || at > this.high) continue;
+      pen.fillStyle = colour("--line");
+      pen.fillRect(Math.round(place), AXIS - 6, 1, height - 2 * AXIS + 6);
+      if (place < free) continue;
+      pen.fillStyle = colour("--muted");
+      pen.fillText(label, place + 3, AXIS / 2);
+      free = place + pen.measureText(label).width + 10;
+    }
+    pen.strokeStyle = colour("--warn");
+    pen.setLineDash([5, 4]);
+    for (const { at } of this.marks.filter((mark) => mark.at >= this.low && mark.at <= this.high)) {
+      pen.beginPath();
+      pen.moveTo(x(at), 0);
+      pen.lineTo(x(at), height - AXIS);
+      pen.stroke();
+    }
+    pen.setLineDash([]);
   }
 
   ticks(pen, x, height) {

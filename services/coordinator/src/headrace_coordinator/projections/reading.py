@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
+from headrace_schema.resources.overviews import RewardsView
 from headrace_schema.resources.views import TrajectoryListView, TrajectoryView
 from pydantic import ValidationError
 
@@ -17,6 +19,8 @@ from headrace_coordinator.projections.lines import read_lines
 from headrace_coordinator.projections.trajectories import NAME, Slot, full_files, number_of
 
 PAGE_SIZE = 50
+BINS = 12
+"""Of a histogram of rewards."""
 SCANS_KEPT = 12
 """Files whose lines are cached. A file that grows is read again; a rotated one is not."""
 LISTS_KEPT = 4
@@ -30,6 +34,39 @@ class PageTokenError(ValueError):
 
 class _Rewarded(Slot, frozen=True):
     reward: float | None
+
+
+class _Text(Slot, frozen=True):
+    prompt: str = ""
+    completion: str = ""
+    reference: str = ""
+    finish_reason: str = ""
+    parts: dict[str, float | None] = msgspec.field(default_factory=dict)
+
+
+class Filter(NamedTuple):
+    """Which trajectories a list is of; what is empty or None does not matter."""
+
+    step: int | None = None
+    prompt: int | None = None
+    search: str = ""
+    """Part of the prompt, the answer or the reference; case is ignored."""
+    finish_reason: str = ""
+    failed: str = ""
+    """Name of a scorer that gave nothing, or less."""
+
+    def reads_text(self) -> bool:
+        """Whether lines must be read whole."""
+        return bool(self.search or self.finish_reason or self.failed)
+
+    def takes(self, line: _Text) -> bool:
+        """Whether a line is of the list, by what must be read of it."""
+        if self.finish_reason and line.finish_reason != self.finish_reason:
+            return False
+        if self.failed and (line.parts.get(self.failed) or 0.0) > 0:
+            return False
+        wanted = self.search.lower()
+        return any(wanted in text.lower() for text in (line.prompt, line.completion, line.reference))
 
 
 class _File(NamedTuple):
@@ -51,6 +88,7 @@ class _TrajectoryLine(NamedTuple):
 
 
 _decode = msgspec.json.Decoder(_Rewarded).decode
+_decode_text = msgspec.json.Decoder(_Text).decode
 
 
 def _by_reward(line: _TrajectoryLine) -> float:
@@ -76,16 +114,15 @@ def read_trajectories(
     page_token: str = "",
     page_size: int = PAGE_SIZE,
     *,
-    step: int | None = None,
-    prompt: int | None = None,
+    only: Filter = Filter(),  # noqa: B008 - it cannot change
     order: Order = "oldest",
 ) -> TrajectoryListView:
-    """A page of live trajectories; of one step or prompt where `step` or `prompt` is given.
+    """A page of the live trajectories that `only` takes.
 
     A token stays valid while the file grows and is rotated. PageTokenError for a token that is not of this list.
     """
     files = _files(directory)
-    lines = _ordered(tuple(files.values()), step, prompt, order)
+    lines = _ordered(tuple(files.values()), only, order)
     page: list[TrajectoryView] = []
     last = ""
     for line in lines[_start(lines, page_token, order) :]:
@@ -97,6 +134,25 @@ def read_trajectories(
         page.append(view)
         last = f"{line.file}.{line.end}"
     return TrajectoryListView(trajectories=page)
+
+
+def read_rewards(directory: Path, steps: int, bins: int = BINS) -> RewardsView:
+    """Counts of the live trajectories' rewards in bins of equal width, of the newest `steps` steps."""
+    found: dict[int, list[float]] = {}
+    for line in _ordered(tuple(_files(directory).values()), Filter(), "oldest"):
+        if line.slot.reward is not None:
+            found.setdefault(line.slot.step, []).append(line.slot.reward)
+    shown = sorted(found)[-steps:]
+    rewards = [reward for step in shown for reward in found[step]]
+    if not rewards:
+        return RewardsView(steps=[], edges=[], counts=[])
+    low, high = min(rewards), max(rewards)
+    width = (high - low) / bins or 1.0 / bins  # all equal: one bin of a range of 1
+    counts = []
+    for step in shown:
+        counted = Counter(min(bins - 1, int((reward - low) / width)) for reward in found[step])
+        counts.append([counted[each] for each in range(bins)])
+    return RewardsView(steps=shown, edges=[low + width * each for each in range(bins + 1)], counts=counts)
 
 
 def _start(lines: list[_TrajectoryLine], token: str, order: Order) -> int:
@@ -141,10 +197,22 @@ def _files(directory: Path) -> dict[int, _File]:
 
 
 @lru_cache(LISTS_KEPT)
-def _ordered(
-    files: tuple[_File, ...], step: int | None, prompt: int | None, order: Order
-) -> list[_TrajectoryLine]:
-    return _SORTS[order](_live_lines(files, step, prompt))
+def _ordered(files: tuple[_File, ...], only: Filter, order: Order) -> list[_TrajectoryLine]:
+    lines = _live_lines(files, only.step, only.prompt)
+    if only.reads_text():
+        taken = {place for file in files for place in _taken(file, only)}
+        lines = [line for line in lines if _by_place(line) in taken]
+    return _SORTS[order](lines)
+
+
+def _taken(file: _File, only: Filter) -> Iterator[tuple[int, int]]:
+    """Places (number of the file, end) of the lines that a filter takes by their text."""
+    for end, line in read_lines(file.path):
+        try:
+            if only.takes(_decode_text(line)):
+                yield file.number, end
+        except msgspec.DecodeError:
+            continue
 
 
 def _live_lines(files: tuple[_File, ...], step: int | None, prompt: int | None) -> list[_TrajectoryLine]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from headrace_planner.documents import PlanRequest
-from headrace_schema.changing import RunChange
+from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 from prometheus_client import Counter, Histogram
@@ -90,7 +90,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         _, bodies = models_json_schema(
             [
                 (model, "validation")
-                for model in (RunSpec, RunChange, EvaluationSpec, ScaleRequest, PlanRequest)
+                for model in (RunSpec, RunChange, RunLabels, EvaluationSpec, ScaleRequest, PlanRequest)
             ],
             ref_template=REFERENCE,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace_schema.resources.overviews import CurvesView, ScorePointView
+from headrace_schema.resources.overviews import CurvesView, RewindView, ScorePointView
 
 from headrace_coordinator.api.reading.presenters import finite, step_view
 from headrace_coordinator.domain import events as ev
@@ -13,6 +13,8 @@ from headrace_coordinator.store.run_files import RunFiles
 from headrace_coordinator.store.run_index import Index, Range
 
 SPARK_POINTS = 40
+REWINDS = 100
+"""The newest recoveries that are marked in curves."""
 
 
 def read_spark(files: RunFiles) -> list[float | None]:
@@ -35,9 +37,19 @@ def read_curves(files: RunFiles, points: int) -> CurvesView:
         evaluations=[
             ScorePointView(step=view["step"], kind=view["kind"], score=finite(view["score"])) for view in made
         ],
+        rewinds=list(_rewinds(files)),
         total=sum(high - low for low, high in files.live_steps()),
         event=max(newest, default=0),
     )
+
+
+def _rewinds(files: RunFiles) -> Iterator[RewindView]:
+    """All restores but the first one, which is of the model or the checkpoint that the run began with."""
+    end = len(files.restores)
+    for record in files.restores.read(max(1, end - REWINDS), end):
+        event = files.event(record)
+        if isinstance(event, ev.VersionRestored):
+            yield RewindView(step=event.frontier_step, time=event.at)
 
 
 def _steps(files: RunFiles, points: int) -> Iterator[ev.StepCommitted]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -92,6 +94,7 @@ def run_view(
 def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryView:
     """A run in short, with a sparkline of mean rewards."""
     scores = [view.score for view in run.evaluations if view.kind == "heldout"]
+    others = {key: value for key, value in run.spec.items() if key != "seed"}
     return RunSummaryView(
         id=run.id,
         state=run.state,
@@ -108,6 +111,11 @@ def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryVie
         score=finite(scores[-1]) if scores else None,
         rewards=rewards,
         forked_from=run.forked_from,
+        algorithm=run.spec.get("algorithm", {}).get("name", ""),
+        seed=run.spec.get("seed", 0),
+        family=hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12],
+        tags=run.tags,
+        note=run.note,
     )
 
 

@@ -12,6 +12,7 @@ from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.curves import read_spark
 from headrace_coordinator.api.reading.presenters import flow_view, run_summary_view, run_view
 from headrace_coordinator.api.refusal import Refused
@@ -33,7 +34,10 @@ Spark = list[float | None]
 class Reads:
     """Runs from their running figures, archived ones from their last view."""
 
-    def __init__(self, event_log: EventLog, fleet: Fleet, scheduler: Scheduler, archive: Archive) -> None:
+    def __init__(
+        self, event_log: EventLog, fleet: Fleet, scheduler: Scheduler, archive: Archive, labels: Labels
+    ) -> None:
+        self._labels = labels
         self._event_log = event_log
         self._fleet = fleet
         self._scheduler = scheduler
@@ -43,12 +47,13 @@ class Reads:
     def run(self, run_id: str) -> RunView:
         """One run; NOT_FOUND names the nearest id."""
         if run_id in self._event_log.state.ended and run_id not in self._event_log.state.runs:
-            return self._archive.view(run_id)
+            return self._labels.shown(self._archive.view(run_id))
         run = self.find(run_id)
         plan = self._scheduler.plan
         queue = list(plan.waiting)
         place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
-        return run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
+        view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
+        return self._labels.shown(view)
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
@@ -99,8 +104,8 @@ class Reads:
     ) -> tuple[list[RunSummaryView], str | None, int]:
         """(runs in short behind run `after`, newest first; where the next page begins; how many match).
 
-        Those in one of the `states`, or in any when there are none, whose id contains `search`. ValueError when
-        `after` does not match.
+        Those in one of the `states`, or in any when there are none, whose id or a tag of theirs contains `search`.
+        ValueError when `after` does not match.
         """
         every = self.newest_first()
         place = every.index(after) + 1 if after else 0
@@ -112,7 +117,8 @@ class Reads:
     def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
         state = self._event_log.state
         run = state.runs.get(name) or state.ended[name]
-        return search.lower() in name.lower() and (not states or run.state in states)
+        words = [name, *self._labels.tags(name)]
+        return any(search.lower() in word.lower() for word in words) and (not states or run.state in states)
 
     async def _summary(self, run: RunView) -> RunSummaryView:
         spark = self._sparks.known(run)

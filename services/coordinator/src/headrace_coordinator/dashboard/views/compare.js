@@ -1,16 +1,21 @@
-// Runs beside each other: their curves overlaid, and the keys in which their specs differ.
+// Runs beside each other: their curves overlaid, seeds of one spec as mean and range, any two figures, and the keys
+// in which their specs differ.
 
 import { get, repeat } from "../api.js";
+import { chartBar, chosenAxis, chosenLook } from "../chartbar.js";
 import { Chart, seriesColour } from "../charts.js";
+import { along, placeOf } from "../curves.js";
 import { chip, empty, h, table } from "../dom.js";
-import { number } from "../format.js";
+import { number, plural } from "../format.js";
+import { shortName } from "./overview.js";
 import { flatten } from "./spec.js";
 
 const MOST = 8;
+const SCORE = "heldout";
 const PLOTS = [
-  ["Mean reward", "train/reward"], ["Answer length, tokens", "trainer/answer_length_mean"], ["Tokens per second", "speed/tokens_per_second"],
-  ["Step time, seconds", "speed/step_seconds"], ["Entropy, nats", "trainer/entropy"], ["Gradient norm", "trainer/grad_norm"],
-  ["Log-prob mismatch, nats", "trainer/log_prob_mismatch_mean"], ["Worst staleness, versions", "train/max_staleness"],
+  ["Mean reward", "train/reward"], ["Held-out score", SCORE], ["Answer length, tokens", "trainer/answer_length_mean"], ["Entropy, nats a token", "trainer/entropy"],
+  ["Gradient norm", "trainer/grad_norm"], ["Tokens per second", "speed/tokens_per_second"], ["Step time, seconds", "speed/step_seconds"],
+  ["Difference of engine's and trainer's log-probs, nats", "trainer/log_prob_mismatch_mean"], ["Worst staleness, versions", "train/max_staleness"],
 ];
 
 export async function show(root, place, signal) {
@@ -22,35 +27,102 @@ export async function show(root, place, signal) {
   if (chosen.length < 2) return body.replaceChildren(empty("Choose two runs or more."));
   const address = (id) => `/v1/runs/${encodeURIComponent(id)}`;
   const runs = await Promise.all(chosen.map((id) => get(address(id), signal)));
-  const charts = PLOTS.map(([title, name]) => ({ name, chart: new Chart(title, chosen.map((label) => ({ label, points: false })), { signal }) }));
-  const score = new Chart("Held-out score", chosen.map((label) => ({ label, points: true })), { signal });
-  const grid = h("div", { class: "charts" }, [charts[0].chart, score, ...charts.slice(1).map((each) => each.chart)].map((chart) => chart.element));
-  body.replaceChildren(legend(runs), grid, differences(runs));
+  const seeds = h("input", { type: "checkbox", id: "seeds", onchange: () => draw() });
+  seeds.checked = place.query.get("seeds") === "1";
+  const left = h("select", { id: "left", onchange: () => draw() });
+  const right = h("select", { id: "right", onchange: () => draw() });
+  const bar = chartBar(() => draw());
+  bar.element.append(h("label", { for: "seeds" }, seeds, " seeds of one spec as mean and range"));
+  const names = h("div");
+  const grid = h("div", { class: "charts" });
+  const overlaid = h("div", { class: "charts one" });
+  body.replaceChildren(names, bar.element, grid, h("section", {}, h("h2", {}, "Any two figures"),
+    h("div", { class: "row" }, h("label", { for: "left" }, "Left"), left, h("label", { for: "right" }, "Right, dashed"), right), overlaid), differences(runs));
+  let curves = [];
+  let drawn = [];
+  let shape = "";
+
+  // What is drawn as one line: a run, or all runs whose specs differ in the seed alone.
+  function groups() {
+    if (!seeds.checked) return runs.map((run, index) => ({ label: run.id, of: [index] }));
+    const found = new Map();
+    runs.forEach((run, index) => {
+      const { seed, ...rest } = run.spec;
+      const key = JSON.stringify(rest);
+      found.set(key, [...(found.get(key) ?? []), index]);
+    });
+    return [...found.values()].map((of) => ({ label: of.length > 1 ? runs[of[0]].spec.name ?? runs[of[0]].id : runs[of[0]].id, of }));
+  }
+
+  function draw() {
+    drawn.forEach((chart) => chart.end());
+    const lines = groups();
+    names.replaceChildren(legend(lines, runs));
+    const known = new Set(curves.flatMap((each) => Object.keys(each.series)));
+    const has = (name) => (name === SCORE ? curves.some((each) => each.evaluations.some((point) => point.kind === SCORE)) : known.has(name));
+    offer(left, [...known].sort());
+    offer(right, [...known].sort());
+    const made = PLOTS.filter(([, name]) => has(name)).map(([title, name]) => plot(title, [name], lines, curves, signal));
+    const two = [left.value, right.value].filter(Boolean);
+    const both = two.length ? plot(two.map(shortName).join(" and "), two, lines, curves, signal) : null;
+    grid.replaceChildren(...made.map((chart) => chart.element));
+    overlaid.replaceChildren(both ? both.element : empty("Choose a figure on the left, and one on the right."));
+    drawn = both ? [...made, both] : made;
+  }
+
   await repeat(5000, signal, async () => {
-    const curves = await Promise.all(chosen.map((id) => get(`${address(id)}/curves`, signal, { points: 300 })));
-    for (const { name, chart } of charts) {
-      chart.element.hidden = !curves.some((each) => each.series[name]);
-      overlay(chart, curves.map((each) => [each.steps, each.series[name] ?? each.steps.map(() => null)]));
-    }
-    const held = curves.map((each) => each.evaluations.filter((point) => point.kind === "heldout").sort((a, b) => a.step - b.step));
-    score.element.hidden = held.every((each) => !each.length);
-    overlay(score, held.map((each) => [each.map((point) => point.step), each.map((point) => point.score)]));
+    curves = await Promise.all(chosen.map((id) => get(`${address(id)}/curves`, signal, { points: 300 })));
+    const now = JSON.stringify(curves.map((each) => [each.event, each.total]));
+    if (now !== shape) draw();
+    shape = now;
   });
 }
 
-function overlay(chart, pairs) {
-  const steps = [...new Set(pairs.flatMap(([own]) => own))].sort((a, b) => a - b);
-  const place = new Map(steps.map((step, index) => [step, index]));
-  chart.set(steps, pairs.map(([own, values]) => {
-    const column = steps.map(() => null);
-    own.forEach((step, index) => { column[place.get(step)] = values[index]; });
-    return column;
-  }));
+function offer(select, tags) {
+  if (select.options.length === tags.length + 1) return;
+  const before = select.value;
+  select.replaceChildren(h("option", { value: "" }, "–"), ...tags.map((tag) => h("option", { value: tag }, tag)));
+  select.value = before;
 }
 
-function legend(runs) {
-  return h("ul", { class: "legend" }, runs.map((run, index) => h("li", {}, h("i", { vars: { "--mark": `var(${seriesColour(index)})` } }),
-    h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, run.id), " ", chip(run.state), ` step ${run.step}, reward ${number(run.last_step?.reward_mean)}`)));
+// A chart of one or two figures of all groups; a group of several runs is its mean with its range.
+function plot(title, figures, lines, curves, signal) {
+  const made = figures.flatMap((name, side) => lines.flatMap((line, index) => {
+    const base = { colour: seriesColour(index), points: name === SCORE ? true : undefined, right: side > 0, dash: side ? [6, 4] : undefined };
+    const label = figures.length > 1 ? `${line.label} ${shortName(name)}` : line.label;
+    const found = line.of.map((each) => points(curves[each], name));
+    if (found.length < 2) return [{ ...base, label, found: found[0] }];
+    // A step has a mean once all have it: a mean of fewer would jump where one ends.
+    const steps = [...found[0].keys()].filter((x) => found.every((each) => each.has(x)));
+    const over = (fold) => new Map(steps.map((x) => [x, fold(found.map((each) => each.get(x)))]));
+    return [
+      { ...base, label, found: over((values) => values.reduce((sum, value) => sum + value, 0) / values.length) },
+      ...(figures.length > 1 ? [] : [
+        { ...base, label: "most", faint: true, band: index === 0, found: over((values) => Math.max(...values)) },
+        { ...base, label: "least", faint: true, found: over((values) => Math.min(...values)) },
+      ]),
+    ];
+  }));
+  const chart = new Chart(title, made, { look: chosenLook(), signal });
+  const xs = [...new Set(made.flatMap((line) => [...line.found.keys()]))].sort((a, b) => a - b);
+  chart.set(xs, made.map((line) => xs.map((x) => line.found.get(x) ?? null)));
+  return chart;
+}
+
+// Place on the chosen axis → value, of one run.
+function points(curves, name) {
+  const xs = along(chosenAxis(), curves.steps, curves.series, curves.total);
+  if (name === SCORE) {
+    const held = curves.evaluations.filter((point) => point.kind === SCORE).sort((a, b) => a.step - b.step);
+    return new Map(held.map((point) => [placeOf(curves.steps, xs, point.step), point.score]));
+  }
+  return new Map(xs.map((x, index) => [x, curves.series[name]?.[index] ?? null]).filter(([, value]) => value !== null));
+}
+
+function legend(lines, runs) {
+  const words = (run) => [h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, run.id), " ", chip(run.state), ` step ${run.step}, reward ${number(run.last_step?.reward_mean)} `];
+  return h("ul", { class: "legend" }, lines.map((line, index) => h("li", {}, h("i", { vars: { "--mark": `var(${seriesColour(index)})` } }),
+    line.of.length > 1 && `${line.label}, ${plural(line.of.length, "seed")}: `, line.of.map((each) => words(runs[each])))));
 }
 
 function differences(runs) {

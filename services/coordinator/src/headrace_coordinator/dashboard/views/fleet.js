@@ -120,23 +120,32 @@ function logPanel(signal) {
     h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); load(); } },
       h("span", { class: "pair" }, h("label", { for: "log-instance" }, "Instance"), which), h("span", { class: "pair" }, h("label", { for: "log-level" }, "Least level"), level), h("button", { type: "submit" }, "Show")),
     said, h("div", { tabindex: "0", role: "region", "aria-label": "Log" }, list));
+  const follow = h("input", { type: "checkbox", id: "log-follow" });
+  follow.checked = true;
+  element.querySelector("form").append(h("label", { for: "log-follow" }, follow, " live"));
   which.addEventListener("change", () => load());
   level.addEventListener("change", () => load());
 
+  let seen = "";
   async function load() {
     if (!which.value) return;
     try {
       const { instance, lines } = await get(`/v1/instances/${encodeURIComponent(which.value)}/logs`, signal, { level: level.value, lines: 200 });
       said.textContent = lines.length ? `The newest ${plural(lines.length, "line")} of ${instance}, newest first` : `${instance} has logged nothing of this level lately`;
+      const now = JSON.stringify([instance, lines]);
+      if (now === seen) return; // What somebody has selected stays selected.
+      seen = now;
       list.replaceChildren(...lines.reverse().map((line) => h("li", { class: ["error", "critical", "warning"].includes(line.level) ? "grave" : null },
         h("time", {}, clock(line.time), " ", line.level), h("span", {}, line.text))));
     } catch (error) {
       if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
       list.replaceChildren();
+      seen = "";
       said.textContent = error.message;
     }
   }
 
+  repeat(2000, signal, async () => { if (follow.checked) await load(); });
   return { element, offer(names) {
     const chosen = which.value;
     const wanted = ["coordinator", "launcher", ...names].filter((name, index, all) => all.indexOf(name) === index).sort();

@@ -1,50 +1,61 @@
-// A run's curves by group, and its events.
-
 import { Refusal } from "../api.js";
-import { Chart } from "../charts.js";
-import { Curves } from "../curves.js";
+import { chartBar, chosenAxis, chosenLook } from "../chartbar.js";
+import { Chart, newest } from "../charts.js";
+import { Curves, placeOf } from "../curves.js";
 import { empty, h } from "../dom.js";
+import { number } from "../format.js";
 import { eventLog } from "./events.js";
 import { flow } from "./flow.js";
 
+// Figures by their tags. What a tag means: headrace_trainer/learning/figures.py.
 const GROUPS = [
-  ["What it learns", [
+  ["What it learns", true, [
     ["Reward, mean ± spread", "reward"],
     ["Held-out score", "scores"],
     ["Answer length, tokens", ["trainer/answer_length_mean"]],
+    ["Entropy, nats a token", ["trainer/entropy"]],
   ]],
-  ["The update", [
+  ["The update", true, [
     ["Loss", /^trainer\/(loss|.*_loss|loss_.*)$/],
-    ["Entropy, nats", ["trainer/entropy"]],
-    ["KL to the policy of the step's start, nats", ["trainer/approx_kl"]],
-    ["KL to the reference, nats", ["trainer/reference_kl"]],
-    ["Clip fraction", /^trainer\/(.*clip.*)$/],
-    ["Gradient norm", ["trainer/grad_norm"]],
+    ["Gradient norm", ["trainer/grad_norm", "trainer/critic_grad_norm"]],
+    ["KL of the step's first policy to the one in training, nats a token", ["trainer/approx_kl"]],
+    ["KL of the step's first policy to the reference, nats a token", ["trainer/reference_kl"]],
+    ["Share of tokens that are clipped", ["trainer/clip_fraction", "trainer/dual_clip_fraction"]],
     ["Learning rate", ["trainer/learning_rate"]],
-    ["Log-prob mismatch of engine and trainer, nats", ["trainer/log_prob_mismatch_mean", "trainer/log_prob_mismatch_max"]],
-    ["KL of engine to trainer, nats", ["trainer/log_prob_mismatch_kl"]],
-    ["Probability ratio of trainer to engine", /^trainer\/log_prob_ratio_.*$/],
-    ["Importance ratio", /^trainer\/(?!log_prob_)(.*ratio.*|.*weight.*)$/],
   ]],
-  ["Speed and slots", [
-    ["Step time by stage, seconds", "stages"],
+  ["Speed and slots", true, [
+    ["Seconds of a step, and by stage", "stages"],
     ["Tokens per second", ["speed/tokens_per_second"]],
-    ["Worst staleness, versions", ["train/max_staleness"]],
     ["Slots of a step", ["slots/trained", "slots/dropped"]],
     ["Groups whose rewards are all equal", ["trainer/groups_all_equal"]],
+    ["Staleness, versions", ["train/max_staleness", "trainer/staleness_mean", "trainer/staleness_max"]],
+  ]],
+  ["The engine beside the trainer", false, [
+    ["Difference of their log-probs, nats", ["trainer/log_prob_mismatch_mean", "trainer/log_prob_mismatch_max"]],
+    ["KL of engine to trainer, nats a token", ["trainer/log_prob_mismatch_kl"]],
+    ["Ratio of their probabilities", ["trainer/log_prob_ratio_mean", "trainer/log_prob_ratio_max"]],
+    ["Effective share of the samples", ["trainer/log_prob_ratio_ess"]],
+    ["Correction for the old policy", /^trainer\/correction_/],
   ]],
 ];
 // Shown within another plot, or the same under another name.
 const KNOWN = new Set(["train/reward", "trainer/reward_mean", "trainer/reward_std", "trainer/learn_seconds", "speed/step_seconds", "speed/tokens", "trainer/log_prob_compared_tokens"]);
-const STAGES = ["generate", "score", "learn", "sync", "switch", "protocol"];
+const STAGES = ["generate", "prefill", "score", "learn", "sync", "switch", "protocol"];
+const CONSTANT_AFTER = 3; // Fewer points say nothing yet.
 
 export async function overview(root, context) {
   const curves = new Curves(context.path, context.signal);
   const plots = h("div");
   const log = eventLog(context);
-  root.append(flow(context).element, plots, log.element);
+  const bar = chartBar(() => drawAgain());
+  root.append(flow(context).element, bar.element, plots, log.element);
   await curves.load();
   let drawn = draw(plots, curves, context.signal);
+  function drawAgain() {
+    drawn.end();
+    drawn = draw(plots, curves, context.signal);
+  }
+
   let queued = false;
   let stale = false; // A load is owed: what is drawn ends before a rewind, and later steps would not fit.
 
@@ -53,7 +64,7 @@ export async function overview(root, context) {
       await curves.load();
       stale = false;
     }
-    if (drawn.names !== names(curves)) drawn = draw(plots, curves, context.signal);
+    if (drawn.names !== names(curves)) drawAgain();
     else drawn.update();
   }
 
@@ -80,90 +91,115 @@ export async function overview(root, context) {
   }
 }
 
+// Which charts there are: by the tags, by which of them are constant, and by the kinds of evaluations.
 function names(curves) {
-  return Object.keys(curves.series).sort().join() + [...new Set(curves.evaluations.map((each) => each.kind))].sort().join();
+  const tags = Object.keys(curves.series).sort().map((name) => (constant(curves.column(name)) ? `${name}=` : name));
+  return tags.join() + [...new Set(curves.evaluations.map((each) => each.kind))].sort().join();
+}
+
+function constant(column) {
+  const known = column.filter((value) => value !== null);
+  return known.length >= CONSTANT_AFTER && known.every((value) => value === known[0]);
 }
 
 function draw(root, curves, signal) {
+  const charts = [];
   const known = Object.keys(curves.series);
   const left = new Set(known.filter((name) => !KNOWN.has(name) && !name.startsWith("stage_seconds/")));
-  const updates = [];
+  const still = [];
   const groups = [];
   if (!known.length && !curves.evaluations.length) {
     root.replaceChildren(empty("No step is committed yet. Curves appear with the first one."));
-    return { names: names(curves), update() {} };
+    return { names: names(curves), update() {}, end() {} };
   }
-  const add = (made) => { if (made) { updates.push(made.update); made.update(); return made.chart.element; } return null; };
-  for (const [title, plots] of GROUPS) {
-    const made = plots.map(([name, what]) => add(plot(name, what, curves, left, signal))).filter(Boolean);
-    if (made.length) groups.push(group(title, made));
+  const options = { look: chosenLook(), signal };
+  const add = (made) => { if (made) { charts.push(made); made.update(); return made.chart.element; } return null; };
+  for (const [title, open, plots] of GROUPS) {
+    const made = plots.map(([name, what]) => add(plot(name, what, curves, left, still, options))).filter(Boolean);
+    if (made.length) groups.push(group(title, open, made));
   }
-  const others = [...left].sort().map((name) => add(lines(shortName(name), [name], curves, signal)));
-  if (others.length) groups.push(group("Other figures", others));
-  root.replaceChildren(...groups);
-  return { names: names(curves), update: () => updates.forEach((update) => update()) };
+  const others = [...left].sort().map((name) => add(lines(shortName(name), [name], curves, still, options))).filter(Boolean);
+  if (others.length) groups.push(group("Other figures", false, others));
+  const folded = still.length ? h("p", { class: "muted constant" }, `The same in every step: ${still.join("; ")}.`) : null;
+  root.replaceChildren(...groups, ...(folded ? [folded] : []));
+  return { names: names(curves), update: () => charts.forEach((made) => made.update()), end: () => charts.forEach((made) => made.chart.end()) };
 }
 
-function group(title, plots) {
-  return h("section", {}, h("h2", {}, title), h("div", { class: "charts" }, plots));
+function group(title, open, plots) {
+  return h("details", { class: "group", open }, h("summary", {}, h("h2", {}, title)), h("div", { class: "charts" }, plots));
 }
 
-function plot(title, what, curves, left, signal) {
-  if (what === "reward") return reward(title, curves, signal);
-  if (what === "scores") return scores(title, curves, signal);
-  if (what === "stages") return stages(title, curves, signal);
+function plot(title, what, curves, left, still, options) {
+  if (what === "reward") return reward(title, curves, options);
+  if (what === "scores") return scores(title, curves, options);
+  if (what === "stages") return stages(title, curves, options);
   const found = [...left].filter((name) => (Array.isArray(what) ? what.includes(name) : what.test(name)));
   found.forEach((name) => left.delete(name));
-  return found.length ? lines(title, found, curves, signal) : null;
+  return found.length ? lines(title, found, curves, still, options) : null;
 }
 
-function lines(title, found, curves, signal) {
-  const chart = new Chart(title, found.map((name) => ({ label: shortName(name) })), { signal });
-  return { chart, update: () => chart.set(curves.steps, found.map((name) => curves.column(name))) };
+// Gives data to a chart over the steps, with the recoveries marked.
+function over(chart, curves, columns) {
+  const [xs, marks] = curves.axis(chosenAxis());
+  chart.set(xs, columns, marks);
 }
 
-function shortName(name) {
+// A chart of some tags; null where all are constant: then `still` gets their values in words.
+function lines(title, found, curves, still, options) {
+  const columns = () => found.map((name) => curves.column(name));
+  if (columns().every(constant)) {
+    const values = found.map((name, index) => `${found.length > 1 ? `${shortName(name)} ` : ""}${number(newest(columns()[index]))}`);
+    still.push(`${/^[A-Z]{2}/.test(title) ? title : title[0].toLowerCase() + title.slice(1)} ${values.join(", ")}`);
+    return null;
+  }
+  const chart = new Chart(title, found.map((name) => ({ label: shortName(name) })), options);
+  return { chart, update: () => over(chart, curves, columns()) };
+}
+
+export function shortName(name) {
   return name.replace(/^[^/]*\//, "").replaceAll("_", " ");
 }
 
-function reward(title, curves, signal) {
+function reward(title, curves, options) {
   if (!curves.steps.length) return null;
   const chart = new Chart(title, [
     { label: "mean", colour: "--c1" },
     { label: "+ spread", colour: "--c1", faint: true, band: true },
     { label: "− spread", colour: "--c1", faint: true },
-  ], { signal });
+  ], options);
   return {
     chart,
     update() {
       const mean = curves.column("train/reward");
       const spread = curves.column("trainer/reward_std");
       const edge = (sign) => mean.map((value, index) => (value === null || spread[index] === null ? null : value + sign * spread[index]));
-      chart.set(curves.steps, [mean, edge(1), edge(-1)]);
+      over(chart, curves, [mean, edge(1), edge(-1)]);
     },
   };
 }
 
-function scores(title, curves, signal) {
+function scores(title, curves, options) {
   const kinds = [...new Set(curves.evaluations.map((each) => each.kind))].filter((kind) => kind !== "baseline_prefill").sort();
   if (!kinds.length) return null;
   const label = (kind) => (kind === "heldout" ? (kinds.length > 1 ? "held-out" : "score") : kind);
-  const chart = new Chart(title, kinds.map((kind, place) => ({ label: label(kind), colour: `--c${3 + (place % 4)}`, points: true })), { signal });
+  const chart = new Chart(title, kinds.map((kind, place) => ({ label: label(kind), colour: `--c${3 + (place % 4)}`, points: true })), options);
   return {
     chart,
     update() {
       const found = kinds.map((kind) => curves.scores(kind));
       const steps = [...new Set(found.flatMap(([at]) => at))].sort((a, b) => a - b);
-      chart.set(steps, found.map(([at, values]) => steps.map((step) => values[at.indexOf(step)] ?? null)));
+      const [xs, marks] = curves.axis(chosenAxis());
+      chart.set(steps.map((step) => placeOf(curves.steps, xs, step)), found.map(([at, values]) => steps.map((step) => values[at.indexOf(step)] ?? null)), marks);
     },
   };
 }
 
-function stages(title, curves, signal) {
+// Stages overlap (answers are scored while others are generated), so they are lines beside the whole and no stack.
+function stages(title, curves, options) {
   const found = Object.keys(curves.series).filter((name) => name.startsWith("stage_seconds/"));
   const place = (name) => (STAGES.indexOf(name.slice(14)) + 99) % 99;
   found.sort((a, b) => place(a) - place(b) || a.localeCompare(b));
   if (!found.length) return null;
-  const chart = new Chart(title, found.map((name) => ({ label: name.slice(14) })), { stacked: true, signal });
-  return { chart, update: () => chart.set(curves.steps, found.map((name) => curves.column(name))) };
+  const chart = new Chart(title, [{ label: "whole step", colour: "--muted" }, ...found.map((name, index) => ({ label: name.slice(14), colour: `--c${1 + (index % 8)}` }))], options);
+  return { chart, update: () => over(chart, curves, ["speed/step_seconds", ...found].map((name) => curves.column(name))) };
 }

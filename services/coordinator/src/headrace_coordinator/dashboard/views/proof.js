@@ -62,8 +62,11 @@ export async function proof(root, context) {
   async function saved() {
     const page = await get(`${path}/checkpoints`, signal, { page_size: 100 });
     if (!page.checkpoints.length) return checkpoints.replaceChildren(empty("There is no checkpoint yet."));
-    checkpoints.replaceChildren(table("Checkpoints", ["Name", "Steps in it", "Version", "Size", "Digest"], page.checkpoints.map((each) =>
-      h("tr", {}, h("td", {}, each.name), h("td", {}, `${each.step}`), h("td", {}, `${each.version.number}`), h("td", {}, bytes(each.size_bytes)), h("td", {}, h("code", {}, each.version.digest.slice(0, 12))))))[0]);
+    checkpoints.replaceChildren(table("Checkpoints", ["Name", "Steps in it", "Version", "Size", "Digest", "Go on from it", "As a model"], page.checkpoints.map((each) =>
+      h("tr", {}, h("td", {}, each.name), h("td", {}, `${each.step}`), h("td", {}, `${each.version.number}`), h("td", {}, bytes(each.size_bytes)), h("td", {}, h("code", {}, each.version.digest.slice(0, 12))),
+        h("td", {}, h("a", { href: `#/submit?from=${encodeURIComponent(context.run.id)}&at=${each.step}` }, `Fork at step ${each.step}…`)),
+        h("td", {}, h("code", {}, `headrace run export ${context.run.id} --at ${each.step}`)))))[0],
+    h("p", { class: "muted" }, "They lie below ", h("code", {}, `${context.run.run_directory}/checkpoints`), context.run.export_path && [", the exported model in ", h("code", {}, context.run.export_path)], "."));
   }
 
   await load();

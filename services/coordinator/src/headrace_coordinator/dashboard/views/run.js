@@ -3,6 +3,7 @@
 import { get, post, Refusal, repeat, stream } from "../api.js";
 import { chip, confirmed, facts, h } from "../dom.js";
 import { clock, duration, number } from "../format.js";
+import { labels } from "./labels.js";
 import { progress } from "./runs.js";
 import { overview } from "./overview.js";
 import { timeline } from "./timeline.js";
@@ -58,7 +59,8 @@ function runHeader(element, path, signal) {
   const problem = h("p", { class: "bad", role: "alert" });
   const figures = h("div");
   const buttons = h("div", { class: "row" });
-  element.append(h("div", { class: "row head" }, title, state, buttons), bar, reason, waits, warnings, problem, figures);
+  const said = labels(path);
+  element.append(h("div", { class: "row head" }, title, state, buttons), bar, reason, waits, warnings, problem, figures, said.element);
   let shown = "";
   let now;
 
@@ -103,6 +105,7 @@ function runHeader(element, path, signal) {
     const key = run.state + run.intent;
     if (key !== shown) buttons.replaceChildren(...offers(run));
     shown = key;
+    said.update(run);
     tick();
   }
 

@@ -1,28 +1,39 @@
-// The list of runs: state, place in the queue, progress, rewards; filter and search.
+// The list of runs: state, place in the queue, progress, rewards, tags; filter, search, sort, seeds of one spec together.
 
 import { get, repeat } from "../api.js";
 import { sparkline } from "../charts.js";
 import { chip, empty, h, keyed, table } from "../dom.js";
-import { clock, duration, number, plural } from "../format.js";
+import { clock, duration, number, plural, ranged } from "../format.js";
 
 const SIZE = 50;
-const HEADS = ["", "Run", "State", "Progress", "Reward", "Reward by step", "Score", "Created"];
+const SHOWN = 8; // Runs that are compared at once.
+const MOST = 1000; // So many of the newest runs are sorted or grouped.
+const HEADS = [["", ""], ["Run", "id"], ["State", "state"], ["Algorithm", "algorithm"], ["Progress", "progress"], ["Reward", "reward_mean"], ["Reward by step", ""], ["Score", "score"], ["Created", "created_at"]];
+const FALLING = new Set(["progress", "reward_mean", "score", "created_at"]);
+const BY = { progress: (run) => run.step / run.steps };
 
 export async function show(root, place, signal) {
   const { query } = place;
   const chosen = new Set();
   const tokens = [""];
+  let from = 0; // Where the page begins among the sorted ones.
   const count = h("p", { class: "muted", role: "status" });
   const states = h("div", { class: "row chips", role: "group", "aria-label": "Filter by state" });
-  const search = h("input", { type: "search", placeholder: "Search run ids", "aria-label": "Search run ids", value: query.get("search") ?? "" });
-  const [list, body] = table("Runs", HEADS);
+  const search = h("input", { type: "search", placeholder: "Search ids and tags", "aria-label": "Search run ids", value: query.get("search") ?? "" });
+  const sort = h("select", { id: "sort", onchange: () => { remember(); first(); } }, HEADS.filter(([, key]) => key).map(([label, key]) => h("option", { value: key }, label.toLowerCase())));
+  sort.value = HEADS.some(([, key]) => key && key === query.get("sort")) ? query.get("sort") : "created_at";
+  const grouped = h("input", { type: "checkbox", id: "grouped", onchange: () => { remember(); first(); } });
+  grouped.checked = query.get("seeds") === "1";
+  const [list, body] = table("Runs", HEADS.map(([label, key]) => (key
+    ? h("button", { type: "button", class: "quiet", onclick: () => { sort.value = key; remember(); first(); } }, label) : label)));
   list.classList.add("runs");
   const none = empty("");
   const compare = h("a", { class: "button", href: "#/compare", hidden: true }, "Compare");
   const back = h("button", { type: "button", onclick: () => turn(-1) }, "Newer");
   const on = h("button", { type: "button", onclick: () => turn(1) }, "Older");
   const pager = h("div", { class: "row pager" }, back, on);
-  root.append(h("div", { class: "row head" }, h("h1", {}, "Runs"), search, compare), states, count, list, none, pager);
+  root.append(h("div", { class: "row head" }, h("h1", {}, "Runs"), h("span", { class: "pair" }, h("label", { for: "sort" }, "Sort by"), sort),
+    h("label", { for: "grouped" }, grouped, " seeds together"), search, compare), states, count, list, none, pager);
 
   const wanted = () => ({ state: query.get("state") ?? "", search: search.value.trim() });
   let token = "";
@@ -35,18 +46,27 @@ export async function show(root, place, signal) {
 
   function remember() {
     const { state, search: text } = wanted();
-    const kept = new URLSearchParams(Object.entries({ state, search: text }).filter(([, value]) => value));
+    const own = { state, search: text, sort: sort.value === "created_at" ? "" : sort.value, seeds: grouped.checked ? "1" : "" };
+    const kept = new URLSearchParams(Object.entries(own).filter(([, value]) => value));
     history.replaceState(null, "", `#/runs${kept.size ? `?${kept}` : ""}`);
   }
 
   function first() {
     tokens.length = 1;
+    from = 0;
     return load().catch(() => {}); // The next look, seconds later, tells what is wrong.
   }
 
   function turn(by) {
-    if (by > 0) tokens.push(token); else tokens.pop();
+    if (ordered()) from += by * SIZE;
+    else if (by > 0) tokens.push(token);
+    else tokens.pop();
     load().then(() => list.scrollIntoView({ block: "nearest" }), () => {});
+  }
+
+  // Whether the page is of runs in another order than the coordinator lists them in.
+  function ordered() {
+    return grouped.checked || sort.value !== "created_at";
   }
 
   function choose(state) {
@@ -57,18 +77,27 @@ export async function show(root, place, signal) {
 
   async function load() {
     const { state, search: text } = wanted();
-    const page = await get("/v1/run-summaries", signal, { page_size: SIZE, page_token: tokens.at(-1), state, search: text });
+    const own = ordered();
+    const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text });
     token = page.next_page_token;
     filters(page.states, state);
-    count.textContent = page.total === page.summaries.length ? plural(page.total, "run")
-      : `${page.summaries.length} of ${plural(page.total, "run")}, page ${tokens.length}`;
-    keyed(body, page.summaries, (run) => run.id, row);
-    list.hidden = !page.summaries.length;
+    const all = own ? inOrder(grouped.checked ? families(page.summaries) : page.summaries, sort.value) : page.summaries;
+    const shown = own ? all.slice(from, from + SIZE) : all;
+    const which = own ? ` sorted by ${sort.selectedOptions[0].textContent}${page.total > MOST ? ` among the newest ${MOST.toLocaleString("en")}` : ""}` : "";
+    count.textContent = page.total === shown.length ? plural(page.total, "run") + which
+      : `${shown.length} of ${plural(page.total, "run")}${which}, page ${own ? 1 + from / SIZE : tokens.length}`;
+    keyed(body, shown, (item) => (item.seeds ? item.family : item.id), (item) => (item.seeds ? family(item) : row(item)));
+    list.querySelectorAll("thead th").forEach((head, index) => {
+      const sorted = HEADS[index][1] === sort.value;
+      if (sorted) head.setAttribute("aria-sort", FALLING.has(sort.value) ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
+    });
+    list.hidden = !shown.length;
     none.hidden = !list.hidden;
     const total = Object.values(page.states).reduce((sum, each) => sum + each, 0);
     none.replaceChildren(...(total ? ["No run matches."] : ["There is no run yet. ", h("a", { href: "#/submit" }, "Submit one"), " here, or with ", h("code", {}, "headrace run submit examples/tiny.yaml"), "."]));
-    back.disabled = tokens.length === 1;
-    on.disabled = !token;
+    back.disabled = own ? !from : tokens.length === 1;
+    on.disabled = own ? from + SIZE >= all.length : !token;
+    [back.textContent, on.textContent] = own ? ["Previous", "Next"] : ["Newer", "Older"];
     pager.hidden = back.disabled && on.disabled;
   }
 
@@ -91,8 +120,10 @@ export async function show(root, place, signal) {
     const why = run.waiting_for[0] ? `waits for ${run.waiting_for[0]}` : run.reason;
     return h("tr", {},
       h("td", { class: "tick" }, tick),
-      h("td", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}`, "data-focus": run.id }, run.id), why && h("div", { class: "why", title: why }, why)),
+      h("td", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}`, "data-focus": run.id }, run.id), tagList(run.tags),
+        (run.note || why) && h("div", { class: "why", title: [run.note, why].filter(Boolean).join("\n") }, [run.note, why].filter(Boolean).join(" · "))),
       h("td", { class: "state" }, chip(run.state), run.place && h("span", { class: "muted" }, ` place ${run.place}`)),
+      h("td", { class: "algorithm" }, run.algorithm || "–"),
       h("td", { class: "progress" }, progress(run.step, run.steps)),
       h("td", { class: "reward" }, number(run.reward_mean)),
       h("td", { class: "sparks" }, sparkline(run.rewards, `mean reward over ${run.step} steps, now ${number(run.reward_mean)}`)),
@@ -100,13 +131,66 @@ export async function show(root, place, signal) {
       h("td", { class: "when" }, clock(run.created_at), run.finished_at && run.started_at && h("div", { class: "muted" }, duration(run.finished_at - run.started_at))));
   }
 
+  // Runs whose specs differ in the seed alone: their means and ranges.
+  function family(item) {
+    const { runs } = item;
+    const ids = runs.map((run) => run.id);
+    return h("tr", { class: "family" },
+      h("td", { class: "tick" }),
+      h("td", { class: "name" }, h("a", { href: `#/compare?runs=${ids.slice(0, SHOWN).map(encodeURIComponent).join(",")}&seeds=1`, "data-focus": item.family }, item.id),
+        h("div", { class: "why" }, runs.slice(0, SHOWN).map((run) => [h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, `seed ${run.seed}`), " "]), runs.length > SHOWN && `and ${runs.length - SHOWN} more`)),
+      h("td", { class: "state" }, [...new Set(runs.map((run) => run.state))].map(chip)),
+      h("td", { class: "algorithm" }, item.algorithm || "–"),
+      h("td", { class: "progress" }, progress(item.step, item.steps)),
+      h("td", { class: "reward" }, ranged(runs.map((run) => run.reward_mean))),
+      h("td", { class: "sparks" }, sparkline(item.rewards, `mean reward of ${runs.length} seeds`)),
+      h("td", { class: "score" }, ranged(runs.map((run) => run.score))),
+      h("td", { class: "when" }, clock(item.created_at)));
+  }
+
   function offer() {
     compare.hidden = chosen.size < 2;
     compare.textContent = `Compare ${chosen.size}`;
-    compare.href = `#/compare?runs=${[...chosen].slice(0, 8).map(encodeURIComponent).join(",")}`;
+    compare.href = `#/compare?runs=${[...chosen].slice(0, SHOWN).map(encodeURIComponent).join(",")}`;
   }
 
   await repeat(3000, signal, load);
+}
+
+export function tagList(tags) {
+  return tags?.length ? h("div", {}, tags.map((tag) => h("span", { class: "tag" }, tag))) : null;
+}
+
+function inOrder(items, key) {
+  const of = BY[key] ?? ((item) => item[key]);
+  const sign = FALLING.has(key) ? -1 : 1;
+  const missing = (value) => value === null || value === undefined || value === "";
+  return [...items].sort((a, b) => {
+    const [one, other] = [of(a), of(b)];
+    if (missing(one) || missing(other)) return missing(one) - missing(other);
+    return sign * (typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other);
+  });
+}
+
+function mean(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+// Runs of one spec with several seeds as one item each; a run that has no sibling stays itself.
+function families(runs) {
+  const found = new Map();
+  for (const run of runs) found.set(run.family, [...(found.get(run.family) ?? []), run]);
+  return [...found].map(([name, members]) => {
+    if (members.length < 2) return { ...members[0], family: null };
+    const [newest] = members;
+    const points = Math.max(...members.map((run) => run.rewards.length));
+    return {
+      ...newest, family: name, seeds: true, runs: members, id: `${newest.id.replace(/-[^-]*$/, "")}, ${members.length} seeds`,
+      step: Math.min(...members.map((run) => run.step)), reward_mean: mean(members.map((run) => run.reward_mean)), score: mean(members.map((run) => run.score)),
+      rewards: Array.from({ length: points }, (_, index) => mean(members.map((run) => run.rewards[index] ?? null))),
+    };
+  });
 }
 
 export function progress(step, steps, word = "step") {

@@ -5,7 +5,7 @@ import { empty, h, table } from "../dom.js";
 import { clock, duration, number, plural } from "../format.js";
 import { Lanes } from "../lanes.js";
 
-const COLOURS = { generate: "--c1", learn: "--c2", evaluate: "--c3", sync: "--c4", score: "--c6", checkpoint: "--c7", switch: "--c8" };
+const COLOURS = { generate: "--c1", learn: "--c2", evaluate: "--c3", sync: "--c4", score: "--c6", checkpoint: "--c7", switch: "--c8", prefill: "--c5" };
 const COUNTS = [5, 20, 50, 200];
 const NOWHERE = "no device";
 
@@ -32,6 +32,7 @@ export async function timeline(root, context) {
 
   async function load() {
     shown = await get(`${context.path}/timeline`, context.signal, { steps: count.value, before });
+    const { rewinds } = await get(`${context.path}/curves`, context.signal, { points: 2 });
     const start = shown.parts[0]?.start ?? shown.holds[0]?.start ?? 0;
     const end = before === null ? Math.max(shown.parts.at(-1)?.end ?? 0, shown.holds.some((each) => each.end === null) ? Date.now() / 1000 : 0, start + 0.1) : shown.parts.at(-1)?.end ?? start + 0.1;
     const found = lanesOf(shown, start, end);
@@ -39,13 +40,13 @@ export async function timeline(root, context) {
     nothing.hidden = Boolean(found.length);
     if (!found.length) return;
     const steps = shown.parts.filter((part) => part.kind === "step");
-    about.textContent = `${steps.length ? `Steps ${steps[0].step} to ${steps.at(-1).step}, ` : ""}${duration(end - start)} from ${clock(start)}. Above in each lane: who holds the device; below: what is done there.${waits(shown.tail)}`;
+    about.textContent = `${steps.length ? `Steps ${steps[0].step} to ${steps.at(-1).step}, ` : ""}${duration(end - start)} from ${clock(start)}. Above in each lane: who holds the device; below: what is done there.${waits(shown.tail)}${recovered(rewinds.filter((each) => each.time >= start && each.time <= end))}`;
     older.disabled = !shown.older;
     newest.disabled = before === null;
     const stages = [...new Set(found.flatMap((lane) => [...lane.holds, ...lane.work].map((span) => span.stage)))].sort();
     legend.replaceChildren(...stages.map((stage) => h("li", {}, h("i", { vars: { "--mark": `var(${colourOf(stage)})` } }), stage)));
     sums.replaceChildren(sums.firstChild, table("Seconds by device and stage", ["Device", "Held by", ...stages, "At work"], rows(found, stages, start, end))[0]);
-    lanes.set(found, start, end);
+    lanes.set(found, start, end, steps.map((part) => ({ at: part.start, label: `${part.step}` })), rewinds.map((each) => ({ at: each.time })));
   }
 
   let asked = false;
@@ -64,6 +65,10 @@ function waits(tail) {
   if (!tail?.waited) return "";
   const ends = tail.enough === null ? "no algorithm.max_staleness up to 16" : `an algorithm.max_staleness of about ${tail.enough}`;
   return ` The trainer waited for a tail in ${tail.waited} of ${plural(tail.steps, "step")}, at most ${duration(tail.longest_s)}; ${ends} would end that (now ${tail.max_staleness}).`;
+}
+
+function recovered(rewinds) {
+  return rewinds.length ? ` ${plural(rewinds.length, "recovery").replace("recoverys", "recoveries")} (dashed): ${rewinds.map((each) => `back to step ${each.step} at ${clock(each.time)}`).join(", ")}.` : "";
 }
 
 function colourOf(stage) {

@@ -5,8 +5,10 @@ import { strip } from "../charts.js";
 import { empty, facts, h } from "../dom.js";
 import { number, plural } from "../format.js";
 import { answer } from "../tokens.js";
+import { rewards } from "./rewards.js";
 
 const SIZE = 25;
+const FINISHES = ["EOS", "STOP", "LENGTH", "TERMINATED", "TRUNCATED", "TIMED_OUT", "ERROR"];
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best reward first"], ["worst", "worst reward first"]];
 
 export async function trajectories(root, context) {
@@ -18,6 +20,9 @@ export async function trajectories(root, context) {
   let token = "";
   const step = field("step", "Step");
   const prompt = field("prompt", "Group (prompt)");
+  const search = h("input", { id: "text-search", type: "search", placeholder: "Text", "aria-label": "Text in prompt, answer or reference", value: query.get("search") ?? "" });
+  const finish = choice("finish_reason", "Ended", FINISHES);
+  const failed = choice("failed", "Nothing from", (context.run.spec.reward?.scorers ?? []).map((each) => each.name));
   const order = h("select", { id: "order", onchange: () => go() }, ORDERS.map(([name, label]) => h("option", { value: name }, label)));
   order.value = query.get("order") ?? "newest";
   const wrong = h("p", { class: "bad", role: "alert" });
@@ -27,9 +32,22 @@ export async function trajectories(root, context) {
   const on = h("button", { type: "button", onclick: () => turn(1) }, "Next");
   const fresh = h("button", { type: "button", onclick: () => { tokens.length = 1; load(); } }, "Refresh");
   root.append(h("form", { class: "row filters", onsubmit: (event) => { event.preventDefault(); go(); } },
-    step.element, prompt.element, h("label", { for: "order" }, "Order"), order,
+    search, step.element, prompt.element, finish.element, failed.element, h("label", { for: "order" }, "Order"), order,
     h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: address }, "Clear"), fresh),
   wrong, count, list, h("div", { class: "row pager" }, back, on));
+
+  if (!context.address) rewards(context, (at) => go({ step: at })).then((spread) => spread && count.before(spread)).catch(() => {}); // Beside the list, never in its way.
+
+  function choice(name, label, values) {
+    const select = h("select", { id: name }, h("option", { value: "" }, "any"), values.map((each) => h("option", { value: each }, each)));
+    select.value = query.get(name) ?? "";
+    return { select, element: h("span", { class: "pair" }, h("label", { for: name }, label), select) };
+  }
+
+  // What the list is of, as the coordinator is asked.
+  function only() {
+    return { step: step.input.value, prompt: prompt.input.value, search: search.value.trim(), finish_reason: finish.select.value, failed: failed.select.value };
+  }
 
   function field(name, label) {
     const input = h("input", { id: name, type: "number", min: 0, inputmode: "numeric", value: query.get(name) ?? "" });
@@ -37,7 +55,7 @@ export async function trajectories(root, context) {
   }
 
   function go(more = {}) {
-    const wanted = { step: step.input.value, prompt: prompt.input.value, order: order.value, ...more };
+    const wanted = { ...only(), order: order.value, ...more };
     const kept = new URLSearchParams(Object.entries(wanted).filter(([name, value]) => value !== "" && !(name === "order" && value === "newest")));
     const next = `${address}${kept.size ? `?${kept}` : ""}`;
     if (location.hash === next) load(); else location.hash = next;
@@ -53,7 +71,7 @@ export async function trajectories(root, context) {
     let page;
     try {
       page = await get(`${context.path}/trajectories`, context.signal, {
-        page_size: SIZE, page_token: tokens.at(-1), step: step.input.value, prompt: prompt.input.value, order: order.value,
+        page_size: SIZE, page_token: tokens.at(-1), ...only(), order: order.value,
       });
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;

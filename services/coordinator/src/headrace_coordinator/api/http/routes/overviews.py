@@ -12,6 +12,7 @@ from headrace_schema.resources.overviews import (
     EventListView,
     FlowView,
     HoldView,
+    RewardsView,
     RunSummaryListView,
     TimelineView,
 )
@@ -27,6 +28,7 @@ from headrace_coordinator.api.http.requests import (
     view_response,
 )
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.projections.reading import read_rewards
 from headrace_coordinator.projections.timeline import read_timeline
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
 Search = Annotated[
-    str, Query(max_length=100, description="only runs whose id contains this; case is ignored")
+    str, Query(max_length=100, description="only runs whose id or a tag contains this; case is ignored")
 ]
 
 
@@ -47,7 +49,7 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
     async def list_run_summaries(
         page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
     ) -> Response:
-        """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id."""
+        """Runs in short, newest first, with a sparkline of rewards; filtered by state and part of id or tag."""
         try:
             shown, place, total = await coordinator.reads.summaries(
                 page_size, page_token, known_states(state), search
@@ -71,6 +73,14 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
     async def get_flow(run_id: str) -> Response:
         """Where the slots of the step in hand stand between generation, scoring and learning."""
         return view_response(coordinator.reads.flow(run_id))
+
+    @routes.get("/runs/{run_id}/rewards", response_model=RewardsView)
+    async def get_rewards(
+        run_id: str, steps: Annotated[int, Query(ge=1, le=500, description="most steps, the newest")] = 100
+    ) -> Response:
+        """How the rewards of the stored trajectories are spread, by step: a histogram of each."""
+        directory = runs_directory / coordinator.reads.run(run_id).id
+        return view_response(await asyncio.to_thread(read_rewards, directory, steps))
 
     @routes.get("/runs/{run_id}/newest-events", response_model=EventListView)
     async def list_newest_events(

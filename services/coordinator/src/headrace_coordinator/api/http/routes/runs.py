@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from headrace_schema.changing import RunChange
+from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
     CertificateListView,
@@ -39,7 +39,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.projections.reading import Order, PageTokenError, read_trajectories
+from headrace_coordinator.projections.reading import Filter, Order, PageTokenError, read_trajectories
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -127,6 +127,13 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
         key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.change(run_id, change, key), key)
 
+    @routes.post("/{run_id}:label", response_model=RunView, openapi_extra=body_of("RunLabels", JSON))
+    async def label_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
+        """Gives a run tags or a note for people; works on ended runs too."""
+        change = await read_model(request, RunLabels, "the labels")
+        key = key_or_new(idempotency_key)
+        return keyed_response(await coordinator.run_changes.label(run_id, change, key), key)
+
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
         """Ends a run; the checkpoints that it has stay."""
@@ -191,13 +198,19 @@ def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) 
         prompt: Annotated[
             int | None, Query(ge=0, description="only the group of this prompt ordinal")
         ] = None,
+        search: Annotated[
+            str, Query(max_length=200, description="only with this in prompt, answer or reference")
+        ] = "",
+        finish_reason: Annotated[str, Query(max_length=40, description="only ended so: EOS, LENGTH …")] = "",
+        failed: Annotated[str, Query(max_length=100, description="only those this scorer gave nothing")] = "",
         order: Annotated[Order, Query(description="by time, or by reward: best or worst first")] = "oldest",
     ) -> Response:
         """A sample of the settled trajectories as text."""
         directory = runs_directory / coordinator.reads.run(run_id).id
+        only = Filter(step, prompt, search, finish_reason, failed)
         try:
             found = await asyncio.to_thread(
-                read_trajectories, directory, page_token, page_size, step=step, prompt=prompt, order=order
+                read_trajectories, directory, page_token, page_size, only=only, order=order
             )
         except PageTokenError as error:
             raise foreign_token(page_token) from error
