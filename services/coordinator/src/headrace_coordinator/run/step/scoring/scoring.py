@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
@@ -16,6 +17,8 @@ from headrace_coordinator.run.step.scoring.streams import Question, ScoreStream,
 from headrace_coordinator.run.step.timer import StepTimer
 
 SCORER_RETRIES = 2
+UNAVAILABLE_S = 2.0
+"""How long an answer waits until it is asked about again, after what its scorer stands on was not there."""
 BATCH = 512
 GRACE_S = 60.0
 """Beyond reward.timeout_s for each open question: what an instance may take for everything else."""
@@ -79,6 +82,11 @@ class Scoring:
         self._waiting: list[reward.ScoreItem] = []
         self._streams = staffing.score_streams
         self._broken: Counter[Question] = Counter()
+        self._resting = 0
+        """Items that are put again after UNAVAILABLE_S."""
+        self._outage = ExitStack()
+        """Shows what scoring waits for, while a scorer has nothing to stand on."""
+        self._away = ""
         self._closed = False
         self._main_stage = main_stage
         self._open: Counter[str] = Counter()
@@ -97,7 +105,8 @@ class Scoring:
 
     @property
     def _finished(self) -> bool:
-        return self._closed and not self._waiting and not any(stream.asked for stream in self._streams.all)
+        left = self._waiting or self._resting or any(stream.asked for stream in self._streams.all)
+        return self._closed and not left
 
     @property
     def _limit_s(self) -> float:
@@ -119,6 +128,7 @@ class Scoring:
                 for stream in list(self._streams.all):
                     await self._remove_ended(stream)
         finally:
+            self._outage.close()
             if self._finished:
                 self._streams.rest()
             else:
@@ -202,6 +212,10 @@ class Scoring:
             if item is None:
                 continue
             self._count(item.stage, -1)
+            if result.status == reward.SCORE_STATUS_UNAVAILABLE:
+                self._put_later(item, result.detail)
+                continue
+            self._back()
             if result.status == reward.SCORE_STATUS_SCORER_BROKEN and self._broken[question] < SCORER_RETRIES:
                 self._broken[question] += 1
                 self._waiting.append(item)
@@ -214,6 +228,28 @@ class Scoring:
         if final:
             self._deliver(final)
         self._streams.news.beat()
+
+    def _put_later(self, item: reward.ScoreItem, why: str) -> None:
+        """An answer that its scorer cannot judge now is kept: the step waits, as long as its time limit allows."""
+        if not self._away:
+            self._workers.note(
+                f"a scorer cannot be asked now; its answers are kept, and it is asked again: {why}"
+            )
+            self._outage.enter_context(self._workers.fleet.waits.named(self._workers.run, f"a scorer: {why}"))
+        self._away = why
+        self._resting += 1
+
+        def put() -> None:
+            self._resting -= 1
+            self.put(item)
+
+        asyncio.get_running_loop().call_later(UNAVAILABLE_S, put)
+
+    def _back(self) -> None:
+        if self._away:
+            self._away = ""
+            self._outage.close()
+            self._workers.note("the scorer that could not be asked answers again")
 
 
 def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:
