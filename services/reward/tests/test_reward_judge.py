@@ -11,6 +11,7 @@ import pytest
 from headrace.reward.v1 import reward_pb2
 from headrace_reward import scorers
 from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, ScorerError, Unavailable
+from headrace_reward.scorers.contract import check_scorer
 from headrace_reward.scorers.judges.verdicts import fill
 from headrace_servicekit.rpc.errors import message_of
 from judge_stub import between_marks, judge, shown, slow
@@ -212,6 +213,14 @@ async def test_concurrency_is_bounded_over_all_scorers_of_a_process():
         asked = [scorer.score(Answer("q", f"{number}")) for number in range(6) for scorer in both]
         await asyncio.gather(*asked)
         assert len(stub.asked) == 12 and stub.most_open == 3
+
+
+def test_judges_hold_the_contract():
+    with judge(graded) as (_, options):
+        check_scorer("judge", options, SUM)
+    with judge(best) as (_, options):
+        check_scorer("judge_group", options, Answer("q", "a", group=["a", "bb"]))
+    check_scorer("episode", {}, Answer("q", "a", episode={"return": 1.5, "rewards": [0.5, 1.0]}))
 
 
 @pytest.mark.parametrize(
