@@ -254,7 +254,7 @@ async def until(condition):
 
 
 async def test_an_answer_whose_scorer_cannot_be_asked_is_kept_and_asked_about_again(monkeypatch):
-    """However often; a broken scorer would have cost its group. The run says what it waits for, and when it is over."""
+    """However often; a broken scorer would have cost its group. The run says what it waits for, once."""
     monkeypatch.setattr(scoring, "UNAVAILABLE_S", 0.05)
     judge = Judge("a")
     judge.away[(0, 1)] = judge.away[(1, 2)] = 3 * SCORER_RETRIES
@@ -265,5 +265,19 @@ async def test_an_answer_whose_scorer_cannot_be_asked_is_kept_and_asked_about_ag
     results = await scoring_task
     assert [each.status for each in results] == [reward.SCORE_STATUS_OK] * 8
     assert judge.asked.count((0, 1)) == 3 * SCORER_RETRIES + 1
-    assert "nobody at the judge" in staffing.notes[0] and "answers again" in staffing.notes[-1]
+    (note,) = staffing.notes
+    assert "nobody at the judge" in note
     assert staffing.fleet.waits.of("a") == []
+
+
+async def test_a_scorer_that_stays_away_for_the_steps_time_is_broken(monkeypatch):
+    """An evaluation, which no step's limit ends, ends so too."""
+    monkeypatch.setattr(scoring, "UNAVAILABLE_S", 0.01)
+    judge = Judge("a")
+    judge.away[(0, 1)] = 1 << 30
+    staffing = Staffing(judge)
+    staffing.spec.limits.step_timeout_s = 0.1
+    async with asyncio.timeout(20):
+        results = await score_all(staffing, items(4))
+    (broken,) = [each for each in results if each.status == reward.SCORE_STATUS_SCORER_BROKEN]
+    assert broken.sample.sample_index == 1 and broken.detail == "nobody at the judge" and len(results) == 4

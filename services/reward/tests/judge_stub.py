@@ -67,7 +67,7 @@ def judge(reply, **options):
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        yield stub, {"base_url": url, "model": "grader-7b", "deadline_s": 3, **options}
+        yield stub, {"base_url": url, "model": "grader-7b", "deadline_s": 20, **options}
     finally:
         server.shutdown()
         server.server_close()

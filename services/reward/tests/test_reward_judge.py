@@ -170,13 +170,13 @@ async def test_busy_servers_are_asked_again_when_they_say():
         ),
         ((404, {"error": {"message": "no such model"}}), "model", "did you mean 'grader-7b'?"),
         ((200, b"<html>"), "base_url", "is no OpenAI-compatible server"),
-        ((503, b"down"), "base_url", "gave no verdict within deadline_s = 0.5 s: status 503, down"),
+        ((503, b"down"), "base_url", "gave no verdict within deadline_s = 1 s: status 503, down"),
         ((429, b"", {"Retry-After": "3600"}), "base_url", "asks to wait 3600 s"),
     ],
 )
 async def test_a_judge_that_is_not_there_or_wrong_is_named_with_its_key(monkeypatch, reply, field, words):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    deadline_s = 0.5 if "0.5" in words else 10.0
+    deadline_s = 1.0 if "= 1 s" in words else 20.0
     given = {"model": "grader7b", "api_key_env": "JUDGE_KEY", "deadline_s": deadline_s}
     with judge(lambda body: reply, **given) as (_, options):
         with pytest.raises(Unavailable) as raised:
@@ -266,10 +266,10 @@ async def test_the_service_refuses_a_judge_that_is_not_there_with_key_and_fix(re
 
 
 async def test_a_judge_that_goes_away_costs_no_answer(reward):
-    with judge(graded, deadline_s=0.3) as (stub, options):
-        await reward.open({"name": "judge", "options": options})
+    with judge(graded) as (stub, options):
+        await reward.open({"name": "judge", "options": options}, timeout_s=30)
         item = reward.item("2", prompt="1 + 1?", reference="2")
-        stub.reply = lambda body: (503, b"down")
+        stub.reply = lambda body: (503, b"down", {"Retry-After": "3600"})
         (away,) = await reward.score(item)
         assert away.status == reward_pb2.SCORE_STATUS_UNAVAILABLE and "options.base_url" in away.detail
         stub.reply = graded
@@ -288,7 +288,7 @@ def best(body) -> str:
 async def test_the_answers_of_a_group_are_ranked_in_two_orders_by_one_child(reward):
     group = ["a", "aaa", "aa", "aaa"]
     with judge(best) as (stub, options):
-        await reward.open({"name": "judge_group", "options": options}, give=["group"])
+        await reward.open({"name": "judge_group", "options": options}, give=["group"], timeout_s=30)
         opened = len(stub.asked)
         found = await reward.score(*(reward.item(text, prompt="q", group=group) for text in group))
     assert [each.reward for each in found] == [0.0, 1.0, 0.5, 1.0]
@@ -348,7 +348,7 @@ async def test_a_group_of_equal_answers_asks_nobody_and_rankings_are_whole():
 async def test_the_group_has_to_be_given(reward):
     with judge(best) as (_, options):
         with pytest.raises(grpc.aio.AioRpcError, match=r"set reward.give: \[group\]"):
-            await reward.open({"name": "judge_group", "options": options})
+            await reward.open({"name": "judge_group", "options": options}, timeout_s=30)
         with pytest.raises(LookupError, match="granularity: group"):
             await made("judge_group", options).score(Answer("q", "a"))
         assert BLANK.group == [""]

@@ -138,7 +138,7 @@ class Endpoint:
                         status, headers, found = await self._post(body)
                 except TimeoutError:
                     break
-                except self._httpx.TransportError as error:
+                except self._httpx.RequestError as error:
                     failed = str(error) or type(error).__name__
                 else:
                     if status not in _AGAIN:

@@ -72,7 +72,8 @@ def unknown_places(template: str, known: Sequence[str]) -> list[str]:
 def of_answer(answer: Answer) -> dict[str, str]:
     """What a prompt may show of an answer beside its text."""
     said = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in answer.messages)
-    question = answer.prompt or (answer.messages[-1]["content"] if answer.messages else "")
+    asked = (turn["content"] for turn in answer.messages if turn["role"] == "user")
+    question = answer.prompt or next(asked, "")
     return {"question": question, "reference": answer.reference, "messages": said or f"user: {question}"}
 
 

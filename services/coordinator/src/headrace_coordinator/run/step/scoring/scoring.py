@@ -84,9 +84,10 @@ class Scoring:
         self._broken: Counter[Question] = Counter()
         self._resting = 0
         """Items that are put again after UNAVAILABLE_S."""
-        self._outage = ExitStack()
-        """Shows what scoring waits for, while a scorer has nothing to stand on."""
-        self._away = ""
+        self._outages: dict[str, tuple[float, ExitStack]] = {}
+        """Stages with a scorer that cannot be asked now: since when, and what shows that scoring waits for it."""
+        self._told: set[str] = set()
+        """Stages of which the user was told so: one that comes and goes fills no log."""
         self._closed = False
         self._main_stage = main_stage
         self._open: Counter[str] = Counter()
@@ -128,7 +129,8 @@ class Scoring:
                 for stream in list(self._streams.all):
                     await self._remove_ended(stream)
         finally:
-            self._outage.close()
+            for stage in list(self._outages):
+                self._back(stage)
             if self._finished:
                 self._streams.rest()
             else:
@@ -213,9 +215,14 @@ class Scoring:
                 continue
             self._count(item.stage, -1)
             if result.status == reward.SCORE_STATUS_UNAVAILABLE:
-                self._put_later(item, result.detail)
+                if now() - self._away_since(item.stage, result.detail) < self._limit_s:
+                    self._put_later(item)
+                    continue
+                # An evaluation has no other end, and a step has run into the same limit.
+                result.status = reward.SCORE_STATUS_SCORER_BROKEN
+                final.append(result)
                 continue
-            self._back()
+            self._back(item.stage)
             if result.status == reward.SCORE_STATUS_SCORER_BROKEN and self._broken[question] < SCORER_RETRIES:
                 self._broken[question] += 1
                 self._waiting.append(item)
@@ -229,14 +236,25 @@ class Scoring:
             self._deliver(final)
         self._streams.news.beat()
 
-    def _put_later(self, item: reward.ScoreItem, why: str) -> None:
+    def _away_since(self, stage: str, why: str) -> float:
+        """When a stage's scorer could not be asked for the first time since it was last there."""
+        if stage not in self._outages:
+            shown = ExitStack()
+            shown.enter_context(self._workers.fleet.waits.named(self._workers.run, f"a scorer: {why}"))
+            self._outages[stage] = now(), shown
+            if stage not in self._told:
+                self._told.add(stage)
+                self._workers.note(
+                    f"a scorer cannot be asked now; answers are kept, and it is asked again: {why}"
+                )
+        return self._outages[stage][0]
+
+    def _back(self, stage: str) -> None:
+        if stage in self._outages:
+            self._outages.pop(stage)[1].close()
+
+    def _put_later(self, item: reward.ScoreItem) -> None:
         """An answer that its scorer cannot judge now is kept: the step waits, as long as its time limit allows."""
-        if not self._away:
-            self._workers.note(
-                f"a scorer cannot be asked now; its answers are kept, and it is asked again: {why}"
-            )
-            self._outage.enter_context(self._workers.fleet.waits.named(self._workers.run, f"a scorer: {why}"))
-        self._away = why
         self._resting += 1
 
         def put() -> None:
@@ -244,12 +262,6 @@ class Scoring:
             self.put(item)
 
         asyncio.get_running_loop().call_later(UNAVAILABLE_S, put)
-
-    def _back(self) -> None:
-        if self._away:
-            self._away = ""
-            self._outage.close()
-            self._workers.note("the scorer that could not be asked answers again")
 
 
 def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:
