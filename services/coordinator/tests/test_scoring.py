@@ -16,6 +16,7 @@ from headrace_coordinator.run.step.scoring import scoring, streams
 from headrace_coordinator.run.step.scoring.scoring import SCORER_RETRIES, Scoring, score_all
 from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.waits import Waits
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Judge:
     draining: bool = False
     late_reads: list = field(default_factory=list)
     broken: Counter = field(default_factory=Counter)
+    away: Counter = field(default_factory=Counter)
 
     @property
     def instance(self):
@@ -65,7 +67,12 @@ class Judge:
         if self.broken[key] > 0:
             self.broken[key] -= 1
             status = reward.SCORE_STATUS_SCORER_BROKEN
-        return reward.ScoreResult(sample=item.sample, attempt=1, status=status, reward=float(key[1]))
+        if self.away[key] > 0:
+            self.away[key] -= 1
+            status = reward.SCORE_STATUS_UNAVAILABLE
+        return reward.ScoreResult(
+            sample=item.sample, attempt=1, status=status, reward=float(key[1]), detail="nobody at the judge"
+        )
 
 
 class Staffing:
@@ -88,7 +95,14 @@ class Staffing:
             event_log=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time(), wake=lambda: None),
         )
         self.fleet.deaths = Deaths(self.fleet.event_log, None)
+        self.fleet.waits = Waits(lambda: 0.0)
         self.run = "a"
+        self.notes: list[str] = []
+        self.noted = asyncio.Event()
+
+    def note(self, text):
+        self.notes.append(text)
+        self.noted.set()
 
     async def fate(self, incarnation):
         return True
@@ -237,3 +251,33 @@ async def until(condition):
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - a fake sets no event
             await asyncio.sleep(0.01)
+
+
+async def test_an_answer_whose_scorer_cannot_be_asked_is_kept_and_asked_about_again(monkeypatch):
+    """However often; a broken scorer would have cost its group. The run says what it waits for, once."""
+    monkeypatch.setattr(scoring, "UNAVAILABLE_S", 0.05)
+    judge = Judge("a")
+    judge.away[(0, 1)] = judge.away[(1, 2)] = 3 * SCORER_RETRIES
+    staffing = Staffing(judge)
+    scoring_task = asyncio.ensure_future(score_all(staffing, items(8)))
+    await staffing.noted.wait()
+    assert staffing.fleet.waits.of("a") == ["a scorer: nobody at the judge"]
+    results = await scoring_task
+    assert [each.status for each in results] == [reward.SCORE_STATUS_OK] * 8
+    assert judge.asked.count((0, 1)) == 3 * SCORER_RETRIES + 1
+    (note,) = staffing.notes
+    assert "nobody at the judge" in note
+    assert staffing.fleet.waits.of("a") == []
+
+
+async def test_a_scorer_that_stays_away_for_the_steps_time_is_broken(monkeypatch):
+    """An evaluation, which no step's limit ends, ends so too."""
+    monkeypatch.setattr(scoring, "UNAVAILABLE_S", 0.01)
+    judge = Judge("a")
+    judge.away[(0, 1)] = 1 << 30
+    staffing = Staffing(judge)
+    staffing.spec.limits.step_timeout_s = 0.1
+    async with asyncio.timeout(20):
+        results = await score_all(staffing, items(4))
+    (broken,) = [each for each in results if each.status == reward.SCORE_STATUS_SCORER_BROKEN]
+    assert broken.sample.sample_index == 1 and broken.detail == "nobody at the judge" and len(results) == 4

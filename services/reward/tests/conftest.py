@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import pytest
 from headrace.common.v1 import common_pb2
@@ -12,6 +14,8 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_reward.__main__ import mount
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 @dataclass

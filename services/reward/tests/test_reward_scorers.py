@@ -193,7 +193,7 @@ def test_episode_reads_what_an_environment_gave_for_a_conversation():
             scorers.choose("episode", {"of": of}).build().score(answer)
             for of in ("return", "success", "steps")
         ]
-        assert found == [1.5, 1.0, 2.0]
+        assert found == [{"score": 1.5, "turns": [0.5, 1.0]}, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("told", ["42", "[]", '{"steps": 3}', '{"return": NaN}', "reached"])

@@ -42,11 +42,14 @@ async def test_lists_scorers_page_by_page(reward):
         "episode",
         "exact",
         "format",
+        "judge",
+        "judge_group",
         "last_number",
         "length",
         "math_verify",
         "reasoning_gym",
         "regex",
+        "reward_model",
     ]
 
 

@@ -168,3 +168,52 @@ async def test_a_scorer_may_compare_the_answers_of_a_group(reward, scorer_file):
     assert [each.reward for each in found] == [2.0, 0.0, 1.0]
     (alone,) = await reward.answers("d")
     assert alone.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and "granularity: group" in alone.detail
+
+
+TURNS = """#file
+def score(episode, completion):
+    return {"score": 0.75, "turns": [0.25, 0.5], "note": 3} if completion != "sum" else {"turns": [1, 2]}
+"""
+SAID = common_pb2.Conversation(
+    messages=[common_pb2.ChatMessage(role="assistant", content="x")] * 2, rewards=[1.0, -0.5]
+)
+
+
+async def test_a_scorer_may_reward_each_turn(reward, scorer_file):
+    """Weighted, beside what the environment gave by turn, and a score for the whole, which the last turn gets."""
+    whole = scorer_file("return 0.125", "whole.py")
+    scorers = [
+        (scorer_file(TURNS), 2.0),
+        (whole, 4.0),
+        {"name": "episode", "weight": 1.0, "options": {"scale": 2}},
+    ]
+    await reward.open(*scorers)
+    first, summed = await reward.answers("a", "sum", conversation=SAID)
+    assert list(first.turns) == [2 * 0.25 + 2.0, 2 * 0.5 + 0.5 - 1.0] and first.reward == sum(first.turns)
+    assert dict(first.parts) == {
+        "mine.py:score": 0.75,
+        "mine.py:score/score": 0.75,
+        "mine.py:score/note": 3.0,
+        "whole.py:score": 0.125,
+        "episode": 1.0,
+    }
+    assert summed.parts["mine.py:score"] == 3.0 and sum(summed.turns) == summed.reward
+    await reward.close()
+    await reward.open(whole)
+    assert list((await reward.answers("a", conversation=SAID))[0].turns) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ('{"turns": [1.0]}', "returned 1 turns of an answer with 2; return a number for each assistant turn"),
+        ('{"score": 1.0, "turns": [1.0, 1.0]}', "returned score 1, and turns that add up to 2"),
+        ('{"score": 1.0, "turns": ["a", 1.0]}', "turns that are no list of finite numbers"),
+        ('{"score": 1.0, "turns": [float("inf"), 1.0]}', "turns that are no list of finite numbers"),
+        ('{"score": 1.0, "turns": 2}', "turns that are no list of finite numbers"),
+    ],
+)
+async def test_turns_that_do_not_fit_are_the_scorers_fault(reward, scorer_file, returned, words):
+    await reward.open(scorer_file(f"return {returned} if completion else 0.0"))
+    (found,) = await reward.answers("a", conversation=SAID)
+    assert found.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and words in found.detail

@@ -31,8 +31,12 @@ class Letters:
         said = "".join(f"{m['role'][0]}:{m['content']}{'+' * len(m.get('tool_calls', ()))}\0" for m in chat)
         return f"{tools}{said}a:"
 
-    def encode_prompt(self, chat, arguments=None):
-        return self.tokenizer.encode(self.render(chat, arguments), add_special_tokens=False)
+    def encode_prompt(self, chat=None, text=None, arguments=None):
+        text = self.render(chat, arguments) if text is None else f"^{text}"
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_behind(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(id) for id in ids if id != END)

@@ -110,6 +110,10 @@ class TextCodec:
         own = self.tokenizer.eos_token_id
         return [*self._ids(text, special=False), own if own is not None else min(self.eos_ids)]
 
+    def encode_behind(self, text: str) -> list[int]:
+        """Ids of a text that goes on behind other ids: the tokenizer puts nothing before it, and nothing behind."""
+        return self._ids(text, special=False)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, for scorers and people; never turned back into ids."""
         text: str = self.tokenizer.decode(

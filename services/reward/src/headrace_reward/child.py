@@ -59,7 +59,8 @@ def catalogue() -> list[dict[str, Any]]:
 def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[str, Any]:
     """Loads `sets` {name: [{name, options, part}]} for paths below `directory`, announcing each step {at}.
 
-    Returns {digests: {set: [digest]}, at_once: [set]}, or {error: {scorer_set, index, field, message}}.
+    `timeout_s` and `give` are those of the section. Returns {digests: {set: [digest]}, at_once: [set], one_process},
+    or {error: {scorer_set, index, field, message}}.
     """
     directory = Path(message["directory"])
     for set_name, entries in message["sets"].items():
@@ -70,6 +71,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
                 _write(writer, {"at": place | {"doing": "loaded"}})
                 each = judge.load(entry["name"], entry["options"], entry["part"], directory, message["give"])
                 _write(writer, {"at": place | {"doing": "probed with a blank answer"}})
+                _check_limits(each, message)
                 judge.probe(each)
             except ScorerError as error:
                 return {"error": place | {"field": error.field, "message": error.message}}
@@ -78,7 +80,25 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
     return {
         "digests": digests,
         "at_once": [name for name, scorer_set in loaded.items() if at_once(scorer_set)],
+        "one_process": any(
+            getattr(each.scorer, "one_process", False)
+            for scorer_set in loaded.values()
+            for each in scorer_set
+        ),
     }
+
+
+def _check_limits(each: judge.LoadedScorer, message: dict[str, Any]) -> None:
+    """Raises ScorerError where a scorer's own limits do not fit the run's section."""
+    longest_s, timeout_s = getattr(each.scorer, "longest_s", 0.0), message["timeout_s"]
+    if longest_s > timeout_s:
+        raise ScorerError(
+            "options.deadline_s",
+            f"{longest_s:g} s are more than reward.timeout_s = {timeout_s:g}, after which the process is killed; "
+            f"set reward.timeout_s: {longest_s + 10:g}, or a shorter deadline_s",
+        )
+    if getattr(each.scorer, "needs_group", False) and "group" not in message["give"]:
+        raise ScorerError("name", f"{each.part} compares answers of a group; set reward.give: [group]")
 
 
 def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None:
@@ -92,6 +112,7 @@ def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None
             reply = {
                 "parts": judgement.parts,
                 "scores": judgement.scores,
+                "turns": judgement.turns,
                 "fault": judgement.fault,
                 "detail": judgement.detail,
                 "wall_s": (time.perf_counter() - begin) / count,

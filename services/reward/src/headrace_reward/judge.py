@@ -12,14 +12,14 @@ import math
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from headrace_reward import scorers
-from headrace_reward.scorers.base import Answer, Score, Scorer, ScorerError
+from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, Score, Scorer, ScorerError, Unavailable
 from headrace_reward.user_scorer import UserScorer, is_user_scorer, load_user_scorer, locate
 
 _RESULT = TypeVar("_RESULT")
@@ -31,10 +31,12 @@ class NoScores(Exception):
 
 # Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.
 _CODE_FAULTS = (SyntaxError, ImportError, NameError, NoScores)
-_BLANK = Answer(prompt="", completion="", reference="", metadata={}, prompt_ids=[0], group=[""])
 NOBODY = "every scorer abstained; of each kind of item one must return a number"
 TOTAL = "score"
 """The key of a returned dict that is the whole score; the others are shown beside it."""
+TURNS = "turns"
+"""The key of a returned dict with the score of each turn of the policy's, which add up to the whole."""
+Fault = Literal["", "answer", "scorer", "unavailable"]
 _LOOP = asyncio.new_event_loop()
 """Of coroutines: one for the whole process, as their clients keep connections that belong to a loop."""
 
@@ -86,7 +88,9 @@ class Judgement:
     parts: Mapping[str, float]
     scores: Mapping[str, float]
     """One score a scorer that did not abstain, by part name: what the weights apply to."""
-    fault: Literal["", "answer", "scorer"] = ""
+    turns: Mapping[str, list[float]] = field(default_factory=dict)
+    """Scores by turn, of scorers that gave them, by part name."""
+    fault: Fault = ""
     detail: str = ""
 
 
@@ -110,10 +114,12 @@ def probe(loaded: LoadedScorer) -> None:
     """Tries a scorer on a blank question.
 
     Raises:
-        ScorerError: its code is at fault whatever the answer, or it returns no number.
+        ScorerError: its code is at fault whatever the answer, it says so itself, or it returns no number.
     """
-    tried = _said(loaded, [_BLANK])[0]
+    tried = _said(loaded, [BLANK])[0]
     if isinstance(tried, Raised):
+        if isinstance(tried.error, ScorerError):
+            raise tried.error
         # Anything else may be the blank question's fault; if it is not, the first answer says so.
         if isinstance(tried.error, _CODE_FAULTS):
             raise ScorerError("name", f"{loaded.part} fails on any answer: {tried.detail}")
@@ -147,22 +153,35 @@ def _judge_at_once(loaded: list[LoadedScorer], answers: Sequence[Answer]) -> lis
 
 def _with(sofar: Judgement, each: LoadedScorer, answer: Answer, said: Any) -> Judgement:
     """A judgement with what one more scorer said."""
-    parts, scores = dict(sofar.parts), dict(sofar.scores)
+    parts, scores, turns = dict(sofar.parts), dict(sofar.scores), dict(sofar.turns)
     if isinstance(said, Raised):
-        fault: Literal["answer", "scorer"] = "scorer" if _broken(each, answer) else "answer"
-        return Judgement(parts, scores, fault, f"{each.part}: {said.detail}")
+        return Judgement(parts, scores, turns, *_blame(each, answer, said))
     each.abstains = each.abstains or said is None
     if each.abstains:
         parts[f"{each.part}/abstained"] = float(said is None)
     if said is None:
-        return Judgement(parts, scores)
-    wrong = _type_fault(said) or _value_fault(said)
+        return Judgement(parts, scores, turns)
+    wrong = _type_fault(said) or _value_fault(said) or _turns_fault(said, answer)
     if wrong is not None:
-        return Judgement(parts, scores, "scorer", f"{each.part} {wrong}")
+        return Judgement(parts, scores, turns, "scorer", f"{each.part} {wrong}")
     if isinstance(said, Mapping):
-        parts |= {f"{each.part}/{key}": float(value) for key, value in said.items() if _is_number(value)}
+        if set(said) - {TOTAL, TURNS}:  # Beside its turns alone, the total has nothing to tell.
+            parts |= {f"{each.part}/{key}": float(value) for key, value in said.items() if _is_number(value)}
+        if TURNS in said:
+            turns[each.part] = [float(value) for value in said[TURNS]]
     scores[each.part] = parts[each.part] = _total(said)
-    return Judgement(parts, scores)
+    return Judgement(parts, scores, turns)
+
+
+def _blame(each: LoadedScorer, answer: Answer, raised: Raised) -> tuple[Fault, str]:
+    """Whose fault it is that a scorer raised, and what to say of it."""
+    error = raised.error
+    if isinstance(error, AnswerFailed):
+        return "answer", f"{each.part}: {error}"
+    if isinstance(error, ScorerError):
+        fault: Fault = "unavailable" if isinstance(error, Unavailable) else "scorer"
+        return fault, f"{each.part}: {error.field}: {error.message}"
+    return "scorer" if _broken(each, answer) else "answer", f"{each.part}: {raised.detail}"
 
 
 def _said(each: LoadedScorer, answers: Sequence[Answer]) -> list[Any]:
@@ -240,10 +259,12 @@ def _broken(each: LoadedScorer, answer: Answer) -> bool:
 
 
 def _total(said: Score) -> float:
-    """The score; of a dict its `score`, as verl's functions name it, else the sum of all."""
+    """The score; of a dict its `score`, as verl's functions name it, else the sum of its turns, or of all."""
     if not isinstance(said, Mapping):
         return float(said)
-    return float(said[TOTAL]) if TOTAL in said else math.fsum(map(float, said.values()))
+    if TOTAL in said:
+        return float(said[TOTAL])
+    return math.fsum(map(float, said[TURNS] if TURNS in said else said.values()))
 
 
 def _is_number(value: object) -> bool:
@@ -256,7 +277,7 @@ def _type_fault(said: object) -> str | None:
         return None
     entries = dict(said).items() if isinstance(said, Mapping) else [(None, said)]
     for key, value in entries:
-        if isinstance(said, Mapping) and TOTAL in said and key != TOTAL:
+        if isinstance(said, Mapping) and (TOTAL in said or TURNS in said) and key != TOTAL:
             continue  # Beside a named total anything may be told; what is a number is shown.
         if not (_is_number(value) and (key is None or isinstance(key, str))):
             where = "" if key is None else f" for {key!r}"
@@ -269,6 +290,22 @@ def _value_fault(said: Score) -> str | None:
     if isinstance(number, Raised):
         return f"returned what is no number: {number.detail}"
     return None if math.isfinite(number) else f"returned {number}, not a finite number"
+
+
+def _turns_fault(said: Score, answer: Answer) -> str | None:
+    if not isinstance(said, Mapping) or TURNS not in said:
+        return None
+    turns, expected = said[TURNS], len(answer.episode["rewards"]) if answer.episode is not None else 1
+    if not isinstance(turns, Sequence) or not all(_is_number(each) and math.isfinite(each) for each in turns):
+        return f"returned turns that are no list of finite numbers: {str(turns)[:80]}"
+    if answer == BLANK:
+        return None
+    if len(turns) != expected:
+        return f"returned {len(turns)} turns of an answer with {expected}; return a number for each assistant turn"
+    total, added = _total(said), math.fsum(map(float, turns))
+    if not math.isclose(total, added, rel_tol=1e-6, abs_tol=1e-9):
+        return f"returned score {total:g}, and turns that add up to {added:g}; leave score out, or let it be their sum"
+    return None
 
 
 def _call(function: Callable[[], _RESULT]) -> _RESULT | Raised:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
@@ -39,9 +39,10 @@ class OpenFault(Exception):
 class Finding:
     """What came of one answer."""
 
-    fault: Literal["", "answer", "scorer"] = ""
+    fault: judge.Fault = ""
     detail: str = ""
     scores: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, list[float]] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
     wall_s: float = 0.0
 
@@ -97,7 +98,11 @@ class ScorerPool(Pool):
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._settings = settings
-        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._queue: asyncio.Queue[list[_Job]] = asyncio.Queue()
+        """Answers that go to a child together: those of one group, whose comparisons it remembers, else one."""
+        self._waiting: dict[tuple[str, tuple[str, ...]], list[_Job]] = {}
+        """The entry of the queue that takes further answers, by set and group."""
+        self._children = settings.children
         self._workers: list[asyncio.Task[None]] = []
         self._digests: dict[str, list[str]] = {}
         self._at_once: set[str] = set()
@@ -112,7 +117,7 @@ class ScorerPool(Pool):
             OpenFault: a scorer cannot be loaded, or does not survive its probe.
         """
         first = await self._start()
-        counted = range(self._settings.children)
+        counted = range(self._children)
         self._workers = [
             asyncio.create_task(self._work(first if number == 0 else None), name=f"scorer-worker-{number}")
             for number in counted
@@ -125,8 +130,19 @@ class ScorerPool(Pool):
         if self._closed:
             _settle_exception(job)
         else:
-            self._queue.put_nowait(job)
+            self._put(job)
         return job.found
+
+    def _put(self, job: _Job) -> None:
+        group = tuple(job.answer.get("group", ()))
+        key = (str(job.answer["set"]), group)
+        if group and (together := self._waiting.get(key)):
+            together.append(job)
+            return
+        jobs = [job]
+        if group:
+            self._waiting[key] = jobs
+        self._queue.put_nowait(jobs)
 
     async def close(self) -> None:
         """Kills the children; answers that still wait raise PoolClosed."""
@@ -135,7 +151,8 @@ class ScorerPool(Pool):
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
         while not self._queue.empty():
-            _settle_exception(self._queue.get_nowait())
+            for job in self._queue.get_nowait():
+                _settle_exception(job)
 
     async def _work(self, child: Worker[Message] | None) -> None:
         jobs: deque[_Job] = deque()
@@ -156,9 +173,18 @@ class ScorerPool(Pool):
 
     async def _take(self) -> list[_Job]:
         """At least one job; more where they wait, but a fair share."""
-        jobs = [await self._queue.get()]
-        share = min(self._settings.batch - 1, self._queue.qsize() // self._settings.children)
-        return jobs + [self._queue.get_nowait() for _ in range(share)]
+        jobs = self._taken(await self._queue.get())
+        share = min(self._settings.batch - 1, self._queue.qsize() // self._children)
+        for _ in range(share):
+            if len(jobs) >= self._settings.batch:
+                break
+            jobs += self._taken(self._queue.get_nowait())
+        return jobs
+
+    def _taken(self, jobs: list[_Job]) -> list[_Job]:
+        if group := jobs[0].answer.get("group"):
+            self._waiting.pop((str(jobs[0].answer["set"]), tuple(group)), None)
+        return list(jobs)
 
     async def _replace(self, jobs: deque[_Job]) -> Worker[Message] | None:
         """A fresh child; where none can be had, the jobs are the scorer's fault and None comes back."""
@@ -220,13 +246,15 @@ class ScorerPool(Pool):
                 at = step
             self._compare(step["digests"])
             self._at_once = set(step["at_once"])
+            if step["one_process"]:
+                self._children = 1
         except BaseException:  # cancelled too: nobody else ends a child that did not load
             await child.kill()
             raise
         return child
 
     async def _load(self, child: Worker[Message], at: _At) -> _At | Message:
-        """The next step of loading, which the child announces, or {digests, at_once} at its end.
+        """The next step of loading, which the child announces, or {digests, at_once, one_process} at its end.
 
         So an error can name the scorer that hung or died.
         """
@@ -309,7 +337,9 @@ class InlinePool(Pool):
         fields = dict(answer)
         (judged,) = judge.judge(self._loaded[fields.pop("set")], [Answer(**fields)])
         found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
-        found.set_result(Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.parts)))
+        found.set_result(
+            Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.turns), dict(judged.parts))
+        )
         return found
 
     async def close(self) -> None:

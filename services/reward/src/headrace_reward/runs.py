@@ -28,6 +28,7 @@ class Status(Enum):
     OK = "ok"
     ANSWER_FAILED = "answer failed"
     SCORER_BROKEN = "scorer broken"
+    UNAVAILABLE = "scorer unavailable"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Verdict:
     parts: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
     wall_s: float = 0.0
+    turns: tuple[float, ...] = ()
+    """The reward by turn of the policy's; empty where no scorer tells it, or the reward is a declared one."""
 
 
 class Conflict(Exception):
@@ -165,8 +168,8 @@ class Run:
                 self._recorded.pop(key, None)
                 recorded.answer(error)
                 return
-            if verdict.status is Status.SCORER_BROKEN:
-                # A broken scorer is tried again when the coordinator asks again.
+            if verdict.status in (Status.SCORER_BROKEN, Status.UNAVAILABLE):
+                # Such a scorer is tried again when the coordinator asks again.
                 self._recorded.pop(key, None)
             recorded.verdict = verdict
             recorded.answer(verdict)
@@ -177,8 +180,10 @@ class Run:
         return recorded
 
     def _weigh(self, found: Finding, name: str, item: Item) -> Verdict:
-        if found.fault == "scorer":
-            return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
+        if found.fault in ("scorer", "unavailable"):
+            status = Status.SCORER_BROKEN if found.fault == "scorer" else Status.UNAVAILABLE
+            return Verdict(item.key, status, 0.0, found.parts, found.detail, found.wall_s)
+        turns: tuple[float, ...] = ()
         if found.fault == "answer":
             status, reward = Status.ANSWER_FAILED, self.section.failed_reward
         else:
@@ -188,14 +193,28 @@ class Run:
             reward = math.fsum(
                 entry.weight * found.scores[part] for entry, part in weighted if part in found.scores
             )
+            turns = self._turns(found, name)
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
             return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
         truncated = self.section.truncated_reward
         # An evaluation measures: the reward that shapes training stays out of it.
         if truncated is not None and item.cut_by_length and not item.evaluation and not item.stage:
-            reward = truncated
-        return Verdict(item.key, status, reward, found.parts, found.detail, found.wall_s)
+            reward, turns = truncated, ()
+        return Verdict(item.key, status, reward, found.parts, found.detail, found.wall_s, turns)
+
+    def _turns(self, found: Finding, name: str) -> tuple[float, ...]:
+        """Weighted scores by turn; what a scorer gives for the whole answer is given at the last turn."""
+        if not found.turns:
+            return ()
+        count = max(map(len, found.turns.values()))
+        turns = [0.0] * count
+        for entry, part in zip(self.section.sets()[name], self._parts[name], strict=True):
+            if part in found.scores:
+                whole = [0.0] * (count - 1) + [found.scores[part]]
+                for place, score in enumerate(found.turns.get(part, whole)):
+                    turns[place] += entry.weight * score
+        return tuple(turns)
 
     def _opening(self, directory: Path) -> dict[str, Any]:
         sets = {
@@ -210,6 +229,7 @@ class Run:
             "directory": str(directory),
             "sets": sets,
             "give": list(self.section.give),
+            "timeout_s": self.section.timeout_s,
         }
 
 

@@ -30,6 +30,7 @@ _STATUS = {
     Status.OK: reward_pb2.SCORE_STATUS_OK,
     Status.ANSWER_FAILED: reward_pb2.SCORE_STATUS_ANSWER_FAILED,
     Status.SCORER_BROKEN: reward_pb2.SCORE_STATUS_SCORER_BROKEN,
+    Status.UNAVAILABLE: reward_pb2.SCORE_STATUS_UNAVAILABLE,
 }
 
 
@@ -195,6 +196,7 @@ def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
         detail=verdict.detail,
         evaluation=key.evaluation,
         stage=key.stage,
+        turns=verdict.turns,
     )
     result.wall_time.FromNanoseconds(int(verdict.wall_s * 1e9))
     return result

@@ -21,11 +21,14 @@ SCORERS: Registry[Scorer] = Registry(
         "episode": f"{_HERE}.episodes:Episode",
         "exact": f"{_HERE}.text:Exact",
         "format": f"{_HERE}.text:Format",
+        "judge": f"{_HERE}.judges.absolute:Judge",
+        "judge_group": f"{_HERE}.judges.relative:JudgeGroup",
         "last_number": f"{_HERE}.text:LastNumber",
         "length": f"{_HERE}.text:Length",
         "math_verify": f"{_HERE}.mathematics:MathVerify",
         "reasoning_gym": f"{_HERE}.reasoning:ReasoningGym",
         "regex": f"{_HERE}.text:Regex",
+        "reward_model": f"{_HERE}.judges.model:RewardModel",
     },
 )
 

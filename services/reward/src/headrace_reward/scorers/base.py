@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Score = float | Mapping[str, float]
+Score = float | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,27 @@ class Answer:
     """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn."""
 
 
+BLANK = Answer(prompt="", completion="", reference="", metadata={}, prompt_ids=[0], group=[""])
+"""What a scorer is tried with as it is loaded."""
+
+
 class Scorer(Protocol):
     """Judges answers; built once per child process."""
 
     def score(self, answer: Answer) -> Score:
         """Returns a finite number, or finite numbers by name: `score` is the total, else they are summed.
 
+        `turns` of a dict is a list with a number for each of the policy's turns, which add up to the score.
+
         It may be a coroutine. None abstains: the weights apply to the other scorers' scores alone. A scorer with a
         method `score_batch(answers)`, which returns a list of the same, is asked about many answers at once.
 
         An exception means that this answer cannot be judged; when every probe of the same
-        question raises too, the scorer counts as broken.
+        question raises too, the scorer counts as broken. AnswerFailed, ScorerError and Unavailable say whose fault it
+        is, and nothing is probed.
+
+        What else it may have: `longest_s`, the seconds that one answer may take; `needs_group`, that answers come with
+        their group; `one_process`, that it is too large for more than one child of a run.
         """
         ...
 
@@ -64,3 +74,11 @@ class ScorerError(Exception):
         super().__init__(message)
         self.field = field
         self.message = message
+
+
+class Unavailable(ScorerError):
+    """What a scorer stands on cannot be reached now; `field` is the key that leads to it. The answer is kept."""
+
+
+class AnswerFailed(Exception):
+    """This answer cannot be judged, and others can."""

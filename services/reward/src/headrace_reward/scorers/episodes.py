@@ -9,7 +9,7 @@ from typing import Any, Literal
 from headrace_servicekit.registry import Options, plugin
 from pydantic import Field
 
-from headrace_reward.scorers.base import Answer
+from headrace_reward.scorers.base import Answer, Score
 
 
 class EpisodeOptions(Options):
@@ -28,8 +28,11 @@ class Episode:
     def __init__(self, options: EpisodeOptions) -> None:
         self._of, self._scale = options.of, options.scale
 
-    def score(self, answer: Answer) -> float:
-        """The scaled figure. A blank answer, which scorers are tried with, is worth 0; ValueError for other text."""
+    def score(self, answer: Answer) -> Score:
+        """The scaled figure, of a conversation's return by turn too.
+
+        A blank answer, which scorers are tried with, is worth 0; ValueError for other text.
+        """
         if answer.episode is None and not answer.completion.strip():
             return 0.0
         try:
@@ -46,4 +49,6 @@ class Episode:
             )
         if not math.isfinite(value):
             raise ValueError(f"the {self._of} of the episode is {found}")
+        if self._of == "return" and answer.episode is not None:
+            return {"score": value, "turns": [each * self._scale for each in answer.episode["rewards"]]}
         return value

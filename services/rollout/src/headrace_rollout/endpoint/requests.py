@@ -116,6 +116,15 @@ class ChatRequest(BaseModel):
         return min(given, default=None)
 
 
+class TextRequest(ChatRequest):
+    """A request for the rest of a text, which is its only message: as it is, without a chat template."""
+
+    @property
+    def prompt(self) -> str:
+        """The whole text so far."""
+        return self.lines[0].content
+
+
 def read_request(body: bytes) -> ChatRequest:
     """The request of a body. Raises Refusal 400 with the key and what to do."""
     try:

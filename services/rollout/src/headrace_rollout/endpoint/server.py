@@ -1,4 +1,4 @@
-"""The HTTP server that agents speak with: sessions by key, chat completions in OpenAI's form, whole or streamed.
+"""The HTTP server that agents speak with: sessions by key, (chat) completions in OpenAI's form, whole or streamed.
 
 A streamed answer comes in one piece, once it is sampled. Knows no engine.
 """
@@ -9,10 +9,11 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from headrace_rollout.endpoint.completions import read_text_request, text_choice
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
 from headrace_rollout.endpoint.responses import read_response_request, response
 from headrace_rollout.endpoint.session import Answer, Session
@@ -110,8 +111,26 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             asked = read_request(await _body(request))
             answer = await session.answer(asked, again=_again(request))
             if asked.stream:
-                return StreamingResponse(_pieces(session, asked, answer), media_type="text/event-stream")
+                head = _head(session, asked, answer, "chat.completion.chunk")
+                pieces = _stream(head, _pieces(session, asked, answer), asked, answer)
+                return StreamingResponse(pieces, media_type="text/event-stream")
             return JSONResponse(_completion(session, asked, answer))
+
+        return await answered(request, work)
+
+    async def completions(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            asked = read_text_request(await _body(request))
+            answer = await session.answer(asked, again=_again(request))
+            head = {
+                **_head(session, asked, answer, "text_completion"),
+                "id": f"cmpl-{session.id}-{answer.number}",
+            }
+            choice = text_choice(asked, answer)
+            if asked.stream:
+                pieces = _stream(head, [choice], asked, answer)
+                return StreamingResponse(pieces, media_type="text/event-stream")
+            return JSONResponse({**head, "choices": [choice], "usage": _usage(answer)})
 
         return await answered(request, work)
 
@@ -143,7 +162,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     async def other(request: Request) -> Response:
         served = (
-            "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/sessions/{id}/reward"
+            "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models and "
+            "POST /v1/sessions/{id}/reward, for one session a key"
         )
         refusal = Refusal(
             404, "not_found", f"there is no {request.method} {request.url.path}; there are {served}"
@@ -151,6 +171,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return JSONResponse(_error(refusal), refusal.status)
 
     app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/completions", completions, methods=["POST"])
     app.add_route("/v1/responses", responses, methods=["POST"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
@@ -213,16 +234,23 @@ def _completion(session: Session, asked: ChatRequest, answer: Answer) -> dict[st
     return {**head, "choices": [choice], "usage": _usage(answer)}
 
 
-async def _pieces(session: Session, asked: ChatRequest, answer: Answer) -> AsyncIterator[str]:
-    head = _head(session, asked, answer, "chat.completion.chunk")
+def _pieces(session: Session, asked: ChatRequest, answer: Answer) -> list[dict[str, Any]]:
+    """The choices of a streamed chat completion."""
     delta = _message(session, answer)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     log_probs = _log_probs(answer) if asked.logprobs else None
-    for choice in (
+    return [
         {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None},
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish},
-    ):
+    ]
+
+
+async def _stream(
+    head: dict[str, Any], choices: Sequence[dict[str, Any]], asked: ChatRequest, answer: Answer
+) -> AsyncIterator[str]:
+    """Server-sent events of an answer that is there whole."""
+    for choice in choices:
         yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
     if asked.stream_options is not None and asked.stream_options.include_usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"

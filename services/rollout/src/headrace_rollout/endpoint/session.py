@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Limits, Speaker
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, canonical, chat_of
+from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical, chat_of
 from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Session:
         self.rewarded = True
 
     async def _turn(self, request: ChatRequest) -> Answer:
-        talk, stream, lines = self.talk, self._terms.stream, request.lines
+        talk, stream, lines = self.talk, self._terms.stream, self._all_lines(request)
         first = not self._lines
         try:
             prompt, given = self._ids(request, lines)
@@ -175,7 +175,10 @@ class Session:
         """The prompt, and what follows the policy's last turn. Raises Refusal, and ValueError of the template."""
         template = self._terms.template
         if not self._lines:
-            prompt = template.opened(chat_of(lines), request.tools)
+            if isinstance(request, TextRequest):
+                prompt: Sequence[int] = self._terms.codec.encode_prompt(text=request.prompt)
+            else:
+                prompt = template.opened(chat_of(lines), request.tools)
             try:
                 self._check_opening(prompt)
             except Exception as error:
@@ -186,7 +189,23 @@ class Session:
             message = "tools: they differ from those of the first request, which the prompt begins with; give the same"
             raise Refusal(400, "not_extended", message, "tools")
         new = self._behind(lines)
+        if isinstance(request, TextRequest):
+            return self.talk.prompt_ids, self._terms.codec.encode_behind(new[0].content)
         return self.talk.prompt_ids, template.between(self._spoken, chat_of(new), request.tools)
+
+    def _all_lines(self, request: ChatRequest) -> Sequence[Line]:
+        """The messages of a request; of a text, what was said and then what it adds. Raises Refusal."""
+        text = isinstance(request, TextRequest)
+        if self._last is not None and isinstance(self._last[0], TextRequest) != text:
+            message = "chat completions and completions of a text are told apart: go on as the session began"
+            raise Refusal(400, "not_extended", message)
+        if not isinstance(request, TextRequest) or not self._lines:
+            return request.lines
+        said = "".join(line.content for line in self._lines)
+        if not request.prompt.startswith(said) or request.prompt == said:
+            message = "prompt: it does not begin with the last prompt and its answer, or adds nothing to them"
+            raise Refusal(400, "not_extended", f"{message}; {ONE_CONVERSATION}", "prompt")
+        return [*self._lines, Line("user", request.prompt[len(said) :])]
 
     def _behind(self, lines: Sequence[Line]) -> Sequence[Line]:
         """The new messages of a request; Refusal where it does not extend what was said."""

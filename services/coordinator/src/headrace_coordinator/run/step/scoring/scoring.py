@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
@@ -16,6 +17,8 @@ from headrace_coordinator.run.step.scoring.streams import Question, ScoreStream,
 from headrace_coordinator.run.step.timer import StepTimer
 
 SCORER_RETRIES = 2
+UNAVAILABLE_S = 2.0
+"""How long an answer waits until it is asked about again, after what its scorer stands on was not there."""
 BATCH = 512
 GRACE_S = 60.0
 """Beyond reward.timeout_s for each open question: what an instance may take for everything else."""
@@ -79,6 +82,12 @@ class Scoring:
         self._waiting: list[reward.ScoreItem] = []
         self._streams = staffing.score_streams
         self._broken: Counter[Question] = Counter()
+        self._resting = 0
+        """Items that are put again after UNAVAILABLE_S."""
+        self._outages: dict[str, tuple[float, ExitStack]] = {}
+        """Stages with a scorer that cannot be asked now: since when, and what shows that scoring waits for it."""
+        self._told: set[str] = set()
+        """Stages of which the user was told so: one that comes and goes fills no log."""
         self._closed = False
         self._main_stage = main_stage
         self._open: Counter[str] = Counter()
@@ -97,7 +106,8 @@ class Scoring:
 
     @property
     def _finished(self) -> bool:
-        return self._closed and not self._waiting and not any(stream.asked for stream in self._streams.all)
+        left = self._waiting or self._resting or any(stream.asked for stream in self._streams.all)
+        return self._closed and not left
 
     @property
     def _limit_s(self) -> float:
@@ -119,6 +129,8 @@ class Scoring:
                 for stream in list(self._streams.all):
                     await self._remove_ended(stream)
         finally:
+            for stage in list(self._outages):
+                self._back(stage)
             if self._finished:
                 self._streams.rest()
             else:
@@ -202,6 +214,15 @@ class Scoring:
             if item is None:
                 continue
             self._count(item.stage, -1)
+            if result.status == reward.SCORE_STATUS_UNAVAILABLE:
+                if now() - self._away_since(item.stage, result.detail) < self._limit_s:
+                    self._put_later(item)
+                    continue
+                # An evaluation has no other end, and a step has run into the same limit.
+                result.status = reward.SCORE_STATUS_SCORER_BROKEN
+                final.append(result)
+                continue
+            self._back(item.stage)
             if result.status == reward.SCORE_STATUS_SCORER_BROKEN and self._broken[question] < SCORER_RETRIES:
                 self._broken[question] += 1
                 self._waiting.append(item)
@@ -214,6 +235,33 @@ class Scoring:
         if final:
             self._deliver(final)
         self._streams.news.beat()
+
+    def _away_since(self, stage: str, why: str) -> float:
+        """When a stage's scorer could not be asked for the first time since it was last there."""
+        if stage not in self._outages:
+            shown = ExitStack()
+            shown.enter_context(self._workers.fleet.waits.named(self._workers.run, f"a scorer: {why}"))
+            self._outages[stage] = now(), shown
+            if stage not in self._told:
+                self._told.add(stage)
+                self._workers.note(
+                    f"a scorer cannot be asked now; answers are kept, and it is asked again: {why}"
+                )
+        return self._outages[stage][0]
+
+    def _back(self, stage: str) -> None:
+        if stage in self._outages:
+            self._outages.pop(stage)[1].close()
+
+    def _put_later(self, item: reward.ScoreItem) -> None:
+        """An answer that its scorer cannot judge now is kept: the step waits, as long as its time limit allows."""
+        self._resting += 1
+
+        def put() -> None:
+            self._resting -= 1
+            self.put(item)
+
+        asyncio.get_running_loop().call_later(UNAVAILABLE_S, put)
 
 
 def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:

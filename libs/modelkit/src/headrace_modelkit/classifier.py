@@ -1,0 +1,106 @@
+"""A sequence classifier as a reward model: loaded, and asked about many sequences in batches of tokens.
+
+Shapes: B sequences, T positions, L labels. Knows no reward and no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from headrace_schema.sections.generating import ModelSection
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import context_limit, load_architecture, location, reading
+
+
+class Classifier:
+    """A model of form `…ForSequenceClassification` with its tokenizer, on one device."""
+
+    def __init__(self, model: Any, tokenizer: Any, longest: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.longest = longest
+        """Positions that the model has."""
+        self.labels = int(model.config.num_labels)
+
+    @classmethod
+    def load(cls, path: str, revision: str | None, dtype: str, device: str) -> Classifier:
+        """Reads a model directory or Hugging Face id; `dtype` and `device` as torch names them.
+
+        Raises:
+            ModelNotReadable: there is none, or it is no sequence classifier.
+            torch.OutOfMemoryError, RuntimeError: the device has no room for it, or is none.
+        """
+        section = ModelSection.model_validate({"path": path, "revision": revision})
+        architecture = load_architecture(section)
+        kinds = ", ".join(architecture.architectures or ["unknown"])
+        if not any(name.endswith("ForSequenceClassification") for name in architecture.architectures or []):
+            raise ModelNotReadable(
+                f"{path!r} is a {kinds} and no sequence classifier; give a reward model, whose config.json names an "
+                "architecture …ForSequenceClassification"
+            )
+        with reading(section):
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                config=architecture,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **location(section),
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, **location(section))
+        if missing := sorted(report["missing_keys"]):
+            raise ModelNotReadable(f"{path!r} lacks {len(missing)} weights, first {missing[0]}")
+        return cls(model.to(device).eval(), tokenizer, context_limit(section, architecture))
+
+    def logits(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> Tensor:
+        """(B, L) logits in fp32 on the CPU, of whole sequences of ids in their order.
+
+        Sequences of like length share a batch, which has at most `batch_tokens` positions, padding included, or one
+        sequence.
+        """
+        found = torch.empty(len(sequences), self.labels)
+        with torch.inference_mode():
+            for places in _batches([len(ids) for ids in sequences], batch_tokens):
+                found[places] = self._forward([sequences[place] for place in places])
+        return found
+
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        longest = max(map(len, sequences))
+        # The model reads its label at the last id that is no padding: an id that stands in none of these sequences, as
+        # one that also ends them would be skipped there.
+        pad = _absent(sequences)
+        if len(sequences) > 1 and pad >= self.model.config.get_text_config().vocab_size:
+            return torch.cat([self._forward([ids]) for ids in sequences])
+        ids_BT = torch.full((len(sequences), longest), pad)
+        mask_BT = torch.zeros((len(sequences), longest), dtype=torch.long)
+        for row, ids in enumerate(sequences):
+            ids_BT[row, : len(ids)] = torch.tensor(ids)
+            mask_BT[row, : len(ids)] = 1
+        for config in (self.model.config, self.model.config.get_text_config()):
+            config.pad_token_id = pad if len(sequences) > 1 else None
+        device = self.model.device
+        logits_BL: Tensor = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        return logits_BL.float().cpu()
+
+
+def _absent(sequences: Sequence[Sequence[int]]) -> int:
+    """The smallest id that is in none of the sequences."""
+    used = {id for ids in sequences for id in ids}
+    return next(id for id in range(len(used) + 1) if id not in used)
+
+
+def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Places of sequences by batch, from the shortest to the longest."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[place] > tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch

@@ -1,0 +1,281 @@
+"""Asks a judge over HTTP: retries, deadline, bounded concurrency, replies remembered by content.
+
+Knows the form of OpenAI's chat completions, and nothing of what a verdict means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from headrace_servicekit.problems import nearest
+from headrace_servicekit.registry import Options
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from headrace_reward.scorers.base import AnswerFailed, ScorerError, Unavailable
+
+if TYPE_CHECKING:
+    import httpx
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 8.0
+_LONGEST_REPLY = 4 << 20
+_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses with which the same request may succeed later."""
+_OURS = ("messages", "model", "n", "response_format", "stream", "temperature", "max_tokens")
+_slots: dict[tuple[str, int], asyncio.Semaphore] = {}
+"""Bounds the requests to an endpoint over all scorers and batches of this process."""
+
+
+class EndpointOptions(Options):
+    """Where a judge is, and how it is asked."""
+
+    base_url: str = Field(description="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
+    model: str = Field(min_length=1, description="the model's name there")
+    api_key_env: str = Field("", description="variable of the reward service's environment with the key")
+    api_key_file: str = Field("", description="file with the key; read anew for each request")
+    temperature: NonNegativeFloat | None = Field(0.0, description="of the judge; null: the server's own")
+    max_tokens: PositiveInt = Field(512, description="of a reply")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="further keys of a request, such as seed or reasoning_effort"
+    )
+    concurrency: PositiveInt = Field(16, description="requests at a time, in each of the service's children")
+    deadline_s: PositiveFloat = Field(
+        60.0, description="of one verdict, all tries together; at most reward.timeout_s"
+    )
+    remembered: NonNegativeInt = Field(4096, description="replies kept by the content that they are about")
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_url(cls, given: str) -> str:
+        url = urlsplit(given)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError("it is no http or https address; write such as http://127.0.0.1:8000/v1")
+        if url.username is not None:
+            raise ValueError("it holds a password; use api_key_env or api_key_file")
+        if url.path.rstrip("/").endswith("/completions"):
+            raise ValueError("it names a request; leave out /chat/completions")
+        return given.rstrip("/")
+
+    @field_validator("parameters")
+    @classmethod
+    def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(set(given) & set(_OURS)):
+            raise ValueError(f"{taken[0]} is not free; remove it, or use the option of that name")
+        return given
+
+
+class Endpoint:
+    """One judge. Made once per process and scorer; its requests belong to one event loop."""
+
+    def __init__(self, options: EndpointOptions) -> None:
+        import httpx  # 0.2 s, which whoever lists the scorers does not need
+
+        self._httpx = httpx
+        self._options = options
+        self._slot = _slots.setdefault(
+            (options.base_url, options.concurrency), asyncio.Semaphore(options.concurrency)
+        )
+        self._client: httpx.AsyncClient | None = None
+        self._replies: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        self._key()  # one that is missing is told as the scorer is made
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> str:
+        """The text of the judge's reply. Equal requests are sent once, while one is open or remembered.
+
+        Raises:
+            Unavailable: the judge cannot be reached, or refuses the key or the model's name.
+            ScorerError: it refuses the request's form.
+            AnswerFailed: the request is too long for it.
+        """
+        body = self._body(messages, extra)
+        key = hashlib.blake2b(body, digest_size=16).digest()
+        reply = self._replies.get(key)
+        if reply is None or (reply.done() and (reply.cancelled() or reply.exception() is not None)):
+            reply = self._replies[key] = asyncio.ensure_future(self._send(body))
+        self._replies.move_to_end(key)
+        try:
+            return await asyncio.shield(reply)
+        finally:
+            self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        """Removes a failure, and the oldest replies beyond the bound; what is still open stays."""
+        reply = self._replies.get(key)
+        if reply is not None and reply.done() and (reply.cancelled() or reply.exception() is not None):
+            del self._replies[key]
+        for old in list(self._replies)[: max(0, len(self._replies) - self._options.remembered)]:
+            if self._replies[old].done():
+                del self._replies[old]
+
+    def _body(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> bytes:
+        options = self._options
+        body: dict[str, Any] = {**options.parameters, "model": options.model, "messages": list(messages)}
+        body |= {"max_tokens": options.max_tokens, **extra}
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
+        return json.dumps(body, sort_keys=True).encode(errors="replace")
+
+    async def _send(self, body: bytes) -> str:
+        async with self._slot:
+            deadline = time.monotonic() + self._options.deadline_s
+            failed = "no reply in time"
+            delay = _FIRST_DELAY_S
+            while (left := deadline - time.monotonic()) > 0:
+                wait: float | None = None
+                try:
+                    async with asyncio.timeout(left):
+                        status, headers, found = await self._post(body)
+                except TimeoutError:
+                    break
+                except self._httpx.RequestError as error:
+                    failed = str(error) or type(error).__name__
+                else:
+                    if status not in _AGAIN:
+                        return await self._reply(status, found)
+                    failed, wait = self._told(status, found), _retry_after(headers)
+                    if wait is not None and wait > deadline - time.monotonic():
+                        failed += f" (and asks to wait {wait:.0f} s)"
+                        break
+                await asyncio.sleep(
+                    min(wait if wait is not None else delay * random.uniform(0.75, 1.25), max(0.0, left))
+                )
+                delay = min(2 * delay, _LONGEST_DELAY_S)
+        url, limit = self._options.base_url, self._options.deadline_s
+        raise Unavailable(
+            "options.base_url",
+            f"the judge at {url} gave no verdict within deadline_s = {limit:g} s: {failed}; start it, mend it, "
+            "or correct the address",
+        )
+
+    async def _post(self, body: bytes) -> tuple[int, httpx.Headers, bytes]:
+        headers = {"Content-Type": "application/json", **self._authority()}
+        if self._client is None:
+            # The deadline is around each try; connections are bounded by the slots. Reading certificates takes 50 ms.
+            self._client = self._httpx.AsyncClient(
+                timeout=None,
+                limits=self._httpx.Limits(max_connections=None),
+                verify=self._options.base_url.startswith("https:"),
+            )
+        url = f"{self._options.base_url}/chat/completions"
+        async with self._client.stream("POST", url, content=body, headers=headers) as response:
+            found = bytearray()
+            async for piece in response.aiter_bytes():
+                found += piece
+                if len(found) > _LONGEST_REPLY:
+                    raise ScorerError(
+                        "options.base_url", f"the judge's reply is longer than {_LONGEST_REPLY} B"
+                    )
+            return response.status_code, response.headers, bytes(found)
+
+    async def _reply(self, status: int, found: bytes) -> str:
+        """The text of a whole reply; raises what another status means."""
+        if status in (401, 403):
+            options = self._options
+            field = "api_key_file" if options.api_key_file else "api_key_env"
+            given = options.api_key_file or options.api_key_env
+            why = f"the key of {given}" if given else "requests without a key"
+            raise Unavailable(f"options.{field}", f"the judge refuses {why}: {self._told(status, found)}")
+        if status == 404:
+            raise Unavailable("options.model", f"{self._told(status, found)}{await self._models()}")
+        if status >= 300:
+            told = self._told(status, found)
+            if status == 413 or "context_length" in told or "context length" in told or "too long" in told:
+                raise AnswerFailed(f"it is too long for the judge: {told}")
+            raise ScorerError(
+                "options",
+                f"the judge refuses the request: {told}; change parameters, max_tokens or temperature, or set "
+                "verdict: json where it has no response_format of type json_schema",
+            )
+        try:
+            (choice,) = json.loads(found)["choices"]
+            text = choice["message"].get("content") or ""
+            cut = choice.get("finish_reason") == "length"
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unavailable(
+                "options.base_url",
+                f"what answers at {self._options.base_url} is no OpenAI-compatible server: its reply has no "
+                "choices[0].message.content; correct the address",
+            ) from error
+        return text + _CUT if cut else text
+
+    async def _models(self) -> str:
+        """What the server says that it has, to name beside a model that it has not."""
+        assert self._client is not None
+        try:
+            async with asyncio.timeout(5.0):
+                listed = await self._client.get(f"{self._options.base_url}/models", headers=self._authority())
+            names = [str(each["id"]) for each in listed.json()["data"]][:20]
+        except (TimeoutError, self._httpx.HTTPError, ValueError, LookupError, TypeError):
+            return "; correct model, or base_url, which usually ends with /v1"
+        close = nearest(self._options.model, names)
+        return f"; {f'did you mean {close!r}? ' if close else ''}models there: {', '.join(names)}"
+
+    def _authority(self) -> dict[str, str]:
+        key = self._key()
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _key(self) -> str:
+        options = self._options
+        if options.api_key_file:
+            try:
+                return Path(options.api_key_file).expanduser().read_text().strip()
+            except (OSError, ValueError) as error:
+                reason = f"it cannot be read ({error}); write the key there, readable by the reward service"
+                raise ScorerError("options.api_key_file", reason) from error
+        if options.api_key_env and not os.environ.get(options.api_key_env):
+            reason = (
+                f"the reward service has no variable {options.api_key_env}; start it with the key in there"
+            )
+            if options.api_key_env.startswith("HEADRACE_"):
+                reason = "variables that begin with HEADRACE_ do not reach scorers; use another name"
+            raise ScorerError("options.api_key_env", reason)
+        return os.environ.get(options.api_key_env, "").strip() if options.api_key_env else ""
+
+    def _told(self, status: int, found: bytes) -> str:
+        """What a server says of a request that failed, without the key."""
+        try:
+            error = json.loads(found)["error"]
+            words = str(error["message"] if isinstance(error, dict) else error)
+            if isinstance(error, dict) and error.get("code"):
+                words += f" ({error['code']})"
+        except (ValueError, LookupError, TypeError):
+            words = found.decode(errors="replace")
+        key = self._key()
+        words = " ".join(words.replace(key, "***").split() if key else words.split())[:300]
+        return f"status {status}" + (f", {words}" if words else "")
+
+
+_CUT = "\0cut"
+
+
+def was_cut(reply: str) -> bool:
+    """Whether `max_tokens` ended a reply."""
+    return reply.endswith(_CUT)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks to wait; None where it does not say."""
+    given = headers.get("retry-after")
+    if given is None:
+        return None
+    try:
+        return max(0.0, float(given))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,82 @@
+"""POST /v1/completions: texts that extend each other are one trajectory of exact ids, without a chat template."""
+
+from __future__ import annotations
+
+import httpx
+import httpx2
+import pytest
+from endpoint_desk import END, Desk, Letters
+from headrace_rollout.endpoint.server import make_app
+from openai import AsyncOpenAI
+
+TEXT = "/v1/completions"
+
+
+@pytest.fixture
+async def desk():
+    made = Desk()
+    transport = httpx.ASGITransport(make_app(made.endpoint))
+    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
+        yield made
+
+
+async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk):
+    """By the openai client, whole and streamed; the end that was sampled stays in the context."""
+    session, speaker = desk.open("yes", " no")
+    transport = httpx2.ASGITransport(make_app(desk.endpoint))
+    web = httpx2.AsyncClient(transport=transport)
+    async with AsyncOpenAI(base_url="http://endpoint/v1", api_key=session.api_key, http_client=web) as client:
+        first = await client.completions.create(model="m", prompt="Is it? ", logprobs=1, max_tokens=30)
+        (choice,) = first.choices
+        assert (choice.text, choice.finish_reason, first.object) == ("yes", "stop", "text_completion")
+        assert choice.logprobs.tokens == ["y", "e", "s", ""] and choice.logprobs.token_logprobs == [-0.5] * 4
+        assert choice.logprobs.text_offset == [7, 8, 9, 10]
+        streamed = await client.completions.create(
+            model="m", prompt=["Is it? yes. And?"], stream=True, stream_options={"include_usage": True}
+        )
+        pieces = [piece async for piece in streamed]
+    assert "".join(choice.text for piece in pieces for choice in piece.choices) == " no"
+    assert pieces[-1].usage.completion_tokens == 4
+    one, two = speaker.asked
+    assert Letters().decode(one.prompt_ids) == "^Is it? " and one.limits.max_new_tokens == 30
+    assert list(two.prompt_ids) == [*one.prompt_ids, *map(ord, "yes"), END, *map(ord, ". And?")]
+    talk = session.talk
+    assert talk.said == [("user", "Is it? "), ("assistant", "yes"), ("user", ". And?"), ("assistant", " no")]
+    assert talk.spans == [(3, 4), (0, 6), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt": "Is it? no"}, "prompt", "does not begin with the last prompt and its answer"),
+        ({"prompt": "Is it? yes"}, "prompt", "adds nothing"),
+        ({"prompt": "Is it? yes!", "n": 2}, "n", "one answer at a time"),
+        ({"prompt": "Is it? yes!", "best_of": 2}, "best_of", "leave it out"),
+        ({"prompt": "Is it? yes!", "echo": True}, "echo", "leave it out"),
+        ({"prompt": "Is it? yes!", "suffix": "x"}, "suffix", "leave it out"),
+        ({"prompt": "Is it? yes!", "logprobs": 5}, "logprobs", "give 1"),
+        ({"prompt": ["a", "b"]}, "prompt", "give one text"),
+        ({"prompt": [1, 2]}, "prompt", "give one text"),
+        ({"prompt": ""}, "prompt", "give one text"),
+        ({"messages": []}, "prompt", "give one text"),
+    ],
+)
+async def test_what_a_session_cannot_answer_is_refused_by_name(desk, body, param, words):
+    session, speaker = desk.open("yes", "no")
+    assert (await desk.post(session, {"prompt": "Is it? "}, TEXT)).json()["choices"][0]["text"] == "yes"
+    error = await desk.refused(session, body, path=TEXT)
+    assert error["param"] == param and words in error["message"]
+    assert len(speaker.asked) == 1
+
+
+async def test_a_session_is_of_texts_or_of_messages(desk):
+    session, _ = desk.open("yes", "no")
+    await desk.post(session, {"prompt": "Is it? "}, TEXT)
+    messages = [{"role": "user", "content": "Is it? "}, {"role": "assistant", "content": "yes"}]
+    chat = {"messages": [*messages, {"role": "user", "content": "."}]}
+    assert "go on as the session began" in (await desk.refused(session, chat))["message"]
+    other, _ = desk.open("yes", "no")
+    await desk.said(other, [{"role": "user", "content": "one"}])
+    error = await desk.refused(other, {"prompt": "oneyes."}, path=TEXT)
+    assert "go on as the session began" in error["message"]
+    assert (await desk.refused(session, b"[]", path=TEXT))["message"] == "the body: give a JSON object"
