@@ -55,6 +55,22 @@ def test_data_says_what_is_left_out_and_why(headrace, tmp_path):
     assert "1 of those to train on have no answer" in shown and "prompts, characters: shortest 7" in shown
 
 
+def test_data_reads_what_is_evaluated_beside_the_run(headrace, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    (tmp_path / "other.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    text = (
+        "model: {path: none/such}\nreward: {scorers: [{name: exact}]}\n"
+        "data: {source: jsonl, options: {path: rows.jsonl}}\n"
+        "evaluation: {data: {other: {source: jsonl, options: {path: other.jsonl}}}}\n"
+    )
+    (tmp_path / "run.yaml").write_text(text)
+    done = headrace("data", "run.yaml")
+    assert "evaluation.data.other: 2 items" in done.stdout, done.stderr
+    (tmp_path / "other.jsonl").write_text("no rows")
+    done = headrace("data", "run.yaml")
+    assert done.returncode == 2 and "evaluation.data.other.options.path" in done.stderr
+
+
 def test_data_names_the_row_that_is_wrong(headrace, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n{"qestion": "b"}\n')
     (tmp_path / "run.yaml").write_text(
@@ -70,7 +86,8 @@ def test_reward_scores_a_file_as_a_run_would(headrace, tmp_path):
         {"completion": text, "reference": "123", "metadata": {"solution": "123"}}
         for text in ("123", "129", "9")
     ]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    lines = (json.dumps({**row, "prompt": "of two\u2028lines"}, ensure_ascii=False) for row in answers)
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
     spec = str(EXAMPLES / "own_reward.yaml")
     found = json.loads(headrace("reward", spec, "--on", "answers.jsonl", "--json").stdout)
     assert [row["reward"] for row in found["answers"]] == pytest.approx([1.2, 2 / 3 + 0.2, 0.0])
@@ -80,7 +97,12 @@ def test_reward_scores_a_file_as_a_run_would(headrace, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "holds no answer"), ("{", "line 1"), ('{"prompt": "?"}', "no text under 'completion'")],
+    [
+        ("", "holds no answer"),
+        ("{", "line 1"),
+        ('{"prompt": "?"}', "no text under 'completion'"),
+        ('{"completion": "1", "tokens": "many"}', "'many' as 'token_count'"),
+    ],
 )
 def test_reward_names_the_line_that_is_wrong(headrace, tmp_path, text, words):
     (tmp_path / "answers.jsonl").write_text(text)

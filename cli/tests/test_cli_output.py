@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from headrace.client import Certificate, Event, Instance, Leases, Trajectory
+from headrace.client.errors import HeadraceError, Problem
 from headrace_cli.commands.options import complete_run
+from headrace_cli.errors import refused
 from headrace_cli.output import console, error_console
 from headrace_cli.show.fleet import devices_table, instances_table
 from headrace_cli.show.reporters import event_line
@@ -224,3 +226,23 @@ def test_durations_are_the_same_everywhere(headrace):
     assert "about a minute" in started and "about four minutes" in started
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert "about a minute after the set-up" in readme and "takes 3.6 minutes" in readme
+
+
+@pytest.mark.parametrize(
+    "text", ["{} cannot be read: No such file or directory", "{}:score: no such file {}", "{} does not exist"]
+)
+def test_a_file_that_services_lack_and_this_machine_has_is_said_to_be_here(tmp_path, text):
+    (file := tmp_path / "rows.jsonl").write_text("")
+    for path, here in ((file, True), (tmp_path / "none.jsonl", False)):
+        given = HeadraceError(
+            "INVALID", "1 problem", [Problem("data.options.path", text.replace("{}", str(path)), "fix")]
+        )
+        (found,) = refused(given).problems
+        assert (
+            found.fix.startswith("fix")
+            and (f"HEADRACE_FILES={tmp_path} docker compose up" in found.fix) is here
+        )
+    given = HeadraceError(
+        "INVALID", "1 problem", [Problem("data.options.path", f"{file} line 1 is wrong", "fix")]
+    )
+    assert refused(given).problems[0].fix == "fix", "the services have read it"

@@ -327,6 +327,27 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     assert load_spec(file)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
+@pytest.mark.parametrize(
+    "where", ["data.options", "evaluation.data.other.options", "suite.options", "suite.options.options"]
+)
+@pytest.mark.parametrize("key", ["path", "dataset", "parts.0.options.path", "parts.0.options.dataset"])
+def test_every_file_of_data_is_relative_to_the_spec(tmp_path, where, key):
+    (tmp_path / "my rows.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to("my rows.jsonl")
+    (tmp_path / "run.yaml").write_text("data: {options: {parts: [{options: {}}]}}\n")
+    sections = f"{where}.{key}".split(".parts.0.")
+    names = ["./my rows.jsonl", "./link.jsonl", "$HERE/link.jsonl", "~/link.jsonl"]
+    for name in [*names, *(["my rows.jsonl", "link.jsonl"] if key.endswith("path") else [])]:
+        given = {sections[0]: name} if len(sections) == 1 else {f"{sections[0]}.parts": [{}]}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HERE", str(tmp_path))
+            patch.setenv("HOME", str(tmp_path))
+            found = load_spec(tmp_path / "run.yaml", {**given, f"{where}.{key}": name})
+        for part in f"{where}.{key}".split("."):
+            found = found[int(part) if part.isdigit() else part]
+        assert found == str(tmp_path / "my rows.jsonl")
+
+
 def test_a_dictionary_that_json_lacks_is_refused():
     for value in (float("nan"), {1, 2}, 3j):
         with pytest.raises(HeadraceError, match="the spec: cannot be written as JSON"):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 from headrace.client.errors import HeadraceError, Problem
 
+ABSENT = re.compile(r"no such file|does not exist", re.IGNORECASE)
+ABSOLUTE = re.compile(r"(?<![^\s'\"(])/[^\s'\",;:()]+")
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -40,4 +46,19 @@ def user_error(key: str, problem: str, fix: str) -> CommandError:
 def refused(error: HeadraceError) -> CommandError:
     """A refusal by the coordinator, or its silence."""
     exit_code = EXIT_USER_ERROR if error.is_user_error else EXIT_FAILED
-    return CommandError(error.message, reason=error.reason, exit_code=exit_code, problems=error.problems)
+    problems = [_seen_here(problem) for problem in error.problems]
+    return CommandError(error.message, reason=error.reason, exit_code=exit_code, problems=problems)
+
+
+def _seen_here(found: Problem) -> Problem:
+    """A problem; its fix says so where services, in containers or elsewhere, lack a file that this machine has."""
+    paths = [Path(text) for text in ABSOLUTE.findall(found.problem)] if ABSENT.search(found.problem) else []
+    here = next((path for path in paths if path.exists()), None)
+    if here is None:
+        return found
+    folder = here if here.is_dir() else here.parent
+    hint = (
+        f"{here} is on this machine and not where the services run: with compose, HEADRACE_FILES={folder} docker "
+        "compose up -d shows them the folder"
+    )
+    return replace(found, fix=f"{found.fix}; {hint}" if found.fix else hint)

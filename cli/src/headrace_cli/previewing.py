@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 def open_dataset(spec: RunSpec) -> Dataset:
-    """The items of a run; raises CommandError with the keys that are wrong."""
+    """The items of a run and of evaluation.data; raises CommandError with the keys that are wrong."""
     from headrace.client.errors import Problem
     from headrace_coordinator.data.dataset import Dataset
     from headrace_schema.problems import Impossible
 
     try:
-        return Dataset.open(spec.data, spec.seed)
+        opened = Dataset.open(spec.data, spec.seed)
+        opened.open_sets(spec)
+        return opened
     except Impossible as error:
         problems = [Problem(each.key, each.problem, each.fix) for each in error.problems]
         raise CommandError(

@@ -203,6 +203,73 @@ def test_a_wrong_parquet_file_is_named(tables, tmp_path, monkeypatch):
     assert "headrace-coordinator[datasets]" in refusal("parquet", path=str(tables))
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff\xfe"]).buffers()),
+        pa.array([1, 2**62], pa.timestamp("us")),
+        pa.array([1, 2**30], pa.date32()),
+        pa.array([[{"at": 1}], [{"at": 2**62}]], pa.list_(pa.struct([("at", pa.timestamp("us"))]))),
+    ],
+    ids=["no utf-8", "timestamp", "date", "nested"],
+)
+def test_a_value_that_python_cannot_hold_is_named(tmp_path, column):
+    table = pa.table({"question": ["1", "2"], "answer": ["1", "2"], "odd": column})
+    pq.write_table(table, path := tmp_path / "odd.parquet")
+    assert f"row 2 of {path} has no readable 'odd'" in refusal("parquet", path=str(path))
+
+
+def test_columns_of_each_type_reach_scorers_as_json(tmp_path):
+    columns = {
+        "whole": pa.array([1, None]),
+        "share": pa.array([0.5, float("nan")]),
+        "half": pa.array([1.5, 2.5], pa.float32()),
+        "big": pa.array([2**63, 1], pa.uint64()),
+        "flag": pa.array([True, None]),
+        "word": pa.array(["u", None]).dictionary_encode(),
+        "pairs": pa.array([[("a", 1.5)], None], pa.map_(pa.string(), pa.float64())),
+        "day": pa.array([18262, None], pa.date32()),
+    }
+    table = pa.table({"question": ["1", "2"], "answer": ["a", None], **columns})
+    pq.write_table(table, path := tmp_path / "types.parquet")
+    first, second = items_of("parquet", path=str(path))
+    assert json.loads(first.metadata_json) == {
+        "answer": "a",
+        "whole": 1,
+        "share": 0.5,
+        "half": 1.5,
+        "big": 2**63,
+        "flag": True,
+        "word": "u",
+        "pairs": [["a", 1.5]],
+        "day": "2020-01-01",
+    }
+    assert second.answer == "" and json.loads(second.metadata_json) == dict.fromkeys(
+        table.column_names[1:]
+    ) | {
+        "half": 2.5,
+        "big": 1,
+    }
+
+
+def test_rows_nested_too_deep_and_long_lists_of_numbers_are_named(lines, tmp_path):
+    deep = json.loads("[" * 150 + "]" * 150)
+    assert "line 1 of" in (found := refusal("jsonl", path=lines({"question": "1", "answer": "1", "x": deep})))
+    assert "more than 100 objects and lists in each other" in found
+    pq.write_table(
+        pa.table({"question": ["1"], "x": [list(range(2_000_000))]}), path := tmp_path / "n.parquet"
+    )
+    assert "of text and numbers, and 8,388,608 travel" in refusal("parquet", path=str(path))
+
+
+@pytest.mark.parametrize("truth", [{"target": 4, "numbers": [2, 2]}, ["2", "two"], 2, "2", ["2"]])
+def test_a_ground_truth_of_verl_may_be_an_object(lines, truth):
+    row = {**VERL, "reward_model": {"style": "rule", "ground_truth": truth}}
+    (item,) = items_of("jsonl", path=lines(row), form="verl")
+    assert item.answer == ("2" if truth in (2, "2", ["2"]) else json.dumps(truth))
+    assert item.metadata["reward_model"]["ground_truth"] == truth
+
+
 @pytest.mark.parametrize("long", ["x" * 70_000_000, {"inside": ["é" * 5_000_000]}, b"x" * 9_000_000])
 def test_a_row_that_fits_no_message_is_named(tmp_path, long):
     rows = [{"question": "1", "note": None}, {"question": "2", "note": long}]

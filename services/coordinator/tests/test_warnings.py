@@ -61,6 +61,7 @@ def last(warnings, *steps):
         ("rewards", {"groups_all_equal": 4.0}, "every reward is 0.5 in the last 5 steps"),
         ("gradient", {"grad_norm": 0.0}, "no token carries loss"),
         ("learning_rate", {"learning_rate": 0.0}, "optimizer.schedule has ended"),
+        ("learning_rate", {"learning_rate": 1e-10}, "weights are rounded by more"),
         ("length", {"answer_length_mean": 63.5}, "nearly all are cut"),
         ("reference", {"reference_kl": 9.0}, "9.0 nats a token away"),
         ("leaps", {"approx_kl": 0.9}, "moved the policy by 0.9 nats a token"),
@@ -92,6 +93,15 @@ def test_short_answers_and_groups_of_one_say_nothing():
     assert last(tiny, *(step(number, answer_length_mean=4.0) for number in range(STEPS))) == {}
     alone = spec(algorithm={"name": "reinforce", "group_size": 1, "prompts_per_step": 32})
     assert last(Warnings(alone), *(step(n, groups_all_equal=32.0) for n in range(STEPS))) == {}
+
+
+def test_one_reward_of_all_prompts_is_found_without_groups():
+    alone = spec(algorithm={"name": "reinforce", "group_size": 1, "prompts_per_step": 32})
+    for spread, expected in ((0.0, ["rewards"]), (0.1, [])):
+        steps = (step(n, groups_all_equal=32.0, reward_std=spread) for n in range(STEPS))
+        assert list(last(Warnings(alone), *steps)) == expected
+    rising = (step(n, n / 10, groups_all_equal=32.0, reward_std=0.0) for n in range(STEPS))
+    assert last(Warnings(alone), *rising) == {}
 
 
 def test_a_group_that_differs_in_one_step_is_enough():

@@ -51,6 +51,20 @@ async def test_a_function_of_verl_works_as_it_is(reward, scorer_file):
     assert dict(right.parts) == {"mine.py:score": 1.0, "mine.py:score/score": 1.0, "mine.py:score/acc": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("truth", "reference"),
+    [({"target": 4}, '{"target": 4}'), (4, "4"), ("4", "4"), ("of another key", "4")],
+)
+async def test_a_ground_truth_of_verl_is_what_its_row_holds(reward, scorer_file, truth, reference):
+    """Functions of verl compare numbers with numbers, and read objects; their text would be wrong in silence."""
+    wanted = reference if truth == "of another key" else truth
+    source = f"#file\ndef score(solution_str, ground_truth):\n    return float(ground_truth == {wanted!r})\n"
+    await reward.open(scorer_file(source))
+    metadata = {"reward_model": {"style": "rule", "ground_truth": truth}}
+    (found,) = await reward.answers("4", reference=reference, metadata=metadata)
+    assert found.reward == 1.0
+
+
 @pytest.mark.parametrize("messages", [[], [USER]], ids=["text", "conversations"])
 async def test_a_function_of_trl_works_as_it_is(reward, scorer_file, messages):
     await reward.open(scorer_file(TRL))

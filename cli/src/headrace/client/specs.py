@@ -79,13 +79,11 @@ PATHS = (
     "reply.path",
     "algorithm.options.critic_path",
     "trainer.warmup.demonstrations",
-    "data.options.path",
-    "data.options.dataset",
-    "data.options.parts.*.options.path",
-    "data.options.parts.*.options.dataset",
-    "suite.options.path",
-    "suite.options.dataset",
-    "suite.options.options.path",
+    *(
+        f"{options}.{key}"
+        for options in ("data.options", "evaluation.data.*.options", "suite.options", "suite.options.options")
+        for key in ("path", "dataset", "parts.*.options.path", "parts.*.options.dataset")
+    ),
     "reward.scorers.*.name",
     "reward.evaluation.*.name",
     "reward.stages.*.*.name",

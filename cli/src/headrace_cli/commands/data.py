@@ -71,6 +71,7 @@ def data(
         "left_out": opened.left_out,
         "too_long": too_long,
         "lengths": {"unit": lengths.unit, **lengths.marks()},
+        "evaluation": {name: len(items) for name, (_, items) in opened.sets.items()},
         "prompts": shown,
     }
     if as_json:
@@ -154,7 +155,7 @@ def _spec(file: Path, sets: list[str] | None, command: str, needed: str) -> RunS
 def _answers(file: Path) -> Iterator[dict[str, Any]]:
     """The answers of a file; raises CommandError naming the line that is wrong."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines() also splits within texts.
     except (OSError, UnicodeDecodeError) as error:
         raise user_error("--on", f"{file} cannot be read ({error})", "name a file of JSON lines") from error
     found = 0
@@ -168,14 +169,18 @@ def _answers(file: Path) -> Iterator[dict[str, Any]]:
             raise user_error("--on", f"line {number} of {file} is not JSON ({error})", fix) from error
         if not isinstance(row, dict) or not isinstance(row.get("completion"), str):
             raise user_error("--on", f"line {number} of {file} has no text under 'completion'", fix)
-        metadata = row.get("metadata")
+        metadata, tokens = row.get("metadata"), row.get("token_count") or row.get("tokens") or 0
+        if isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise user_error(
+                "--on", f"line {number} of {file} has {tokens!r} as 'token_count'", "write a number"
+            )
         found += 1
         yield {
             "prompt": str(row.get("prompt", "")),
             "completion": row["completion"],
             "reference": str(row.get("reference", "")),
             "metadata": metadata if isinstance(metadata, dict) else {},
-            "token_count": int(row.get("token_count") or row.get("tokens") or 0),
+            "token_count": tokens,
             **{key: row[key] for key in MORE if key in row},
         }
     if not found:

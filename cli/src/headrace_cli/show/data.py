@@ -52,6 +52,8 @@ def dataset_lines(document: Mapping[str, Any], lengths: Lengths, width: int) -> 
         yield f"  {document['unanswered']} of those to train on have no answer"
     if document["too_long"]:
         yield f"  {document['too_long']} prompts are longer than data.prompt.longest, and dropped in their turn"
+    for name, count in document["evaluation"].items():
+        yield f"evaluation.data.{name}: {count} items"
     marks = lengths.marks()
     yield f"prompts, {lengths.unit}: " + ", ".join(f"{name} {value}" for name, value in marks.items())
     yield f"  {marks['shortest']} {lengths.picture(width - 20)} {marks['longest']}"

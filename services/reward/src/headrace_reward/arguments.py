@@ -7,6 +7,7 @@ plural judges a batch: each of its arguments is a list with one entry an answer.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,14 @@ def _group(answer: Answer) -> list[str]:
     return list(answer.group)
 
 
+def _ground_truth(answer: Answer) -> Any:
+    """As the row of verl has it: a number stays one, and an object too, whose text the reference is."""
+    section = (answer.metadata or {}).get("reward_model")
+    given = section.get("ground_truth") if isinstance(section, Mapping) else None
+    same = given is not None and answer.reference in (str(given), json.dumps(given))
+    return given if same else answer.reference
+
+
 SINGLE: dict[str, Callable[[Answer], Any]] = {
     "prompt": lambda answer: answer.prompt,
     "completion": lambda answer: answer.completion,
@@ -56,7 +65,7 @@ SINGLE: dict[str, Callable[[Answer], Any]] = {
     # verl
     "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
     "solution_str": lambda answer: answer.completion,
-    "ground_truth": lambda answer: answer.reference,
+    "ground_truth": _ground_truth,
     "extra_info": lambda answer: dict((answer.metadata or {}).get("extra_info") or {}),
 }
 """What a parameter of a function of one answer gets."""
@@ -78,7 +87,7 @@ BATCHED: dict[str, Callable[[Answer], Any]] = {
     # verl
     "data_sources": lambda answer: SINGLE["data_source"](answer),
     "solution_strs": lambda answer: answer.completion,
-    "ground_truths": lambda answer: answer.reference,
+    "ground_truths": _ground_truth,
     "extra_infos": lambda answer: SINGLE["extra_info"](answer),
 }
 """What each entry of a parameter of a function of batches is of one answer."""

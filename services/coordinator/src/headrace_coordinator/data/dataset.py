@@ -251,9 +251,12 @@ class Dataset:
 
     def _ranked(self, purpose: str, numbers: np.ndarray) -> np.ndarray:
         """The numbers in an order that depends on the purpose and each item's key alone."""
-        first = f"{purpose}\0".encode()
-        hashes = b"".join(hash_of(first + self._key(number)) for number in numbers.tolist())
-        ranked: np.ndarray = numbers[in_order(np.frombuffer(hashes, WORDS))]
+        first, numbers = f"{purpose}\0".encode(), np.sort(numbers)
+        hashes = b"".join([hash_of(first + key) for key in self._items.keys(numbers)])
+        found = np.frombuffer(hashes, WORDS).copy()
+        for place in np.flatnonzero(np.isin(numbers, list(self._ids))).tolist() if self._ids else ():
+            found[place] = np.frombuffer(hash_of(first + self._key(int(numbers[place]))), WORDS)[0]
+        ranked: np.ndarray = numbers[in_order(found)]
         return ranked
 
     def _not_excluded(self, numbers: np.ndarray, excluded: set[str]) -> np.ndarray:

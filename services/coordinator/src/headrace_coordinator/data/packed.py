@@ -11,9 +11,10 @@ import os
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace_coordinator.data.items import DataItem
@@ -46,6 +47,17 @@ class Records:
         start = self._starts[number]
         return os.pread(self._file.fileno(), self._starts[number + 1] - start, start)
 
+    def read_all(self, numbers: np.ndarray) -> Iterator[bytes]:
+        """Those of ascending numbers, read by PENDING_BYTES and more at once: a call for each takes far longer."""
+        starts = np.frombuffer(self._starts, np.uint64)
+        begins, ends = starts[numbers].tolist(), starts[numbers + 1].tolist()
+        content, first, known = b"", 0, 0
+        for begin, end in zip(begins, ends, strict=True):
+            if end > known:
+                first, known = begin, max(end, begin + PENDING_BYTES)
+                content = os.pread(self._file.fileno(), known - first, first)
+            yield content[begin - first : end - first]
+
     def flush(self) -> None:
         """Writes what waits."""
         content = b"".join(self._pending)
@@ -67,6 +79,7 @@ class PackedItems:
         self.system_messages = 0
         """Items that begin with a system message of their own."""
         parts, answered = array("i"), bytearray()
+        shapes: Counter[tuple[str, ...]] = Counter()
         keys, rows = bytearray(), bytearray()
         self._rows, self._keys = Records(), Records()
         for item in items:
@@ -78,10 +91,12 @@ class PackedItems:
             part = item.fields.get("part", 0)
             parts.append(part if isinstance(part, int) else 0)
             answered.append(bool(item.answer))
-            self.fields.update(item.fields.keys())
+            shapes[tuple(item.fields)] += 1
             if item.messages:
                 self.conversations += len(item.messages) > 1
                 self.system_messages += item.messages[0]["role"] == "system"
+        for names, count in shapes.items():
+            self.fields.update(dict.fromkeys(names, count))
         self._rows.flush()
         self._keys.flush()
         self.key_hashes = np.frombuffer(bytes(keys), WORDS)
@@ -102,6 +117,10 @@ class PackedItems:
         """`DataItem.key` of an item, in UTF-8."""
         return self._keys.read(number)
 
+    def keys(self, numbers: np.ndarray) -> Iterator[bytes]:
+        """`key` of items of ascending numbers."""
+        return self._keys.read_all(numbers)
+
 
 def hash_of(content: bytes) -> bytes:
     """HASH_BYTES, the same in every process."""
@@ -115,7 +134,10 @@ def in_order(hashes: np.ndarray) -> np.ndarray:
 
 def _packed(item: DataItem) -> bytes:
     row = [item.question, item.answer, item.fields, item.metadata, item.messages, item.id]
-    return _encode(row).encode("utf-8", "surrogatepass")
+    try:
+        return _encode(row)
+    except UnicodeEncodeError:  # Halves of surrogate pairs, which a source of one's own may have.
+        return json.dumps(row, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
 
 
 def _mapping(value: Any) -> Any:
@@ -124,4 +146,4 @@ def _mapping(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not of JSON's types")
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_mapping).encode
+_encode = msgspec.json.Encoder(enc_hook=_mapping).encode

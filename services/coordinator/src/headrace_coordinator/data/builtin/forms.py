@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +18,10 @@ Row = Mapping[str, Any]
 Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
 LETTERS = "ABCD"
 ROLES = ("system", "user", "assistant", "tool")
+FEW_CHARACTERS = 1 << 20
+MOST_NESTED = 100
+"""Objects and lists in each other; the reward service reads twice as many."""
+_PLAIN = frozenset({str, int, bool, type(None)})
 
 
 class BadRow(ValueError):
@@ -47,10 +52,12 @@ def _plain(row: Row, keys: Keys) -> DataItem:
 
 
 def _verl(row: Row, keys: Keys) -> DataItem:
-    """verl: `prompt` is a list of messages, the answer `reward_model.ground_truth`; the row goes to the scorers."""
-    return _item(
-        row, keys.question or "prompt", keys.answer or _maybe(row, "reward_model.ground_truth"), _same
-    )
+    """verl: `prompt` is a list of messages, the answer `reward_model.ground_truth`; the row goes to the scorers.
+
+    Ground truths of its puzzles are objects: the answer is their JSON, and a function of verl gets the object.
+    """
+    answer = keys.answer or _maybe(row, "reward_model.ground_truth")
+    return _item(row, keys.question or "prompt", answer, _same, objects=True)
 
 
 def _trl(row: Row, keys: Keys) -> DataItem:
@@ -125,7 +132,15 @@ _READERS: dict[str, Callable[[Row, Keys], DataItem]] = {
 }
 
 
-def _item(row: Row, question_key: str, answer_key: str, read_answer: Callable[[str], str]) -> DataItem:
+def _item(
+    row: Row,
+    question_key: str,
+    answer_key: str,
+    read_answer: Callable[[str], str],
+    *,
+    objects: bool = False,
+) -> DataItem:
+    """The item of a row whose answer stands under a key; `objects`: it may be one, whose JSON is the answer."""
     asked = _value(row, question_key)
     messages: tuple[dict[str, str], ...] = ()
     answer = ""
@@ -141,25 +156,37 @@ def _item(row: Row, question_key: str, answer_key: str, read_answer: Callable[[s
         # The chosen answer of a preference pair may be a conversation of one assistant's turn.
         if _is_conversation(given):
             given = given[-1].get("content")
-        answer = read_answer(_text(given, answer_key)) if given is not None else ""
+        if objects and _is_object(given):
+            answer = json.dumps(_jsonable(given, answer_key))
+        else:
+            answer = read_answer(_text(given, answer_key)) if given is not None else ""
     rest = {key: value for key, value in _plain_row(row).items() if key != question_key}
-    fields = dict(_fields({key: value for key, value in rest.items() if key != answer_key}))
+    fields = _fields(rest)
+    if answer_key in rest:
+        fields.pop(answer_key, None)
     return DataItem(question, answer, fields, rest, messages)
 
 
-def _fields(rest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str | int | float]]:
+def _fields(rest: Mapping[str, Any], above: str = "") -> dict[str, str | int | float]:
     """Texts and numbers of a row, of nested objects too: `extra_info.index`."""
+    found: dict[str, str | int | float] = {}
     for key, value in rest.items():
-        if isinstance(value, Mapping):
-            yield from _fields(value, f"{above}{key}.")
-        elif isinstance(value, (str, int, float)):
-            yield f"{above}{key}", value
+        if isinstance(value, (str, int, float)):
+            found[f"{above}{key}"] = value
+        elif isinstance(value, dict):
+            found |= _fields(value, f"{above}{key}.")
+    return found
 
 
 def _is_conversation(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, Mapping) for each in value)
     )
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object or a list; one of a single entry counts as that entry."""
+    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and len(value) != 1)
 
 
 def _conversation(turns: Sequence[Row], key: str) -> tuple[tuple[dict[str, str], ...], str]:
@@ -218,15 +245,32 @@ def text_of(row: Row, key: str) -> str:
     return _text(_value(row, key), key)
 
 
-def text_bytes(value: Any) -> int:
-    """About the bytes of all texts in a value; at least theirs in characters."""
+def row_bytes(row: Row) -> int:
+    """About the bytes of a row's texts and of what is nested in it; 0 where a quick look says that they are few.
+
+    Raises `BadRow` where objects and lists are nested too deep to be read again.
+    """
+    characters = 0
+    for value in row.values():
+        if isinstance(value, str):
+            characters += len(value)
+        elif value is not None and not isinstance(value, (int, float)):
+            return _bytes_of(row)
+    return 0 if characters <= FEW_CHARACTERS else _bytes_of(row)
+
+
+def _bytes_of(value: Any, depth: int = 0) -> int:
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
     if isinstance(value, (bytes, bytearray)):
         return len(value)
+    if depth > MOST_NESTED:
+        raise BadRow(f"has more than {MOST_NESTED} objects and lists in each other", "write it flatter")
     if isinstance(value, Mapping):
-        return sum(map(text_bytes, value.values()))
-    return sum(map(text_bytes, value)) if isinstance(value, (list, tuple)) else 0
+        return sum(_bytes_of(each, depth + 1) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes_of(each, depth + 1) for each in value)
+    return len(repr(value)) + 2 if isinstance(value, (int, float)) else 0
 
 
 def share_of(row: Row, key: str) -> float:
@@ -253,7 +297,7 @@ def _text(value: Any, key: str) -> str:
 
 def _plain_row(row: Row) -> dict[str, Any]:
     """What travels to the scorers: JSON's types; anything else as its text."""
-    return {key: _jsonable(value, key) for key, value in row.items()}
+    return {key: value if type(value) in _PLAIN else _jsonable(value, key) for key, value in row.items()}
 
 
 def _jsonable(value: Any, key: str) -> Any:

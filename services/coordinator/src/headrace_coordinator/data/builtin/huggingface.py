@@ -38,9 +38,11 @@ class HuggingFace(RowSource):
     @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a row; ill-formed rows are named by their number, from 0 as the hub's viewer counts."""
-        for number, row in enumerate(self._rows()):
-            if item := self.row_item(row, f"row {number} of {self.dataset} ({self.split})", DATASET_KEY):
-                yield item
+        return self.row_items(
+            enumerate(self._rows()),
+            lambda number: f"row {number} of {self.dataset} ({self.split})",
+            DATASET_KEY,
+        )
 
     def _rows(self) -> Any:
         datasets = _datasets()

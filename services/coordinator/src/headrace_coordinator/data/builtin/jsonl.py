@@ -11,6 +11,7 @@ from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
 from typing_extensions import override
 
+from headrace_coordinator.data.builtin.forms import Row
 from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
 
@@ -35,6 +36,9 @@ class Jsonl(RowSource):
     @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
+        return self.row_items(self._rows(), self._place, PATH_KEY)
+
+    def _rows(self) -> Iterator[tuple[int, Row]]:
         try:
             with Path(self.path).expanduser().open("rb") as file:
                 number = 0
@@ -42,13 +46,13 @@ class Jsonl(RowSource):
                     number += 1
                     if len(line) > LINE_BYTES:
                         self._wrong(number, f"is longer than {LINE_BYTES} bytes", "shorten or split it")
-                    if line.strip() and (item := self._item(number, line)):
-                        yield item
+                    if line.strip():
+                        yield number, self._row(number, line)
         except OSError as error:
             reason = f"{self.path} cannot be read: {error.strerror or error}"
             raise Impossible([problem(PATH_KEY, reason, self._fix_path())]) from error
 
-    def _item(self, number: int, line: bytes) -> DataItem | None:
+    def _row(self, number: int, line: bytes) -> Row:
         try:
             row = json.loads(line, parse_constant=_no_constant)
             if b"\\u" in line:
@@ -61,7 +65,7 @@ class Jsonl(RowSource):
             self._wrong(number, f"is not JSON ({error})", "write one JSON object a line")
         if not isinstance(row, dict):
             self._wrong(number, f"is {show(row)}, not a JSON object", 'write {"question": …, "answer": …}')
-        return self.row_item(row, self._place(number), PATH_KEY)
+        return row
 
     def _wrong(self, number: int, reason: str, fix: str) -> NoReturn:
         self.wrong(PATH_KEY, self._place(number), reason, fix)

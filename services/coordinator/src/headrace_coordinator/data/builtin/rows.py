@@ -6,13 +6,14 @@ Knows no file: a source gives rows, and names the row that is wrong.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, NoReturn, Self
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, share_of, text_bytes
+from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, row_bytes, share_of
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
 
@@ -66,19 +67,25 @@ class RowSource(DataSource):
     def left_out(self) -> dict[str, int]:
         return dict(self._left_out)
 
-    def row_item(self, row: Row, place: str, key: str) -> DataItem | None:
-        """The item of a row, or None when it is left out. `Impossible` names `key` and the row's `place`."""
-        try:
-            if (size := text_bytes(row)) > ROW_BYTES:
-                raise BadRow(
-                    f"has {size:,} bytes of text, and {ROW_BYTES:,} travel", "shorten it, or remove the row"
-                )
-            item = item_of(row, self.form, Keys(self.question, self.answer, self.id))
-            reason = self._unwanted(item, row)
-        except BadRow as bad:
-            self.wrong(key, place, bad.reason, bad.fix)
-        self._left_out.update([reason] if reason else [])
-        return None if reason else item
+    def row_items(
+        self, rows: Iterable[tuple[int, Row]], place: Callable[[int], str], key: str
+    ) -> Iterator[DataItem]:
+        """The items of numbered rows but those that are left out. `Impossible` names `key` and the row's `place`."""
+        keys = Keys(self.question, self.answer, self.id)
+        form, all_kept = self.form, not self.longest_question and self.pass_rate is None
+        for number, row in rows:
+            try:
+                if (size := row_bytes(row)) > ROW_BYTES:
+                    reason = f"has {size:,} bytes of text and numbers, and {ROW_BYTES:,} travel"
+                    raise BadRow(reason, "shorten it, or remove the row")
+                item = item_of(row, form, keys)
+                unwanted = "" if all_kept else self._unwanted(item, row)
+            except BadRow as bad:
+                self.wrong(key, place(number), bad.reason, bad.fix)
+            if unwanted:
+                self._left_out[unwanted] += 1
+            else:
+                yield item
 
     def wrong(self, key: str, place: str, reason: str, fix: str) -> NoReturn:
         """Raises `Impossible` for a row."""

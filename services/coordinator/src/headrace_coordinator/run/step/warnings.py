@@ -19,6 +19,8 @@ FAR = 5.0
 """Nats a token from the reference: nothing of it is left."""
 LEAP = 0.5
 """Nats a token between a step's samples and the weights that it leaves: it learns from answers of another policy."""
+ROUNDING = 1e-9
+"""A rate that moves nothing: fp32 weights of usual size (0.02) are 2e-9 apart."""
 
 
 class Warnings:
@@ -44,13 +46,11 @@ class Warnings:
 
     def _equal_rewards(self, steps: Sequence[StepView]) -> str:
         size = self._spec.algorithm.group_size
+        if size == 1:
+            return _constant(steps)
         equal = _all(steps, "groups_all_equal")
         groups = [step.trained / size for step in steps]
-        if (
-            not equal
-            or size < 2
-            or any(not all_of or own < all_of for own, all_of in zip(equal, groups, strict=True))
-        ):
+        if not equal or any(not all_of or own < all_of for own, all_of in zip(equal, groups, strict=True)):
             return ""
         values = {step.reward_mean for step in steps}
         what = (
@@ -73,8 +73,13 @@ class Warnings:
 
     def _no_learning_rate(self, steps: Sequence[StepView]) -> str:
         rates = _all(steps, "learning_rate")
-        if not rates or max(rates) > 0:
+        if not rates or max(rates) > ROUNDING:
             return ""
+        if max(rates) > 0:
+            return (
+                f"the learning rate is {max(rates):.1g} in the last {STEPS} steps: weights are rounded by more than a "
+                "step moves them. Raise optimizer.lr"
+            )
         return f"the learning rate is 0 in the last {STEPS} steps: optimizer.schedule has ended, or warms up for longer"
 
     def _all_cut(self, steps: Sequence[StepView]) -> str:
@@ -127,6 +132,17 @@ _CHECKS: dict[str, Callable[[Warnings, Sequence[StepView]], str]] = {
     "reference": Warnings._far_from_reference,
     "leaps": Warnings._leaps,
 }
+
+
+def _constant(steps: Sequence[StepView]) -> str:
+    """Of groups of one: every answer of all prompts has one reward."""
+    spreads, values = _all(steps, "reward_std"), {step.reward_mean for step in steps}
+    if not spreads or any(spreads) or len(values) > 1:
+        return ""
+    return (
+        f"every reward is {values.pop():g} in the last {STEPS} steps: no answer is better than another. Look at "
+        "answers and parts (headrace run trajectories RUN), and try the scorer on them (headrace reward SPEC --on FILE)"
+    )
 
 
 def _all(steps: Sequence[StepView], name: str) -> list[float]:
