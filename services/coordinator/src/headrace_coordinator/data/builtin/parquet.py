@@ -36,8 +36,11 @@ class Parquet(RowSource):
         """Yields an item a row; ill-formed rows are named by file and number."""
         pq = _pyarrow()
         for file in self._files():
-            rows = enumerate(self._rows(pq, file), 1)
-            yield from self.row_items(rows, lambda number, file=file: f"row {number} of {file}", PATH_KEY)
+
+            def place(number: int, file: Path = file) -> str:
+                return f"row {number} of {file}"
+
+            yield from self.row_items(enumerate(self._rows(pq, file), 1), place, PATH_KEY)
 
     def _rows(self, pq: Any, file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowException
