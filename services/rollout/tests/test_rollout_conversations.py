@@ -146,6 +146,8 @@ async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_pr
         assert [each for each in spoken if each] == [text for ids in sampled if (text := codec.decode(ids))]
         assert all(text_of(codec, ids) == " +" for number, ids in turns if not number)
         assert list(talk.rewards) == [0.5 * (turn + 1) for turn in range(len(talk.rewards))]
+        assert [count for count in talk.turn_tokens if count] == [len(ids) for ids in sampled]
+        assert len(talk.turn_tokens) == len(talk.rewards), "a turn without ids has its place too"
         assert trajectory.completion_text.startswith(f"system: copy\nuser: {seed}=\nassistant: ")
         if trajectory.finish_reason == common_pb2.FINISH_REASON_TERMINATED:
             whole += 1

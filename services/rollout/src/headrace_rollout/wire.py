@@ -207,6 +207,7 @@ def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     for role, content in said.messages:
         message.messages.add(role=role, content=content)
     message.rewards.extend(said.rewards)
+    message.turn_tokens.extend(said.turn_tokens)
     message.success, message.failure = said.success, said.failure
     return "\n".join(f"{role}: {content}" for role, content in said.messages)
 

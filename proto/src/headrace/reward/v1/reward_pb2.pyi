@@ -125,7 +125,7 @@ class ScoreResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[ScoreResult, _Mapping]]] = ...) -> None: ...
 
 class ScoreResult(_message.Message):
-    __slots__ = ("sample", "attempt", "status", "reward", "parts", "detail", "wall_time", "evaluation", "stage")
+    __slots__ = ("sample", "attempt", "status", "reward", "parts", "detail", "wall_time", "evaluation", "stage", "turns")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class ScoreResult(_message.Message):
     WALL_TIME_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     sample: _common_pb2.SlotKey
     attempt: int
     status: ScoreStatus
@@ -151,4 +152,5 @@ class ScoreResult(_message.Message):
     wall_time: _duration_pb2.Duration
     evaluation: bool
     stage: str
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
+    turns: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ..., turns: _Optional[_Iterable[float]] = ...) -> None: ...

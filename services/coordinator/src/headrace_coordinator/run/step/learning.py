@@ -160,6 +160,8 @@ def _fill(
     oldest = context.state.lineage.versions[trajectory.oldest]
     settled.trajectory.CopyFrom(message)
     settled.reward = slot.reward
+    if context.workers.leader.by_turn:
+        settled.turn_rewards.extend(trajectory.turn_rewards)
     truncated = message.finish_reason == common.FINISH_REASON_LENGTH
     hidden = truncated and context.spec.algorithm.truncated == "mask"
     settled.masked = hidden or context.workers.leader.is_baseline(slot.sample)

@@ -61,6 +61,8 @@ class Trajectory:
     shown: Shown | None = None
     reward: float | None = None
     """None until it is scored."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Of a conversation: what its environment gave for each turn; once it is scored, what adds up to the reward."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 
