@@ -13,11 +13,13 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import Slot
+from headrace_coordinator.projections.trajectories import Call
 from headrace_coordinator.run.modality import Conversations
 from headrace_coordinator.run.simulators.pools import opening, other_kind
+from headrace_coordinator.run.step.certificate import told
 from headrace_coordinator.run.step.scoring.rewards import added_up, by_turn, turns_problem
 from headrace_coordinator.run.step.scoring.scoring import score_item
-from headrace_coordinator.run.step.trajectories import Trajectory
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory
 from headrace_schema.spec import RunSpec
 from headrace_simulation.virtual_time import run_virtual
 
@@ -76,6 +78,25 @@ def test_a_scorer_that_miscounts_turns_is_named():
     )
     assert "nan" in turns_problem(ScoreResult(turns=[float("nan")]), trajectory([0.0]))
     assert added_up([[1.0, 2.0], [], [0.5, 0.5]]) == [1.5, 2.5] and added_up([[], []]) == []
+
+
+def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
+    """A given turn of the assistant, as an example shows one, is none of the policy's."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    message = common.Trajectory()
+    said = [("assistant", "Hello."), ("user", "1+1?"), ("assistant", call), ("tool", "2"), ("assistant", "2")]
+    for role, content in said:
+        message.conversation.messages.add(role=role, content=content)
+    message.conversation.turn_tokens.extend([9, 1])
+    shown = Shown.of(message)
+    assert [tokens for _, _, tokens in shown.said] == [None, None, 9, None, 1]
+    of = trajectory([0.25, 0.75])
+    found = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="hermes")), of, shown)  # type: ignore[arg-type]
+    assert [(each.role, each.content) for each in found] == said
+    assert [each.reward for each in found] == [None, None, 0.25, None, 0.75]
+    assert [each.calls for each in found if each.calls] == [[Call("add", '{"a": 1}')]]
+    plain = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="")), of, shown)  # type: ignore[arg-type]
+    assert not any(each.calls for each in plain)
 
 
 def begin(item: DataItem) -> rollout.EpisodeStart:
