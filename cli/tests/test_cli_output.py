@@ -134,7 +134,7 @@ def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
     assert "[12 tokens with loss, reward -0.25]" in text and "[4 tokens with loss, reward 1]" in text
     assert 'calls calculator {"expression": "17 * 23"}' in text
     assert "\x1b" not in text and "\\x1b[31m\\u202e" in text and "… 909 characters" in text
-    assert [line.split()[0] for line in lines if line[2:3].strip()] == [
+    assert [line.split()[0] for line in lines[1:] if line[2:3].strip()] == [
         "user",
         "assistant",
         "tool",
