@@ -121,6 +121,33 @@ def test_trajectories_fit_80_columns_and_episodes_are_told_in_words():
     assert "prompt ends" in wide and "episode succeeded" in wide
 
 
+def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
+    given = [
+        {"role": "user", "content": "How much is 17 * 23?"},
+        {"role": "assistant", "content": "Let me see. " * 9, "tokens": 12, "reward": -0.25,
+         "calls": [{"name": "calculator", "arguments_json": '{"expression": "17 * 23"}'}]},
+        {"role": "tool", "content": "391\x1b[31m\u202e" + "x" * 900},
+        {"role": "assistant", "content": "391", "tokens": 4, "reward": 1.0},
+    ]  # fmt: skip
+    talk = trajectory(messages=given, versions=[(7, 16)], finish_reason="TERMINATED")
+    lines = drawn(trajectories_list([talk], 80), 80)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80 and "TERMINATED, version 7" in lines[0]
+    assert "[12 tokens with loss, reward -0.25]" in text and "[4 tokens with loss, reward 1]" in text
+    assert 'calls calculator {"expression": "17 * 23"}' in text
+    assert "\x1b" not in text and "\\x1b[31m\\u202e" in text and "… 909 characters" in text
+    assert [line.split()[0] for line in lines[1:] if line[2:3].strip()] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert drawn(trajectories_list([talk], 160), 160)[0] == lines[0], "a table has no room for what was said"
+    (hidden,) = [line for line in drawn(trajectories_list([trajectory(messages=given[-1:], masked=True)], 80), 80)
+                 if "4 tokens" in line]  # fmt: skip
+    assert "no loss" in hidden
+
+
 def test_versions_and_attempts_are_counted_as_people_count():
     leapt = 1 << 20  # a restarted coordinator's counters
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from harness.crowd import Crowd, CrowdServer, write_timeline, write_trajectories
+from harness.crowd import Crowd, CrowdServer, write_conversations, write_timeline, write_trajectories
 from harness.waiting import wait_for
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;\u202e{{7*7}}"
-RUNS = [("live-1", "RUNNING"), ("queued-1", "QUEUED"), ("done-1", "SUCCEEDED"), ("failed-1", "FAILED")]
+RUNS = [
+    ("live-1", "RUNNING"),
+    ("queued-1", "QUEUED"),
+    ("done-1", "SUCCEEDED"),
+    ("failed-1", "FAILED"),
+    ("talk-1", "SUCCEEDED"),
+]
 MANY = 10_000
 SPEC = {
     "name": "sums",
@@ -45,6 +52,7 @@ def crowd(tmp_path_factory):
     (directory.parent / "logs" / "rollout-0.log").write_text("\n".join(map(json.dumps, lines)))
     write_trajectories(directory / "done-1", 12, 64, HOSTILE)
     write_timeline(directory / "done-1", 120)
+    write_conversations(directory / "talk-1", HOSTILE)
     write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
     for number in range(2):
         write_trajectories(directory / f"eval-{number}", 1, 48, HOSTILE, better=number)
@@ -93,6 +101,39 @@ def test_hostile_text_stays_text(crowd, open_page):
     assert page.locator("main img, main script").count() == 0
     page.goto(f"{crowd.url}/#/runs/%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E")
     page.get_by_text("there is no run <img").wait_for()
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_a_conversation_shows_who_said_what_and_a_tools_text_stays_text(crowd, open_page, width, theme):
+    page = open_page(
+        f"{crowd.url}/#/runs/talk-1/trajectories", width=width, color_scheme=theme, bypass_csp=True
+    )
+    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
+    page.locator(".trajectory summary").first.click()
+    said = page.locator(".talk").first.locator("> li")
+    said.nth(4).wait_for()
+    whos = said.locator(".who").all_inner_texts()
+    assert [" ".join(who.split()) for who in whos] == [
+        "system given, no loss",
+        "user given, no loss",
+        "assistant, turn 1 reward -0.25 24 tokens with loss, version 1",
+        "tool given, no loss",
+        "assistant, turn 2 reward 1 6 tokens with loss, version 1",
+    ]
+    assert said.nth(3).locator("pre").text_content() == HOSTILE
+    assert page.locator("main img, main script").count() == 0
+    assert said.nth(2).locator(".call").inner_text() == 'calls calculator {"expression": "17 * 23"}'
+    assert said.nth(2).locator(".token").count() > 3 and said.nth(4).locator(".token").count() > 1
+    assert said.nth(3).locator(".token").count() == 0, "what was given has no log-probs"
+    assert "TERMINATED" in page.locator(".trajectory .body").first.inner_text()
+    page.add_script_tag(path=AXE)
+    found = page.evaluate("async () => (await axe.run()).violations")
+    grave = [(each["id"], each["nodes"][0]["html"][:200]) for each in found
+             if each["impact"] in ("serious", "critical")]  # fmt: skip
+    assert not grave, (width, theme, grave)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if directory := os.environ.get("PICTURES"):
+        page.screenshot(path=f"{directory}/conversation-{width}-{theme}.png", full_page=True)
 
 
 def test_tokens_are_coloured_over_the_text(crowd, open_page):

@@ -23,8 +23,11 @@ from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
-from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
+from headrace_coordinator.projections.trajectories import Call
+from headrace_coordinator.projections.trajectories import Message
 from headrace_schema.changing import RunLabels
+from headrace_coordinator.projections.trajectories import SettledTrajectory
+from headrace_coordinator.projections.trajectories import TrajectoryFile
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
@@ -302,11 +305,35 @@ def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> 
     )  # fmt: skip
 
 
+def talked(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:
+    """A conversation in which the policy calls a tool, which says `text`, and answers in a second turn."""
+    said = 'Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>'
+    call = Call("calculator", '{"expression": "17 * 23"}')
+    return SettledTrajectory(
+        step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt="tools, seed 12",
+        completion=f"user: How much is 17 * 23?\nassistant: {said}\ntool: {text}\nassistant: It is 391.",
+        reference="391", reward=0.75, parts={"last_number": 1.0}, finish_reason="TERMINATED", tokens=30,
+        versions=[(step, 30)], log_probs=[-(n * 7 % 30) / 6 for n in range(30)],
+        text_bytes=[*places(said, 24), *places("It is 391.", 6)], advantage=0.5,
+        messages=[
+            Message("system", "Use the calculator."), Message("user", "How much is 17 * 23?"),
+            Message("assistant", said, 24, -0.25, [call]), Message("tool", text),
+            Message("assistant", "It is 391.", 6, 1.0),
+        ],
+    )  # fmt: skip
+
+
 def places(text: str, tokens: int) -> list[int]:
     """Bytes of each token: as even as can be, and not at the borders of characters."""
     total = len(text.encode())
     ends = [total * n // tokens for n in range(tokens + 1)]
     return [end - start for start, end in pairwise(ends)]
+
+
+def write_conversations(directory: Path, text: str) -> None:
+    """Conversations of one step, whose tool says `text`."""
+    directory.mkdir(parents=True)
+    TrajectoryFile(directory, 8, 16 << 20, 100).append([talked(1, 0, sample, text) for sample in range(4)])
 
 
 def write_trajectories(directory: Path, steps: int, per_step: int, text: str, better: int = 0) -> None:

@@ -41,6 +41,14 @@ def test_what_is_given_stays():
     assert (spec.data.source, spec.reward.scorers[0].name) == ("jsonl", "exact")
 
 
+def test_credit_by_turn_is_of_runs_with_turns():
+    options = {"algorithm": {"options": {"credit": "turn"}}}
+    RunSpec.model_validate({**BASE, **options})
+    scored = {"data": JSONL, "reward": {"scorers": [{"name": "exact"}]}}
+    told = problems_of({"workflow": "reasoning", "environment": None, **scored, **options})
+    assert "turns are those of agentic runs, and workflow is reasoning" in told["algorithm.options.credit"]
+
+
 def test_a_rollout_is_told_how_messages_become_prompts():
     prompt = {"chat": True, "template_arguments": {"enable_thinking": False}}
     spec = RunSpec.model_validate({**BASE, "data": {"prompt": prompt}})

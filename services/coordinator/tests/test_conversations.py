@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 from embodied_parts import Talks
 from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1.reward_pb2 import ScoreResult
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import Slot
+from headrace_coordinator.projections.trajectories import Call
 from headrace_coordinator.run.modality import Conversations
 from headrace_coordinator.run.simulators.pools import opening, other_kind
+from headrace_coordinator.run.step.certificate import told
+from headrace_coordinator.run.step.scoring.rewards import added_up, by_turn, turns_problem
 from headrace_coordinator.run.step.scoring.scoring import score_item
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from headrace_simulation.virtual_time import run_virtual
@@ -35,6 +41,63 @@ def test_a_run_of_conversations_trains_and_a_lost_simulator_costs_no_step(strike
     ]
     assert told and all(config["workflow"] == "agentic" for config in told)
     assert all(config["prompt"]["chat"] is True for config in told)
+
+
+def test_rewards_by_turn_go_to_a_trainer_that_wants_them():
+    """The simulated trainer refuses what does not add up to the reward, or is not one reward a turn."""
+    world = Talks(2, strikes=1)
+    given = world.spec.model_dump(mode="json")
+    options = {"prompts_per_step": 4, "options": {"by_turn": True}}
+    world.spec = RunSpec.model_validate({**given, "algorithm": options})
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+
+
+def trajectory(rewards: list[float]) -> Trajectory:
+    return Trajectory(Slot(0, 0), None, 0, 0, (), turn_rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("reward", "told", "environment", "expected"),
+    [
+        (1.5, [], [0.5, 1.0], [0.5, 1.0]),
+        (1.2, [], [0.5, 1.0], [0.5, 0.7]),  # a scorer takes 0.3 beside what the environment gave
+        (1.0, [0.25, 0.75], [9.0, 9.0], [0.25, 0.75]),
+        (2.0, [0.25, 0.75], [0.0, 0.0], [0.25, 1.75]),  # another scorer judges the whole
+        (1.0, [], [], []),
+    ],
+)
+def test_the_last_turn_has_what_is_nobody_elses(reward, told, environment, expected):
+    result, of = ScoreResult(reward=reward, turns=told), trajectory(environment)
+    assert by_turn(result, of) == pytest.approx(expected) and not turns_problem(result, of)
+
+
+def test_a_scorer_that_miscounts_turns_is_named():
+    assert (
+        turns_problem(ScoreResult(turns=[1.0]), trajectory([0.0, 0.0]))
+        == "a scorer gave 1 rewards for 2 turns"
+    )
+    assert "nan" in turns_problem(ScoreResult(turns=[float("nan")]), trajectory([0.0]))
+    assert added_up([[1.0, 2.0], [], [0.5, 0.5]]) == [1.5, 2.5] and added_up([[], []]) == []
+
+
+def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
+    """A given turn of the assistant, as an example shows one, is none of the policy's."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    message = common.Trajectory()
+    said = [("assistant", "Hello."), ("user", "1+1?"), ("assistant", call), ("tool", "2"), ("assistant", "2")]
+    for role, content in said:
+        message.conversation.messages.add(role=role, content=content)
+    message.conversation.turn_tokens.extend([9, 1])
+    shown = Shown.of(message)
+    assert [tokens for _, _, tokens in shown.said] == [None, None, 9, None, 1]
+    of = trajectory([0.25, 0.75])
+    found = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="hermes")), of, shown)  # type: ignore[arg-type]
+    assert [(each.role, each.content) for each in found] == said
+    assert [each.reward for each in found] == [None, None, 0.25, None, 0.75]
+    assert [each.calls for each in found if each.calls] == [[Call("add", '{"a": 1}')]]
+    plain = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="")), of, shown)  # type: ignore[arg-type]
+    assert not any(each.calls for each in plain)
 
 
 def begin(item: DataItem) -> rollout.EpisodeStart:

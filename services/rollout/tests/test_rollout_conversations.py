@@ -146,6 +146,13 @@ async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_pr
         assert [each for each in spoken if each] == [text for ids in sampled if (text := codec.decode(ids))]
         assert all(text_of(codec, ids) == " +" for number, ids in turns if not number)
         assert list(talk.rewards) == [0.5 * (turn + 1) for turn in range(len(talk.rewards))]
+        assert [count for count in talk.turn_tokens if count] == [len(ids) for ids in sampled]
+        assert len(talk.turn_tokens) == len(talk.rewards), "a turn without ids has its place too"
+        assert [
+            sum(segment.tokens.text_bytes) for segment in trajectory.segments if segment.policy_number
+        ] == [len(text) for text, count in zip(spoken, talk.turn_tokens, strict=True) if count], (
+            "each sampled id is so many bytes of its own turn"
+        )
         assert trajectory.completion_text.startswith(f"system: copy\nuser: {seed}=\nassistant: ")
         if trajectory.finish_reason == common_pb2.FINISH_REASON_TERMINATED:
             whole += 1
@@ -159,7 +166,6 @@ async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_pr
         at = 0
         for segment in trajectory.segments:
             tokens = list(segment.tokens.token_ids)
-            assert not segment.tokens.text_bytes, "the text that people see has roles too"
             if segment.policy_number:
                 wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
                 assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)

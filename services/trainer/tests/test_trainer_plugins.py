@@ -208,6 +208,12 @@ def test_the_contract_holds_with_kl_and_entropy(name, options):
     assert algorithm.every_token and "reference_log_probs" in algorithm.columns
 
 
+@pytest.mark.parametrize("name", ["grpo", "kl_cov", "clip_cov", "reinforce_pp_baseline", "ppo"])
+def test_the_contract_holds_with_credit_by_turn(name):
+    algorithm = check_algorithm(name, {"credit": "turn", "turn_discount": 0.9})
+    assert algorithm.turn_credit is not None
+
+
 def with_columns(given, **columns):
     generator = torch.Generator().manual_seed(7)
     names = ("old_log_probs", "reference_log_probs")

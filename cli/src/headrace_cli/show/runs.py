@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,9 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
 
 def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
     """Prompts, answers and rewards: a table on a wide terminal, two lines a trajectory on a narrow one."""
-    return _trajectories_table(trajectories) if width >= WIDE else _trajectory_lines(trajectories, width)
+    if width >= WIDE and not any(item.messages for item in trajectories):
+        return _trajectories_table(trajectories)
+    return _trajectory_lines(trajectories, width)
 
 
 def _trajectories_table(trajectories: Sequence[Trajectory]) -> RenderableType:
@@ -159,12 +161,47 @@ def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> Rendera
     for item in trajectories:
         what = "actions" if _episode(item) else "tokens"
         head = f"step {item.step}, prompt {item.prompt_ordinal}, sample {item.sample_index}"
-        line = f"{head}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}"
+        by = f", version {item.versions[-1][0]}" if item.messages and item.versions else ""
+        line = f"{head}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}{by}"
         parts.append(Text(line[:width], style="bold"))
+        if item.messages:
+            parts += [Text(line) for line in _conversation_lines(item, width)]
+            continue
         reference = f" (reference {item.reference})" if item.reference else ""
         said = f"{_tail(item.prompt)} → {_answer(item)}{reference}"
         parts.append(Text("  " + (said if len(said) <= width - 2 else said[: width - 3] + "…")))
     return Group(*parts)
+
+
+ROLE = 9
+"""Columns of the longest role, assistant."""
+MESSAGE_LINES = 6
+"""Lines of one message at most."""
+
+
+def _conversation_lines(item: Trajectory, width: int) -> Iterator[str]:
+    """Who said what; of the policy's turns their tokens, reward and calls."""
+    room = width - ROLE - 4
+    for message in item.messages:
+        said = wrap(_escaped(message.content), room) or ["(nothing)"]
+        if len(said) > MESSAGE_LINES:
+            said = [*said[: MESSAGE_LINES - 1], f"… {len(message.content)} characters"]
+        for role, line in zip((message.role, *[""] * len(said)), said, strict=False):
+            yield f"  {_escaped(role)[:ROLE]:<{ROLE}}  {line}"
+        for call in message.calls:
+            what = (
+                f"broken call: {call.problem}" if call.problem else f"calls {call.name} {call.arguments_json}"
+            )
+            yield f"  {'':<{ROLE}}  {_escaped(what)}"[:width]
+        if message.tokens is not None:
+            reward = "" if message.reward is None else f", reward {message.reward:.4g}"
+            loss = "no loss" if item.masked else "with loss"
+            yield f"  {'':<{ROLE}}  [{message.tokens} tokens {loss}{reward}]"
+
+
+def _escaped(text: str) -> str:
+    """Text in which nothing steers a terminal."""
+    return repr(text)[1:-1]
 
 
 def _episode(item: Trajectory) -> dict[str, Any] | None:

@@ -185,7 +185,9 @@ def fill_trajectory(
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
-    if output.said is not None or any(not number for number, _ in output.whole.spans):
+    if output.said is not None:
+        lengths = _turn_lengths(output.whole, output.said.turn_tokens, codec)
+    elif any(not number for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
@@ -202,11 +204,30 @@ def fill_trajectory(
         trajectory.raw_completion_text = codec.decode(output.whole.token_ids, skip_special_tokens=False)
 
 
+def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -> list[int]:
+    """Bytes of its own turn's text that each sampled id is, 0 for given ids; empty where a turn's are unknown."""
+    places, at = [], 0
+    for number, count in whole.spans:
+        places += range(at, at + count) if number else ()
+        at += count
+    lengths, first = [0] * at, 0
+    for count in turn_tokens:
+        own = places[first : first + count]
+        _, found = codec.decode_with_lengths([whole.token_ids[place] for place in own])
+        if len(found) != count:
+            return []
+        for place, length in zip(own, found, strict=True):
+            lengths[place] = length
+        first += count
+    return lengths
+
+
 def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     """Fills in what was said; returns it as text for people."""
     for role, content in said.messages:
         message.messages.add(role=role, content=content)
     message.rewards.extend(said.rewards)
+    message.turn_tokens.extend(said.turn_tokens)
     message.success, message.failure = said.success, said.failure
     return "\n".join(f"{role}: {content}" for role, content in said.messages)
 

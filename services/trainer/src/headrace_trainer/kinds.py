@@ -37,6 +37,7 @@ from headrace_trainer.algorithms._base import (
     Barrier,
     balance_loss_of,
     replays_routing,
+    turn_credit_of,
 )
 from headrace_trainer.algorithms.episodes import build_episode_algorithm
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
@@ -151,7 +152,18 @@ class AnswersRun(RunKind):
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        return read_group(message, self._config.sampling, self.vocabulary, self._route_width)
+        return read_group(
+            message,
+            self._config.sampling,
+            self.vocabulary,
+            self._route_width,
+            by_turn=self._by_turn,
+        )
+
+    @cached_property
+    def _by_turn(self) -> bool:
+        """Whether groups come with rewards by turn."""
+        return turn_credit_of(self.algorithm()) is not None
 
     @cached_property
     def _route_width(self) -> int:

@@ -29,7 +29,7 @@ from headrace_servicekit.rpc.requests import (
     check_seconds,
 )
 
-from headrace_trainer.algorithms._base import Algorithm, Barrier
+from headrace_trainer.algorithms._base import Algorithm, Barrier, turn_credit_of
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.meeting import Member
 from headrace_trainer.learning.samples import GroupRecord, LearnItem
@@ -91,6 +91,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             drop_equal=algorithm.refill.drop_equal,
             max_refill=algorithm.refill.most,
             greedy_first=algorithm.greedy_first,
+            by_turn=turn_credit_of(algorithm) is not None,
         )
 
     async def CloseRun(

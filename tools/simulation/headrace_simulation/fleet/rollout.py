@@ -24,6 +24,10 @@ COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """States of the engine's memory: nothing taken yet, released, weights alone, all."""
 
 
+TURN_REWARDS = (0.25, -0.5)
+"""What an environment gives for the two turns of a conversation."""
+
+
 @dataclass
 class Rollout(Instance):
     """Generates pseudo-tokens that depend on (prompt, sample) only, keeps retention, obeys installs.
@@ -219,6 +223,8 @@ class Rollout(Instance):
         if acts and not episode:
             trajectory.conversation.messages.add(role="assistant", content=f"{length} words")
             trajectory.conversation.failure = "the environment raised an error" if failed else ""
+            trajectory.conversation.rewards.extend(TURN_REWARDS)
+            trajectory.conversation.turn_tokens.extend((length - 1, 1))
         first = 0
         for number, count in made:
             segment = trajectory.segments.add(policy_number=number)

@@ -40,6 +40,7 @@ class Trainer(TrainerCheckpoints):
         await self.open_run(request.header, config, lambda: self._build(request), self._end)
         options = json.loads(request.config_json)["algorithm"].get("options", {})
         self.greedy_first = bool(options.get("greedy_first"))
+        self.by_turn = bool(options.get("by_turn"))
         self.max_staleness = json.loads(request.config_json)["algorithm"].get("max_staleness", 0)
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP, **options)
 
@@ -162,6 +163,11 @@ class Trainer(TrainerCheckpoints):
             greedy = first.HasField("tokens") and first.tokens.distribution.temperature == 0
             if not greedy == m.masked == (self.greedy_first and m.trajectory.sample.sample_index == 0):
                 raise self._refuse("INVALID", "the greedy answer of a group is its first one, sent masked")
+            turns = len(m.trajectory.conversation.turn_tokens) if self.by_turn else 0
+            if len(m.turn_rewards) != turns or (turns and sum(m.turn_rewards) != m.reward):
+                raise self._refuse(
+                    "INVALID", f"rewards {m.turn_rewards} of {turns} turns, and {m.reward} in all"
+                )
         members = [
             (
                 m.trajectory.sample.prompt_ordinal,

@@ -248,6 +248,33 @@ class CertificateListView(Resource):
     next_page_token: str = ""
 
 
+class CallView(Resource):
+    """A tool that the policy calls in a turn."""
+
+    name: str
+    arguments_json: str = ""
+    problem: str = Field(
+        default="", description="why it is no call, as the policy wrote it; empty: it is one"
+    )
+
+
+class MessageView(Resource):
+    """What one side of a conversation said."""
+
+    role: str
+    content: str
+    tokens: int | None = Field(
+        default=None,
+        description="tokens of a turn that the policy sampled; null for what it was given, which carries no loss",
+    )
+    reward: float | None = Field(
+        default=None, description="reward of the policy's turn; those of all turns add up to the trajectory's"
+    )
+    calls: list[CallView] = Field(
+        default=[], description="of the policy's turn, where the spec says their form"
+    )
+
+
 class TrajectoryView(Resource):
     """One settled trajectory as text."""
 
@@ -271,8 +298,8 @@ class TrajectoryView(Resource):
     )
     text_bytes: list[int] = Field(
         default=[],
-        description="bytes (UTF-8) of `completion` that each of the first 1024 sampled tokens is; "
-        "empty where its tokenizer does not say",
+        description="bytes (UTF-8) of `completion`, in a conversation of the policy's turns in `messages`, that each "
+        "of the first 1024 sampled tokens is; empty where its tokenizer does not say",
     )
     advantage: float | None = Field(
         default=None,
@@ -283,6 +310,10 @@ class TrajectoryView(Resource):
         default={},
         description="what each of several reward stages gave it; a stage that did not see it is absent",
     )
+    messages: list[MessageView] = Field(
+        default=[], description="all that was said in a conversation; empty of an answer"
+    )
+    masked: bool = Field(default=False, description="it counts in baselines, and its tokens carry no loss")
 
 
 class TrajectoryListView(Resource):

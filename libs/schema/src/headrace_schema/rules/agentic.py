@@ -80,6 +80,9 @@ def _started(agent: Any) -> dict[str, Any]:
 def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a run of conversations."""
     if spec.workflow != CONVERSATIONS:
+        if spec.algorithm.options.get("credit") == "turn":
+            reason = f"turns are those of agentic runs, and workflow is {spec.workflow}"
+            yield problem("algorithm.options.credit", reason, "remove it")
         if spec.environment is not None and spec.environment.rewritten_turns != "refuse":
             reason = f"is of agentic runs, and workflow is {spec.workflow}"
             yield problem("environment.rewritten_turns", reason, "remove it")

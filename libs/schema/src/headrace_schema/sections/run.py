@@ -106,6 +106,15 @@ class RunSections(Section):
         return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]
 
     @property
+    def tool_calls(self) -> str:
+        """The form in which the policy of a conversation calls tools; empty where the spec does not say."""
+        if self.agent is not None:
+            return self.agent.tool_calls
+        if self.environment is None or "tools" not in self.environment.tasks:
+            return ""
+        return str(self.environment.options.get("parser", "hermes"))
+
+    @property
     def main_stage(self) -> str:
         """The reward stage whose scorers are `reward.scorers`."""
         return next((name for name in self.graph.of("reward") if name not in self.reward.stages), "score")

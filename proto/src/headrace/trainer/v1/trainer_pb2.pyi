@@ -77,16 +77,18 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., run_directory: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("barrier", "drop_equal", "max_refill", "greedy_first")
+    __slots__ = ("barrier", "drop_equal", "max_refill", "greedy_first", "by_turn")
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     DROP_EQUAL_FIELD_NUMBER: _ClassVar[int]
     MAX_REFILL_FIELD_NUMBER: _ClassVar[int]
     GREEDY_FIRST_FIELD_NUMBER: _ClassVar[int]
+    BY_TURN_FIELD_NUMBER: _ClassVar[int]
     barrier: Barrier
     drop_equal: bool
     max_refill: int
     greedy_first: bool
-    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ..., greedy_first: _Optional[bool] = ...) -> None: ...
+    by_turn: bool
+    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ..., greedy_first: _Optional[bool] = ..., by_turn: _Optional[bool] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)
@@ -208,18 +210,18 @@ class SettledGroup(_message.Message):
     def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[SettledTrajectory, _Mapping]]] = ...) -> None: ...
 
 class SettledTrajectory(_message.Message):
-    __slots__ = ("trajectory", "reward", "token_rewards", "masked", "oldest_version")
+    __slots__ = ("trajectory", "reward", "turn_rewards", "masked", "oldest_version")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     trajectory: _common_pb2.Trajectory
     reward: float
-    token_rewards: _containers.RepeatedScalarFieldContainer[float]
+    turn_rewards: _containers.RepeatedScalarFieldContainer[float]
     masked: bool
     oldest_version: _common_pb2.PolicyVersion
-    def __init__(self, trajectory: _Optional[_Union[_common_pb2.Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., token_rewards: _Optional[_Iterable[float]] = ..., masked: _Optional[bool] = ..., oldest_version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    def __init__(self, trajectory: _Optional[_Union[_common_pb2.Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., turn_rewards: _Optional[_Iterable[float]] = ..., masked: _Optional[bool] = ..., oldest_version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class LearnResponse(_message.Message):
     __slots__ = ("outcomes", "metrics", "revoked")

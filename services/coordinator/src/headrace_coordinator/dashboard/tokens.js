@@ -72,7 +72,7 @@ function joined(found, shade) {
 }
 
 const steps = (value, levels) => Math.round(value * levels) / levels;
-const mix = (colour, part) => (part > 0 ? `color-mix(in srgb, var(${colour}) ${(part * 55).toFixed(0)}%, transparent)` : "");
+const mix = (colour, part) => (part > 0 ? `color-mix(in srgb, var(${colour}) ${(part * 40).toFixed(0)}%, transparent)` : "");
 
 const SHADES = {
   // The lowest of a piece: −4.4 nats is one chance in eighty.

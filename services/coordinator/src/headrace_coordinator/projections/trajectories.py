@@ -33,6 +33,24 @@ class Slot(msgspec.Struct, frozen=True):
         return self.step, self.version, self.prompt_ordinal, self.sample_index, self.attempt
 
 
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of `CallView`."""
+
+    name: str
+    arguments_json: str = ""
+    problem: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of `MessageView`."""
+
+    role: str
+    content: str
+    tokens: int | None = None
+    reward: float | None = None
+    calls: list[Call] = []
+
+
 class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     """A settled trajectory as a line: the fields of `TrajectoryView`, without validation."""
 
@@ -49,6 +67,8 @@ class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     advantage: float | None = None
     detail: str = ""
     stage_rewards: dict[str, float] = {}
+    messages: list[Message] = []
+    masked: bool = False
 
 
 encode_line = msgspec.json.Encoder().encode

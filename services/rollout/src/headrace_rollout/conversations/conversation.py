@@ -21,6 +21,7 @@ class Conversation:
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    turn_tokens: list[int] = field(default_factory=list)
     success: bool = False
     failure: str = ""
 
@@ -39,6 +40,7 @@ class Conversation:
         self.tokens += whole.token_ids
         self.log_probs += whole.log_probs
         self.spans += whole.spans
+        self.turn_tokens.append(len(whole.token_ids))
         self.said.append(("assistant", text))
 
     def judged(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
@@ -70,7 +72,9 @@ class Conversation:
             finish=finish,
             whole=whole,
             greedy=greedy,
-            said=Said(tuple(self.said), tuple(self.rewards), self.success, self.failure),
+            said=Said(
+                tuple(self.said), tuple(self.rewards), self.success, self.failure, tuple(self.turn_tokens)
+            ),
         )
 
 

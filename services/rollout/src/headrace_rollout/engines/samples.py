@@ -114,12 +114,14 @@ class Said:
     """What a policy and an environment said: (role, content) of all messages, those of the prompt first.
 
     `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
+    `turn_tokens` are the sampled tokens of each turn of the policy.
     """
 
     messages: tuple[tuple[str, str], ...]
     rewards: tuple[float, ...]
     success: bool = False
     failure: str = ""
+    turn_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,39 @@ class CriticPlan:
 
 
 @dataclass(frozen=True)
+class TurnCredit:
+    """Rewards are given by turn, and one is worth `discount` of it to the turn before.
+
+    With `apart`, `Algorithm.advantages` gets each turn as an answer of its own (see `by_turn`); without, it reads
+    `Outcomes.turns`.
+    """
+
+    discount: float = 1.0
+    apart: bool = True
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of B conversations, N of the one that has most: 0 behind each one's last, of which `counts_B` says the
+    number. `rewards_BN` in float64 adds up to the samples' rewards. `tokens_BN` counts what was sampled in each turn.
+    """
+
+    rewards_BN: Tensor
+    tokens_BN: Tensor
+    counts_B: Tensor
+
+    @property
+    def starts_BN(self) -> Tensor:
+        """Each turn's first token, among the sample's sampled ones."""
+        return self.tokens_BN.cumsum(1) - self.tokens_BN
+
+    def of_tokens(self, longest: int) -> Tensor:
+        """(B, T): the turn of each of `longest` tokens; N behind a sample's last token."""
+        places_BT = torch.arange(longest).expand(len(self.tokens_BN), longest).contiguous()
+        return torch.searchsorted(self.tokens_BN.cumsum(1), places_BT, right=True)
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
 
@@ -94,6 +127,7 @@ class Outcomes:
     longest turn where it has several; `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`,
     0 outside the mask. `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's
     value behind the last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
+    `turns`: where the algorithm has a `turn_credit`.
     """
 
     rewards_B: Tensor
@@ -104,6 +138,7 @@ class Outcomes:
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
     bootstrap_values_B: Tensor | None = None
     draw: int = 0
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +270,12 @@ class Algorithm(Protocol):
     def critic(self) -> CriticPlan | None:
         """The critic whose values `columns` and the loss may name; most have none."""
 
+    @property
+    def turn_credit(self) -> TurnCredit | None:
+        """How credit goes to the turns of conversations; None: a reward is the whole conversation's. Read it with
+        `turn_credit_of`: an algorithm may leave it out.
+        """
+
     def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask.
 
@@ -263,6 +304,12 @@ class Algorithm(Protocol):
 def balance_loss_of(algorithm: Algorithm) -> float:
     """`Algorithm.balance_loss`; 0 of one that has no such property."""
     return float(getattr(algorithm, "balance_loss", 0.0))
+
+
+def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
+    """`Algorithm.turn_credit`; None of one that has no such property."""
+    found: TurnCredit | None = getattr(algorithm, "turn_credit", None)
+    return found
 
 
 def replays_routing(algorithm: Algorithm) -> bool:

@@ -19,6 +19,7 @@ from headrace_trainer.algorithms._base import (
     Passes,
     Refill,
     TokenBatch,
+    TurnCredit,
 )
 from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
@@ -74,6 +75,8 @@ class PolicyGradient(Generic[Chosen]):
     greedy_first = False
     needs_teacher = False
     on_policy_only = ""
+    whole_answers = ""
+    """Why credit cannot go by turn: "its ratio is ..."; empty where it can."""
     compares = Barrier.GROUP
     """What the advantages need."""
     weighs_terms = False
@@ -126,6 +129,11 @@ class PolicyGradient(Generic[Chosen]):
         if rewarded or self.options.kl_loss_coef:
             names.append(REFERENCE_LOG_PROBS)
         return tuple(names)
+
+    @property
+    def turn_credit(self) -> TurnCredit | None:
+        """By `credit` and `turn_discount`."""
+        return TurnCredit(self.options.turn_discount) if self.options.credit == "turn" else None
 
     @property
     def critic(self) -> CriticPlan | None:

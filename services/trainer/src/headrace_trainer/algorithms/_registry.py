@@ -38,6 +38,10 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     except PluginError as error:
         raise refused(error) from error
     _check_batch(section, algorithm)
+    by_turn = getattr(algorithm, "turn_credit", None) is not None
+    if by_turn and (reason := getattr(algorithm, "whole_answers", "")):
+        fix = "set credit: trajectory, or take grpo, rloo, reinforce_pp or ppo"
+        raise _unfit("algorithm.options.credit", f"{section.name} cannot tell turns apart: {reason}; {fix}")
     check_staleness(section, algorithm)
     return algorithm
 

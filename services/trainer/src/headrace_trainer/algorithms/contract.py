@@ -18,8 +18,11 @@ from headrace_trainer.algorithms._base import (
     Outcomes,
     Refill,
     TokenBatch,
+    Turns,
+    turn_credit_of,
 )
 from headrace_trainer.algorithms._registry import ALGORITHMS
+from headrace_trainer.algorithms._turns import by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 
 
@@ -35,7 +38,7 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
     outcomes = _outcomes()
     outcomes = replace(outcomes, columns_BT={name: _column(outcomes.mask_BT) for name in algorithm.columns})
-    found = algorithm.advantages(outcomes)
+    found = _advantages(algorithm, outcomes)
     advantages_BT, returns_BT = found if isinstance(found, Advantages) else (found, None)
     require(
         returns_BT is None or returns_BT.shape == advantages_BT.shape, "returns are not one a trained token"
@@ -52,8 +55,15 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     return algorithm
 
 
+def _advantages(algorithm: Algorithm, outcomes: Outcomes) -> Tensor | Advantages:
+    credit = turn_credit_of(algorithm)
+    if credit is not None and credit.apart:
+        return by_turn(algorithm.advantages, outcomes, credit.discount, algorithm.least_group)
+    return algorithm.advantages(outcomes)
+
+
 def _outcomes() -> Outcomes:
-    """Two groups of three; one answer of the first carries no loss."""
+    """Two groups of three, some of two turns; one answer of the first carries no loss."""
     lengths_B = torch.tensor([4, 2, 5, 1, 3, 2])
     trained_B = torch.tensor([4, 0, 5, 1, 3, 2])
     return Outcomes(
@@ -62,6 +72,11 @@ def _outcomes() -> Outcomes:
         mask_BT=torch.arange(5) < trained_B[:, None],
         lengths_B=lengths_B,
         longest=5,
+        turns=Turns(
+            rewards_BN=torch.tensor([[0.0, 0], [1, 0], [0.25, 0.25], [1, 0], [0, 1], [1, 0]]).double(),
+            tokens_BN=torch.tensor([[2, 2], [2, 0], [1, 4], [1, 0], [1, 2], [2, 0]]),
+            counts_B=torch.tensor([2, 1, 2, 1, 2, 1]),
+        ),
     )
 
 

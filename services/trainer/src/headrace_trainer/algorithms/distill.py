@@ -17,6 +17,7 @@ class Distill(ClippedPolicyGradient[PpoOptions]):
     """A token's advantage is log p_teacher - log p_student; the teacher is the reference model, which must be given."""
 
     needs_teacher = True
+    whole_answers = "it learns from its teacher, and from no reward"
 
     @property
     def columns(self) -> tuple[str, ...]:

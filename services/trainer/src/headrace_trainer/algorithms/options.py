@@ -26,6 +26,9 @@ class PolicyOptions(Options):
     ratio_options: ClassVar[frozenset[str]] = frozenset()
     """Options that act on the ratio of new to old policy only."""
 
+    kl_reward_by_token: ClassVar[bool] = False
+    """Whether a KL reward reaches all tokens before it, those of earlier turns too."""
+
     has_ratio: ClassVar[bool] = True
     """Whether its loss compares the policy with an old one."""
 
@@ -53,6 +56,14 @@ class PolicyOptions(Options):
         default=None,
         description="tokens of negative advantage are dropped from an answer whose mean log(engine/base) is above "
         "this; none: no such mask",
+    )
+    credit: Literal["trajectory", "turn"] = Field(
+        default="trajectory",
+        description="what a reward is credited to, in agentic runs: trajectory, all turns of a conversation alike; "
+        "turn, each turn by what is earned from it on",
+    )
+    turn_discount: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="discount of a reward from turn to turn; needs credit: turn"
     )
     epochs: Count = Field(default=1, description="passes over the step's batch")
     minibatches: Count = Field(
@@ -159,6 +170,19 @@ class PolicyOptions(Options):
         if self.correction in BOUNDS and self.bounds[0] >= self.bounds[1]:
             raise ValueError(
                 f"correction_low: {self.bounds[0]:g} is not below correction_high, {self.bounds[1]:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credited(self) -> Self:
+        if "turn_discount" in self.model_fields_set and self.credit != "turn":
+            raise ValueError(
+                "turn_discount: has no effect without credit: turn; set that too, or leave it out"
+            )
+        if self.credit == "turn" and self.kl_reward and not self.kl_reward_by_token:
+            raise ValueError(
+                "kl_reward_coef: with credit: turn a turn would not pay for the KL of those after it; use "
+                "kl_loss_coef, or algorithm.name: ppo"
             )
         return self
 

@@ -91,6 +91,7 @@ class ActorCriticOptions(RewardedOptions):
     """`algorithm.options` of ppo."""
 
     ratio_options: ClassVar[frozenset[str]] = RewardedOptions.ratio_options | {"value_clip"}
+    kl_reward_by_token: ClassVar[bool] = True
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of the reward from token to token"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -13,9 +15,11 @@ from headrace_trainer.algorithms._base import (
     LossSums,
     Outcomes,
     TokenBatch,
+    TurnCredit,
 )
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
+from headrace_trainer.algorithms.functional.advantages.turns import place_turns
 from headrace_trainer.algorithms.functional.losses.value import value_terms
 from headrace_trainer.algorithms.functional.tensors import place_outcomes
 from headrace_trainer.algorithms.plugins import ActorCriticOptions
@@ -47,11 +51,26 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
             bootstraps=chosen.bootstrap_truncated,
         )
 
+    @property
+    def turn_credit(self) -> TurnCredit | None:
+        """The critic's values are a token's own baseline: turns are not compared."""
+        found = super().turn_credit
+        return found and replace(found, apart=False)
+
     @override
     def advantages(self, outcomes: Outcomes) -> Advantages:
-        """Outcomes are earned by last trained tokens, KL rewards by all. Whitened as by verl."""
-        chosen = self.options
-        rewards_BT = place_outcomes(outcomes.rewards_B, outcomes.mask_BT)
+        """Outcomes are earned by last trained tokens, with credit by turn by those of each turn; KL rewards by all.
+
+        Time passes from token to token with gamma, and from a turn to the next one with gamma * turn_discount.
+        Whitened as by verl.
+        """
+        chosen, turns, discounts_BT = self.options, outcomes.turns, None
+        if turns is None:
+            rewards_BT = place_outcomes(outcomes.rewards_B, outcomes.mask_BT)
+        else:
+            rewards_BT, discounts_BT = place_turns(
+                turns.rewards_BN, turns.tokens_BN, turns.counts_B, outcomes.mask_BT, chosen.turn_discount
+            )
         if chosen.kl_reward_coef:
             rewards_BT = rewards_BT + self.kl_rewards(outcomes)
         found: Advantages = gae_advantages(
@@ -61,6 +80,7 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
             gamma=chosen.gamma,
             lam=chosen.lam,
             bootstrap_values_B=outcomes.bootstrap_values_B,
+            discounts_BT=discounts_BT,
             whiten_advantages=chosen.whiten,
         )
         return found

@@ -17,7 +17,16 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, Algorithm, Outcomes
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    RETURNS,
+    VALUES,
+    Algorithm,
+    Outcomes,
+    Turns,
+    turn_credit_of,
+)
+from headrace_trainer.algorithms._turns import by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
@@ -90,7 +99,12 @@ class Intake:
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
-        computed = self._algorithm.advantages(self._outcomes(state, batch))
+        outcomes, credit = self._outcomes(state, batch), turn_credit_of(self._algorithm)
+        if credit is not None and credit.apart:
+            least = self._algorithm.least_group
+            computed = by_turn(self._algorithm.advantages, outcomes, credit.discount, least)
+        else:
+            computed = self._algorithm.advantages(outcomes)
         advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
         advantages = iter(advantages_BT.tolist())
         returns = None if returns_BT is None else iter(returns_BT.tolist())
@@ -124,7 +138,7 @@ class Intake:
             trained_sequences=sum(1 for length in lengths if length),
             tokens=sum(lengths),
             staleness=steps.staleness(state, set(by_version)),
-            all_equal=len(set(rewards)) == 1,
+            all_equal=len({(member.reward, member.turn_rewards) for member in sampled}) == 1,
             tokens_by_version=by_version,
             rewards=rewards,
             answer_lengths=tuple(len(member.trained) for member in sampled),
@@ -158,6 +172,7 @@ class Intake:
             ).getrandbits(48),
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
             bootstrap_values_B=self._following(batch),
+            turns=_turns([member for _, member in members]) if turn_credit_of(self._algorithm) else None,
         )
 
     def _following(self, batch: Many[Inferred]) -> Tensor | None:
@@ -275,6 +290,16 @@ def _longest_turn(positions: list[int]) -> int:
 
 def _padded(values: list[float], longest: int) -> list[float]:
     return values + [0.0] * (longest - len(values))
+
+
+def _turns(members: Many[Member]) -> Turns:
+    most = max(len(member.turn_rewards) for member in members)
+    tokens = [[*member.turn_tokens, *[0] * (most - len(member.turn_tokens))] for member in members]
+    return Turns(
+        rewards_BN=_double([_padded(list(member.turn_rewards), most) for member in members]),
+        tokens_BN=torch.tensor(tokens),
+        counts_B=torch.tensor([len(member.turn_rewards) for member in members]),
+    )
 
 
 def _double(values: list[float] | list[list[float]]) -> Tensor:

@@ -62,6 +62,10 @@ class Member:
     masked: bool = False
     routes: bytes = b""
     """As `Sequence.routes`."""
+    turn_rewards: tuple[float, ...] = ()
+    """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
+    turn_tokens: tuple[int, ...] = ()
+    """Sampled tokens of each of these turns."""
 
     @property
     def size(self) -> int:
@@ -72,6 +76,8 @@ class Member:
         """What is not finite; empty where all is."""
         if not math.isfinite(self.reward):
             return f"the reward is {self.reward}"
+        if not all(map(math.isfinite, self.turn_rewards)):
+            return f"the rewards by turn are {list(self.turn_rewards)}"
         return "an engine log-prob is infinite" if any(map(math.isinf, self.engine_log_probs)) else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypedDict
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
@@ -57,16 +58,23 @@ COLUMNS = {
 
 
 def read_group(
-    message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int, route_width: int = 0
+    message: trainer_pb2.SettledGroup,
+    sampling: SamplingSection,
+    vocabulary: int,
+    route_width: int = 0,
+    *,
+    by_turn: bool = False,
 ) -> Group:
     """A settled group. `route_width` are the bytes of a token's routes, 0 where they are not replayed.
+
+    `by_turn`: its members come with rewards by turn.
 
     Raises Refusal INVALID or DIGEST_MISMATCH.
     """
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
     members = tuple(
-        _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width)
+        _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width, by_turn=by_turn)
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
     if len({member.sample_index for member in members}) != len(members):
@@ -101,6 +109,8 @@ def _read_member(
     sampling: SamplingSection,
     vocabulary: int,
     route_width: int,
+    *,
+    by_turn: bool,
 ) -> Member:
     trajectory = message.trajectory
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
@@ -119,7 +129,22 @@ def _read_member(
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
         routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
+        **(_read_turns(message, where, len(trained)) if by_turn else {}),
     )
+
+
+class _TurnsRead(TypedDict, total=False):
+    turn_rewards: tuple[float, ...]
+    turn_tokens: tuple[int, ...]
+
+
+def _read_turns(message: trainer_pb2.SettledTrajectory, where: str, sampled: int) -> _TurnsRead:
+    tokens, rewards = message.trajectory.conversation.turn_tokens, message.turn_rewards
+    if not tokens or len(tokens) != len(rewards):
+        raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
+    if min(tokens) < 0 or sum(tokens) != sampled:
+        raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
+    return _TurnsRead(turn_rewards=tuple(rewards), turn_tokens=tuple(tokens))
 
 
 def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:

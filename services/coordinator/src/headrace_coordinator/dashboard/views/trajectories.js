@@ -2,6 +2,7 @@
 
 import { get, Refusal } from "../api.js";
 import { strip } from "../charts.js";
+import { conversation } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
 import { number, plural } from "../format.js";
 import { answer } from "../tokens.js";
@@ -117,8 +118,8 @@ function rewardChip(reward) {
 function body(each, action) {
   const parts = Object.entries(each.parts);
   return h("div", { class: "body" },
-    h("h4", {}, "Prompt"), h("pre", { class: "text" }, each.prompt),
-    h("h4", {}, "Answer"), answer(each),
+    h("h4", {}, each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
+    each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
     each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,
     h("h4", {}, "Reference"), h("pre", { class: "text" }, each.reference || "(none)"),
     facts([

@@ -59,15 +59,20 @@ class RewardFlow:
         return {stage: value for stage, value in found.items() if value is not None}
 
     def final(self, key: Key) -> float | None:
-        """The answer's reward, once no stage is left to score it: the sum, without what a later stage replaced."""
+        """The answer's reward, once no stage is left to score it: the sum over those that count."""
         if len(self._groups[key[0]][key[1]].rewards) < len(self._stages):
             return None
+        rewards = self.rewards(key)
+        return sum(rewards[stage] for stage in self.counted(key))
+
+    def counted(self, key: Key) -> list[str]:
+        """Stages that have scored an answer, without those that a later one replaced."""
         rewards = self.rewards(key)
         replaced: set[str] = set()
         for stage in rewards:
             if self._graph.stages[stage].combine == "replace":
                 replaced |= self._before(stage)
-        return sum(value for stage, value in rewards.items() if stage not in replaced)
+        return [stage for stage in rewards if stage not in replaced]
 
     def _before(self, stage: str) -> set[str]:
         sources = {edge.source for edge in self._into.get(stage, ())}

@@ -160,12 +160,19 @@ def _fill(
     oldest = context.state.lineage.versions[trajectory.oldest]
     settled.trajectory.CopyFrom(message)
     settled.reward = slot.reward
-    truncated = message.finish_reason == common.FINISH_REASON_LENGTH
-    hidden = truncated and context.spec.algorithm.truncated == "mask"
-    settled.masked = hidden or context.workers.leader.is_baseline(slot.sample)
+    if context.workers.leader.by_turn:
+        settled.turn_rewards.extend(trajectory.turn_rewards)
+    settled.masked = carries_no_loss(context, slot.sample, message.finish_reason)
     version = settled.oldest_version
     version.number, version.parent = oldest.number, oldest.parent
     version.ordinal, version.digest = oldest.ordinal, oldest.digest
+
+
+def carries_no_loss(context: RunContext, sample: int, finish_reason: int) -> bool:
+    """Whether a trajectory counts for its group's baseline alone."""
+    truncated = finish_reason == common.FINISH_REASON_LENGTH
+    hidden = truncated and context.spec.algorithm.truncated == "mask"
+    return hidden or context.workers.leader.is_baseline(sample)
 
 
 def learned(attempt: AttemptState, response: trainer.LearnResponse) -> list[int]:

@@ -182,6 +182,7 @@ class Receiver:
         message = trajectory.received
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
+        trajectory.turn_rewards = list(message.conversation.rewards)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:
             trajectory.versions = ()

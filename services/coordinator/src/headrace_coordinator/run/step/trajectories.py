@@ -32,6 +32,8 @@ class Shown:
     """The bytes of text that each of these tokens is; empty where the producer does not say."""
     advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    said: list[tuple[str, str, int | None]] = field(default_factory=list)
+    """Of a conversation: role and content of each message, and the tokens of one that the policy sampled."""
 
     @classmethod
     def of(cls, message: common.Trajectory) -> Shown:
@@ -41,7 +43,13 @@ class Shown:
             if segment.policy_number:
                 log_probs.extend(segment.tokens.log_probs[: LOG_PROBS_KEPT - len(log_probs)])
                 text_bytes.extend(segment.tokens.text_bytes[: LOG_PROBS_KEPT - len(text_bytes)])
-        return cls(message.completion_text, message.finish_reason, log_probs, text_bytes)
+        return cls(
+            message.completion_text,
+            message.finish_reason,
+            log_probs,
+            text_bytes,
+            said=_said(message.conversation),
+        )
 
 
 @dataclass(slots=True)
@@ -61,6 +69,8 @@ class Trajectory:
     shown: Shown | None = None
     reward: float | None = None
     """None until it is scored."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Of a conversation: what its environment gave for each turn; once it is scored, what adds up to the reward."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 
@@ -131,6 +141,13 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found
+
+
+def _said(talk: common.Conversation) -> list[tuple[str, str, int | None]]:
+    """What was said in a conversation. Given turns of the assistant come first; the last ones are the policy's."""
+    spoken = [at for at, message in enumerate(talk.messages) if message.role == "assistant"]
+    own = dict(zip(reversed(spoken), reversed(list(talk.turn_tokens)), strict=False))
+    return [(message.role, message.content, own.get(at)) for at, message in enumerate(talk.messages)]
 
 
 def failure_of(message: common.Trajectory) -> str:

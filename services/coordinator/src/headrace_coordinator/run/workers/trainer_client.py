@@ -20,6 +20,8 @@ class TrainerClient(WorkerClient):
     drop_equal: bool = False
     max_refill: int = 0
     greedy_first: bool = False
+    by_turn: bool = False
+    """Groups go to it with rewards by turn."""
     joined: bool = False
     """Of a helper: it is a trainer group of its own."""
 
@@ -33,7 +35,7 @@ class TrainerClient(WorkerClient):
         response: trainer.OpenRunResponse = await self.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
         self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
-        self.greedy_first = response.greedy_first
+        self.greedy_first, self.by_turn = response.greedy_first, response.by_turn
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Forms a trainer group with the other ranks."""

@@ -15,6 +15,7 @@ class Gmpo(PolicyGradient[GmpoOptions]):
     """GRPO's advantages; a mean over answers, whose tokens share their answer's loss equally."""
 
     least_group = 2
+    whole_answers = "it has one ratio for all turns of a conversation"
     weighs_terms = True
 
     @property

@@ -15,6 +15,7 @@ class Gspo(PolicyGradient[GspoOptions]):
     """GRPO's advantages under a sequence's ratio."""
 
     least_group = 2
+    whole_answers = "it has one ratio for all turns of a conversation"
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """GRPO's."""

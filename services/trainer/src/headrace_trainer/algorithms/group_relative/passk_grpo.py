@@ -15,6 +15,7 @@ class PassKGrpo(ClippedPolicyGradient[GrpoOptions]):
     """The best sample of a group has its lead over the second, the others nothing."""
 
     least_group = 2
+    whole_answers = "what counts is the best of whole answers"
 
     @override
     def advantages(self, outcomes: Outcomes) -> Tensor:

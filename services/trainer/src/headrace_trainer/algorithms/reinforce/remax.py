@@ -15,6 +15,7 @@ class Remax(ClippedPolicyGradient[RewardedOptions]):
     """A reward against that of the greedy answer; with KL rewards the returns have them and the baseline does not."""
 
     least_group = 2
+    whole_answers = "its baseline is the reward of a whole greedy answer"
     greedy_first = True
 
     def advantages(self, outcomes: Outcomes) -> Tensor:

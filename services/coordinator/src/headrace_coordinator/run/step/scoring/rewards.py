@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from math import isfinite
 
 from headrace.common.v1 import common_pb2 as common
@@ -39,6 +40,7 @@ class Rewards:
         # With several stages, of trajectories without their final reward:
         self._items: dict[SlotKey, reward.ScoreItem] = {}
         self._parts: dict[SlotKey, dict[str, float]] = {}
+        self._turn_rewards: dict[SlotKey, dict[str, list[float]]] = {}
         self._unscored: dict[int, list[SlotKey]] = defaultdict(list)
 
     async def run(self) -> None:
@@ -55,6 +57,7 @@ class Rewards:
                 for key in self._flow.forget(prompt):
                     self._items.pop(key, None)
                     self._parts.pop(key, None)
+                    self._turn_rewards.pop(key, None)
 
     def close(self) -> None:
         """No more trajectories will come."""
@@ -67,7 +70,7 @@ class Rewards:
         if self._flow is None:
             self._scoring.put(item)
             return
-        self._items[key], self._parts[key] = item, {}
+        self._items[key], self._parts[key], self._turn_rewards[key] = item, {}, {}
         if self._groups is not None:
             self._groups[key[0]][key[1]] = item.completion
         self._unscored[key[0]].append(key)
@@ -98,6 +101,7 @@ class Rewards:
                 result.detail = f"stage {stage}: {result.detail}"
                 final.append(result)  # It ends the group, of which nothing more is asked.
             else:
+                self._turn_rewards[key][stage] = list(result.turns)
                 self._ask_stages(self._flow.scored(key, stage, result.reward))
                 final += self._through(self._flow, key[0])
         if final:
@@ -119,6 +123,7 @@ class Rewards:
                 status=reward.SCORE_STATUS_OK,
                 reward=value,
                 parts=self._parts[key],
+                turns=added_up([self._turn_rewards[key][stage] for stage in flow.counted(key)]),
             )
         self._unscored[prompt] = staying
 
@@ -134,10 +139,13 @@ class Rewards:
                 attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
             elif not isfinite(result.reward):
                 attempt.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
+            elif problem := turns_problem(result, trajectory):
+                attempt.drop(key[0], "GROUP_INCOMPLETE", problem)
             else:
                 if result.status == reward.SCORE_STATUS_ANSWER_FAILED:
                     self._tell_failed(result.detail)
                 trajectory.reward = result.reward
+                trajectory.turn_rewards = by_turn(result, trajectory)
                 if trajectory.shown:
                     trajectory.shown.parts = dict(result.parts)
                 touched[key[0]] = None
@@ -164,10 +172,42 @@ class Rewards:
 
     def _filtered(self, prompt: int, rewards: list[float]) -> bool:
         """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
-        if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
+        leader = self._context.workers.leader
+        if not leader.drop_equal or min(rewards) < max(rewards):
+            return False
+        if leader.by_turn and not self._equal_by_turn(prompt):
             return False
         self._attempt.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
         return True
+
+    def _equal_by_turn(self, prompt: int) -> bool:
+        members = [self._attempt.trajectories[slot.key] for slot in self._attempt.ledger.group(prompt)]
+        return all(member.turn_rewards == members[0].turn_rewards for member in members)
+
+
+def by_turn(result: reward.ScoreResult, trajectory: Trajectory) -> list[float]:
+    """The final reward of a conversation by turn: what scorers say of each, else what its environment gave for it.
+
+    What these leave of the reward, or have too much, belongs to the last turn: then all of it was known.
+    Empty for what has no turns.
+    """
+    found = list(result.turns or trajectory.turn_rewards)
+    if found:
+        found[-1] = result.reward - sum(found[:-1])
+    return found
+
+
+def turns_problem(result: reward.ScoreResult, trajectory: Trajectory) -> str:
+    """What is wrong with the rewards by turn of a result; empty where nothing is."""
+    told, turns = result.turns, len(trajectory.turn_rewards)
+    if told and len(told) != turns:
+        return f"a scorer gave {len(told)} rewards for {turns} turns"
+    return "" if all(map(isfinite, told)) else f"a scorer's rewards by turn are {list(told)}"
+
+
+def added_up(several: list[list[float]]) -> list[float]:
+    """Rewards by turn of several stages, turn by turn. Stages that tell none leave theirs to the last turn."""
+    return [sum(of_turn) for of_turn in zip_longest(*several, fillvalue=0.0)]
 
 
 def _key(result: reward.ScoreResult) -> SlotKey:

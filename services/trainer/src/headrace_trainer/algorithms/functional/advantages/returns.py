@@ -77,6 +77,7 @@ def gae_advantages(
     lam: float = 1.0,
     bootstrap_values_B: Tensor | None = None,
     dones_BT: Tensor | None = None,
+    discounts_BT: Tensor | None = None,
     whiten_advantages: bool = False,
 ) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16), over the trained tokens t, t' of each sequence.
@@ -87,7 +88,8 @@ def gae_advantages(
     Shapes: rewards (B, T) or (B,); values (B, T). Barrier: trajectory (batch with `whiten_advantages`).
     `bootstrap_values_B` is the value of what follows the last trained token: give it where the trajectory was
     truncated and 0 where it ended; none is 0 everywhere. `dones_BT` is true at the last token of an episode inside a
-    row (environments that reset themselves): neither value nor advantage passes from the next episode.
+    row (environments that reset themselves): neither value nor advantage passes from the next episode. `discounts_BT`
+    is what comes behind a token is worth to it beside gamma: less than 1 where a turn ends.
     Convention: not whitened (OpenRLHF); verl whitens inside the function, which `whiten_advantages` does with
     `whiten`'s defaults. verl leaves values at tokens outside the mask; here they are 0.
     """
@@ -95,6 +97,8 @@ def gae_advantages(
     rewards_BT = token_rewards(rewards, trained_BT).to(values_BT.dtype)
     kept_BT = masked(values_BT, trained_BT)
     going_BT = torch.ones_like(kept_BT) if dones_BT is None else (dones_BT == 0).to(kept_BT.dtype)
+    if discounts_BT is not None:
+        going_BT = going_BT * discounts_BT
     next_value_B = kept_BT.new_zeros(len(kept_BT)) if bootstrap_values_B is None else bootstrap_values_B
     next_advantage_B = kept_BT.new_zeros(len(kept_BT))
     advantages_BT = torch.zeros_like(kept_BT)
