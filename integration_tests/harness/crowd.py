@@ -23,11 +23,8 @@ from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
-from headrace_coordinator.projections.trajectories import Call
-from headrace_coordinator.projections.trajectories import Message
+from headrace_coordinator.projections.trajectories import Call, Message, SettledTrajectory, TrajectoryFile
 from headrace_schema.changing import RunLabels
-from headrace_coordinator.projections.trajectories import SettledTrajectory
-from headrace_coordinator.projections.trajectories import TrajectoryFile
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,

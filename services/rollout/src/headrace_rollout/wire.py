@@ -206,7 +206,8 @@ def fill_trajectory(
 
 def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -> list[int]:
     """Bytes of its own turn's text that each sampled id is, 0 for given ids; empty where a turn's are unknown."""
-    places, at = [], 0
+    places: list[int] = []
+    at = 0
     for number, count in whole.spans:
         places += range(at, at + count) if number else ()
         at += count
