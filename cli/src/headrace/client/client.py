@@ -303,10 +303,9 @@ class Client:
 
     def label(self, run: str, tags: Sequence[str] | None = None, note: str | None = None) -> Run:
         """Gives a run other tags, another note, or both; what is None stays. Works on ended runs too."""
-        body = {"tags": list(tags)} if tags is not None else {}
-        return Run.from_json(
-            self._transport.post(f"{_path(run)}:label", body if note is None else {**body, "note": note})
-        )
+        given: dict[str, Any] = {"tags": None if tags is None else list(tags), "note": note}
+        body = {name: value for name, value in given.items() if value is not None}
+        return Run.from_json(self._transport.post(f"{_path(run)}:label", body))
 
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""
