@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Parquet(RowSource):
         pq = _pyarrow()
         for file in self._files():
             rows = enumerate(self._rows(pq, file), 1)
-            yield from self.row_items(rows, lambda number, file=file: f"row {number} of {file}", PATH_KEY)
+            yield from self.row_items(rows, partial(_place, file), PATH_KEY)
 
     def _rows(self, pq: Any, file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowException
@@ -75,6 +76,10 @@ class Parquet(RowSource):
             fix = "put .parquet files there, or name another path"
             raise Impossible([problem(PATH_KEY, f"the folder {path} has no .parquet file", fix)])
         return found
+
+
+def _place(file: Path, number: int) -> str:
+    return f"row {number} of {file}"
 
 
 def _column_values(column: Any) -> list[Any]:
