@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,8 @@ class Parquet(RowSource):
         """Yields an item a row; ill-formed rows are named by file and number."""
         pq = _pyarrow()
         for file in self._files():
-
-            def place(number: int, file: Path = file) -> str:
-                return f"row {number} of {file}"
-
-            yield from self.row_items(enumerate(self._rows(pq, file), 1), place, PATH_KEY)
+            rows = enumerate(self._rows(pq, file), 1)
+            yield from self.row_items(rows, partial(_place, file), PATH_KEY)
 
     def _rows(self, pq: Any, file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowException
@@ -78,6 +76,10 @@ class Parquet(RowSource):
             fix = "put .parquet files there, or name another path"
             raise Impossible([problem(PATH_KEY, f"the folder {path} has no .parquet file", fix)])
         return found
+
+
+def _place(file: Path, number: int) -> str:
+    return f"row {number} of {file}"
 
 
 def _column_values(column: Any) -> list[Any]:
