@@ -58,8 +58,9 @@ class SimulatorLeases:
         try:
             epochs = await fleet.lease_manager.acquire(requests, self._workers.fleet_timeout)
         except InstanceDown as down:
-            if fleet.alive(down.incarnation):
-                raise
+            state = fleet.event_log.state.instances.get(down.incarnation)
+            if fleet.alive(down.incarnation) and not (state and state.draining):
+                raise  # One that is told to stop may release what it is granted at the same time.
             await fleet.fate(down.incarnation)
             return False
         for client, epoch in zip(lacking, epochs, strict=True):
