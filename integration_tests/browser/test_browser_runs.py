@@ -50,7 +50,9 @@ def test_a_spec_is_written_as_yaml_from_an_example_beside_what_its_keys_mean(ope
 
 def _write_a_spec(server, page):
     text = page.locator("#text")
-    examples = page.get_by_label("Start from").locator("option").all_inner_texts()[1:]
+    options = page.get_by_label("Start from").locator("option")
+    options.nth(3).wait_for(state="attached")
+    examples = options.all_inner_texts()[1:]
     assert len(examples) == 3
     for name in examples:
         page.get_by_label("Start from").select_option(name)

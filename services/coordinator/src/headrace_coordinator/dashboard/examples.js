@@ -3,7 +3,7 @@
 const TINY = `name: tiny
 steps: 200
 model:
-  path: .headrace/demo/models/tiny   # python -m headrace_modelkit.presets.tiny DIRECTORY makes it
+  path: .headrace/models/tiny   # python -m headrace_modelkit.presets.tiny DIRECTORY makes it
   dtype: float32
 data:
   source: copy_digits
