@@ -37,6 +37,7 @@ def test_a_cold_start_shows_calls_answers_and_what_follows_a_call(sums):
     calls = [row for row in rows if row["answer"].endswith("?")]
     assert len(rows) == 3 * len(calls)
     assert all(sums.CALL.fullmatch(row["answer"]) for row in calls)
-    assert all(
-        eval(row["question"].partition("=")[0]) == int(row["answer"]) for row in rows if row not in calls
-    )
+    for row in rows:
+        if row not in calls:
+            first, _, second = row["question"].partition("=")[0].partition("+")
+            assert int(first) + int(second) == int(row["answer"])
