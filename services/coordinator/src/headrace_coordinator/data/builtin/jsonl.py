@@ -15,6 +15,10 @@ from headrace_coordinator.data.builtin.forms import Row
 from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
 
+READ_BYTES = 1 << 20
+"""At a time. Each read lets go of the GIL for a moment. A thread that does so every few milliseconds keeps it from the
+event loop, which wakes, finds it taken again, and begins to wait anew.
+"""
 LINE_BYTES = 1024 * 1024
 PATH_KEY = "data.options.path"
 
@@ -40,7 +44,7 @@ class Jsonl(RowSource):
 
     def _rows(self) -> Iterator[tuple[int, Row]]:
         try:
-            with Path(self.path).expanduser().open("rb") as file:
+            with Path(self.path).expanduser().open("rb", buffering=READ_BYTES) as file:
                 number = 0
                 while line := file.readline(LINE_BYTES + 1):
                     number += 1
