@@ -16,7 +16,7 @@ from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
 
 READ_BYTES = 1 << 20
-"""At a time. Each read lets go of the GIL for a moment. A thread that does so every few milliseconds keeps it from the
+"""At a time. Each read frees the GIL for a moment. A thread that does so every few milliseconds keeps it from the
 event loop, which wakes, finds it taken again, and begins to wait anew.
 """
 LINE_BYTES = 1024 * 1024
