@@ -52,7 +52,7 @@ def test_an_address_of_another_host_is_refused_with_those_of_this_one(monkeypatc
         require_own_address("--listen", "0.0.0.0")
     assert "10.0.0.5" in str(refused.value.problems)
     require_own_address("--listen", "10.0.0.5")
-    assert collective_variables("10.0.0.5")["GLOO_SOCKET_IFNAME"] == "eth3"
+    assert collective_variables("10.0.0.5") == {"GLOO_SOCKET_IFNAME": "eth3", "NCCL_SOCKET_IFNAME": "=eth3"}
     assert collective_variables("10.0.0.6") == {}
     assert address_towards("127.0.0.1") == "127.0.0.1"
 

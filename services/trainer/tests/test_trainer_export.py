@@ -66,4 +66,6 @@ async def test_what_cannot_be_exported_is_named_and_leaves_nothing(client, tmp_p
     data[-1] ^= 1
     weights.write_bytes(bytes(data))
     assert "weights.safetensors: expected digest" in problem(tmp_path / "out")
+    (client.directory / "checkpoints" / "model.json").unlink()
+    assert "has no model.json" in problem(tmp_path / "out")
     assert not (tmp_path / "out").exists() and weights.exists(), "the run's own look sets it aside"

@@ -84,7 +84,8 @@ class LocalFleet:
         self._socket = data_dir.socket_path(shared_memory)
         plan, redis_url = self.plan, os.environ.get("HEADRACE_REDIS_URL", "")
         if plan.listen != LOOPBACK:
-            os.environ.update(collective_variables(plan.listen))
+            for variable, value in collective_variables(plan.listen).items():
+                os.environ.setdefault(variable, value)
         if plan.head is not None:
             token_file, http_token_file = Path(plan.head.token_file), None
         else:
@@ -92,7 +93,7 @@ class LocalFleet:
             http_token_file = None if plan.no_token else make_token(data_dir.http_token_file)
         wiring = Wiring(
             plan=plan,
-            coordinator=plan.head.grpc_address if plan.head else f"{plan.listen}:{plan.grpc_port}",
+            coordinator=plan.head.grpc_address if plan.head else f"{plan.listen}:{plan.choose_grpc_port()}",
             token_file=token_file,
             http_token_file=http_token_file,
             shared_memory=shared_memory,
@@ -197,7 +198,7 @@ class LocalFleet:
             for item in supervisor.processes()
         ]
         self._state.templates = self._instances.templates()
-        self._state.away = self._instances.away
+        self._state.away, self._state.refusal = self._instances.away, self._instances.refusal
         written = asdict(self._state)
         if written == self._written:
             return

@@ -52,9 +52,12 @@ def address_towards(head: str) -> str:
 
 
 def collective_variables(address: str) -> dict[str, str]:
-    """The interface that Gloo and NCCL take for a trainer group over hosts; they would choose one by themselves."""
+    """The interface that Gloo and NCCL take for a trainer group over hosts; they would choose one by themselves.
+
+    NCCL takes a name for the beginning of one, unless "=" stands before it.
+    """
     interface = own_addresses().get(address, "")
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def find_head(text: str, token_file: Path) -> tuple[Head, list[str]]:

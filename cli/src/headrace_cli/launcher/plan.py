@@ -71,8 +71,7 @@ class FleetPlan:
         head = fields.pop("head")
         return cls(**fields, head=Head(**head) if head else None)
 
-    @property
-    def grpc_port(self) -> int:
+    def choose_grpc_port(self) -> int:
         """Where instances register: one that other hosts know, or any free one on the loopback."""
         return free_port() if self.listen == LOOPBACK else self.port + 1
 

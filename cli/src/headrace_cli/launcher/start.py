@@ -193,11 +193,11 @@ def _joined(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str, st
     launcher does.
     """
     if state.away:
-        if "HOST_TAKEN" in state.away or "another launcher" in state.away:
+        if state.refusal == "HOST_TAKEN":
             raise user_error("--name", state.away, "give this host a name of its own")
-        if "token" in state.away:
+        if state.refusal == "UNAUTHENTICATED":
             raise user_error("--token-file", state.away, "copy `token` of the head's data directory anew")
-        return [], f"the coordinator at {plan.head.grpc_address if plan.head else ''} ({state.away})", ""
+        return [], f"the coordinator at {state.grpc_address} ({state.away})", ""
     living = {process.name for process in state.processes if process.pid}
     missing = [name for name in plan.instance_names if name not in living]
     if token := os.environ.get("HEADRACE_TOKEN"):

@@ -45,6 +45,8 @@ class FleetState:
     """Processes that services are forked from; they work while those wait."""
     away: str = "not connected yet"
     """Why the launcher's line to the coordinator is down; "" while it is up."""
+    refusal: str = ""
+    """The coordinator's reason for refusing that line."""
 
     def write(self, data_dir: DataDir) -> None:
         """Replaces the state file in one piece."""

@@ -69,7 +69,11 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
 
 def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | None) -> Saved:
     found = checkpoints.live()
-    if not found or not (checkpoints.root / MODEL).exists():
+    if found and not (checkpoints.root / MODEL).exists():
+        raise invalid(
+            f"{checkpoints.root} has no {MODEL}; an older release made it: fork the run, and export that one"
+        )
+    if not found:
         damaged = "; ".join(f"{each.name}: {each.reason}" for each in checkpoints.asides.take_reports())
         reason = f"only damaged ones: {damaged}" if damaged else "name a run's directory, such as runs/RUN"
         raise invalid(f"{run_directory} has no checkpoint; {reason}")

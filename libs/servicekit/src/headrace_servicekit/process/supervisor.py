@@ -91,6 +91,11 @@ class Supervisor:
         return self._link.away
 
     @property
+    def refusal(self) -> str:
+        """The coordinator's reason for refusing this supervisor; "" where it does not."""
+        return self._link.refusal
+
+    @property
     def scalable_kinds(self) -> tuple[str, ...]:
         """Kinds whose number the coordinator may change."""
         return self._scalable_kinds

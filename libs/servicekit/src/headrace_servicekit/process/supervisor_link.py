@@ -15,7 +15,7 @@ from headrace_servicekit.kinds import KINDS, kind_name
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.child import ProcessEnd
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.errors import message_of
+from headrace_servicekit.rpc.errors import message_of, reason_of
 
 if TYPE_CHECKING:
     from headrace_servicekit.process.supervisor import Supervisor
@@ -42,6 +42,8 @@ class SupervisorLink:
         self._task: asyncio.Task[None] | None = None
         self.away = "not connected yet"
         """Why there is no stream; "" while there is one."""
+        self.refusal = ""
+        """The coordinator's reason for refusing this supervisor, such as HOST_TAKEN; "" where it does not."""
 
     def start(self) -> None:
         """Connects in the background."""
@@ -101,6 +103,7 @@ class SupervisorLink:
                     await self._exchange(fleet_pb2_grpc.FleetServiceStub(channel).Supervise())  # type: ignore[no-untyped-call]
             except grpc.aio.AioRpcError as error:
                 self.away = message_of(error) or error.code().name
+                self.refusal = reason_of(error) or ""
                 _logger.warning("supervisor line lost", extra={"why": self.away})
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -125,7 +128,7 @@ class SupervisorLink:
 
     def _settled(self) -> None:
         """A coordinator that refuses this supervisor has ended the stream by now."""
-        self.away = ""
+        self.away = self.refusal = ""
 
     async def _write(self, call: _Call) -> None:
         while True:

@@ -224,17 +224,6 @@ class Fleet:
         for found in self._suspects.values():
             found.discard(incarnation)
 
-    def rival(self, supervisor: Supervisor) -> bool:
-        """Whether another launcher has the host's name, and processes that are alive: two machines of one name.
-
-        A launcher that reconnects has processes in common with its former stream; one that was started anew, none
-        that lives.
-        """
-        known = self.supervisors.get(supervisor.host)
-        if known is None or known.incarnations & supervisor.incarnations:
-            return False
-        return any(self.alive(incarnation) for incarnation in known.incarnations)
-
     def supervised(self, supervisor: Supervisor) -> None:
         """A supervisor's list of processes: it runs all of its host, so a process that is not listed is proven gone.
 

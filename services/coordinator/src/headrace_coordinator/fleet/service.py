@@ -166,6 +166,17 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             if mine and self._fleet.supervisors.get(mine[-1].host) is mine[-1]:
                 del self._fleet.supervisors[mine[-1].host]
 
+    def _has_rival(self, supervisor: Supervisor) -> bool:
+        """Whether another launcher has the host's name, and processes that are alive: two machines of one name.
+
+        A launcher that reconnects has processes in common with its former stream; one that was started anew, none
+        that lives.
+        """
+        known = self._fleet.supervisors.get(supervisor.host)
+        if known is None or known.incarnations & supervisor.incarnations:
+            return False
+        return any(self._fleet.alive(incarnation) for incarnation in known.incarnations)
+
     def _hear_supervisor(
         self, message: pb.SuperviseRequest, send: Callable[[str, Any], None], mine: list[Supervisor]
     ) -> None:
@@ -180,7 +191,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
                 for process in table.processes:
                     check_name("processes.incarnation", process.incarnation)
-                if not mine and self._fleet.rival(supervisor):
+                if not mine and self._has_rival(supervisor):
                     raise ServiceError(
                         grpc.StatusCode.ALREADY_EXISTS,
                         "HOST_TAKEN",
