@@ -1,8 +1,11 @@
 """Lists of the HTTP API: pages, orders and filters."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_schema.resources.evaluations import VideoListView, VideoView
@@ -154,3 +157,25 @@ async def test_videos_are_listed_and_served_as_files(api, fake_coordinator, tmp_
     (tmp_path / "0001-0-push-success.episode").write_bytes(b"arrays")
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}/episode")
     assert (answer.headers["content-type"], answer.content) == ("application/x-protobuf", b"arrays")
+
+
+async def test_a_long_list_of_runs_lets_others_in_and_leaves_out_what_is_deleted_meanwhile(monkeypatch):
+    """A thousand archived runs are read from a thousand files."""
+    ended = {f"run-{number}": SimpleNamespace(state="SUCCEEDED") for number in range(100)}
+    event_log = SimpleNamespace(state=SimpleNamespace(runs={}, ended=ended))
+    reads = Reads(event_log, None, None, None, SimpleNamespace(tags=lambda name: []))
+
+    async def summary(run):
+        return SimpleNamespace(id=run)
+
+    monkeypatch.setattr(reads, "run", lambda name: name)
+    monkeypatch.setattr(reads, "_summary", summary)
+    monkeypatch.setattr(reads, "newest_first", lambda: list(ended))
+    asked = asyncio.create_task(reads.summaries(100, "", frozenset(), ""))
+    turns = 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+        ended.pop("run-99", None)
+    shown, _, _ = await asked
+    assert turns >= 5 and [each.id for each in shown] == [f"run-{number}" for number in range(99)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
 from itertools import islice
 from typing import TypeVar
@@ -28,6 +29,8 @@ Place = TypeVar("Place")
 Page = tuple[list[Entry], Place | None]
 """Entries of a list, and where the next page begins, or None at the end."""
 SPARKS_KEPT = 4096
+RUNS_A_TURN = 20
+"""Runs of a list between two turns of the event loop: archived ones are read from files, half a second a thousand."""
 Spark = list[float | None]
 
 
@@ -111,7 +114,14 @@ class Reads:
         place = every.index(after) + 1 if after else 0
         before = [name for name in every[:place] if self._matches(name, states, search)]
         behind = [name for name in every[place:] if self._matches(name, states, search)]
-        shown = [await self._summary(self.run(name)) for name in behind[:size]]
+        shown = []
+        for number, name in enumerate(behind[:size]):
+            if number % RUNS_A_TURN == RUNS_A_TURN - 1:
+                await asyncio.sleep(0)
+            if (
+                name in self._event_log.state.runs or name in self._event_log.state.ended
+            ):  # else deleted meanwhile
+                shown.append(await self._summary(self.run(name)))
         return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
 
     def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
