@@ -17,6 +17,7 @@ from harness.gate import Gate  # noqa: E402
 from harness.processes import run_python  # noqa: E402
 from harness.sharing import SharedFleet  # noqa: E402
 from harness.specs import small_spec  # noqa: E402
+from harness.waiting import wait_for  # noqa: E402
 
 PATIENT = ("flows", "contracts", "bad_input", "faults", "engines")
 FAILED_IN = pytest.StashKey[set[Path]]()
@@ -86,6 +87,18 @@ def fleet(request: pytest.FixtureRequest, shared_fleet: SharedFleet) -> Iterator
         shared_fleet.close()
     else:
         lent.end_runs()
+
+
+@pytest.fixture(scope="module")
+def one_simulator(fleet: Fleet) -> Iterator[None]:
+    """Scales the fleet that modules share to one simulator, and back."""
+    fleet.client.scale("simulator", 1)
+    fleet.ready("simulator-0")
+    yield
+    fleet.client.scale("simulator", 0)
+    wait_for(
+        lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "the simulator to leave"
+    )
 
 
 @pytest.fixture

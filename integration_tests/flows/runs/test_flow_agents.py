@@ -5,17 +5,16 @@ behind the endpoint, and what falls over.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness.fleet import RUN_S, Fleet
+from harness.fleet import RUN_S
 from harness.ledger import audit
-from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
+pytestmark = pytest.mark.usefixtures("one_simulator")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
 STEPS, GROUPS, SAMPLES = 3, 4, 4
 # Scorers see all that was said, and what the environment gave for each turn.
@@ -49,18 +48,6 @@ first = json.loads(events.partition("data: ")[2].partition("\\n")[0])
 said = first["choices"][0]["delta"]["content"]
 post("/sessions/" + os.environ["HEADRACE_SESSION"] + "/reward", {"reward": float(said[:1] == str(given["seed"] % 3))})
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_simulator(fleet: Fleet) -> Iterator[None]:
-    """Scales the fleet that modules share to one simulator, and back."""
-    fleet.client.scale("simulator", 1)
-    fleet.ready("simulator-0")
-    yield
-    fleet.client.scale("simulator", 0)
-    wait_for(
-        lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "the simulator to leave"
-    )
 
 
 def example(tiny_model: Path, **more: Any) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness.fleet import Fleet
 from harness.ledger import audit
-from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
+pytestmark = pytest.mark.usefixtures("one_simulator")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
 STEPS, GROUPS, SAMPLES = 2, 3, 4
 REWARDS = {
@@ -21,18 +19,6 @@ REWARDS = {
     "skyrl_gym": {0.0, 0.1, 1.0},
     "verifiers": {-0.5, 0.0, 1.0},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_simulator(fleet: Fleet) -> Iterator[None]:
-    """Scales the fleet that modules share to one simulator, and back."""
-    fleet.client.scale("simulator", 1)
-    fleet.ready("simulator-0")
-    yield
-    fleet.client.scale("simulator", 0)
-    wait_for(
-        lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "the simulator to leave"
-    )
 
 
 def example(name: str, tiny_model: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import torch
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
@@ -18,6 +19,7 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import copy_out, weight_layout
 from headrace_rollout.__main__ import mount
+from headrace_rollout.endpoint.server import make_app
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
 from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, TrajectoryUpdate
@@ -30,6 +32,7 @@ from headrace_servicekit.weights import WeightServicer, WeightStore
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from collector import Collector
+from endpoint_desk import Desk
 from episode_rig import SimulatorProcess
 from model_weights import weights_of_model
 from rollout_calls import RUN
@@ -239,3 +242,12 @@ def simulator_process(tmp_path_factory) -> Iterator[SimulatorProcess]:
 @pytest.fixture
 def simulator_address(simulator_process) -> str:
     return simulator_process.address
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    """An endpoint that is asked without a network."""
+    made = Desk()
+    transport = httpx.ASGITransport(make_app(made.endpoint))
+    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
+        yield made

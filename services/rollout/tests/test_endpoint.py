@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import httpx2
 import pytest
-from endpoint_desk import CHAT, END, Desk, Letters
+from endpoint_desk import CHAT, END, Letters
 from headrace_rollout.endpoint.server import MOST_BYTES, make_app
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Finish, SlotKey
@@ -16,14 +15,6 @@ from openai import AsyncOpenAI, BadRequestError
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
-
-
-@pytest.fixture
-async def desk():
-    made = Desk()
-    transport = httpx.ASGITransport(make_app(made.endpoint))
-    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
-        yield made
 
 
 def user(text):

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
 import httpx2
 import pytest
-from endpoint_desk import END, Desk, Letters
+from endpoint_desk import END, Letters
 from headrace_rollout.endpoint.server import make_app
 from openai import AsyncOpenAI
 
 TEXT = "/v1/completions"
-
-
-@pytest.fixture
-async def desk():
-    made = Desk()
-    transport = httpx.ASGITransport(make_app(made.endpoint))
-    async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
-        yield made
 
 
 async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk):

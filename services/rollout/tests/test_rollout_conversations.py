@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
 from headrace_servicekit.rpc.digests import trajectory_digest
-from rollout_calls import HEADER, refused
+from rollout_calls import HEADER, check_log_probs, refused
 from transformers import AutoTokenizer
 
 # What it says depends on seed and turn alone; what its item says is done.
@@ -159,19 +158,10 @@ async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_pr
             assert talk.success and len(talk.rewards) == 3 and len(sampled) <= 3
         else:
             assert trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH
-        # Each turn's log-probs are the model's, with all that came before as context.
-        ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
-        with torch.inference_mode():
-            log_probs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-        at = 0
+        check_log_probs(trajectory, reference)  # each turn's with all that came before as context
         for segment in trajectory.segments:
-            tokens = list(segment.tokens.token_ids)
-            if segment.policy_number:
-                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
-                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
-            else:
+            if not segment.policy_number:
                 assert not segment.tokens.log_probs and not segment.tokens.HasField("distribution")
-            at += len(tokens)
     assert whole, "no conversation came to its end"
 
 
