@@ -98,7 +98,7 @@ class InstanceChanges:
             return able[host or next(iter(able))]
         hosts = ", ".join(sorted(able))
         reason = (
-            f"there is no host {host[:40]!r}"
+            f"there is no host {host[:40]!r}; there are {hosts}"
             if host
             else f"several hosts run {kind} processes: say which ({hosts})"
         )
