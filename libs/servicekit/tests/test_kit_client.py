@@ -74,3 +74,25 @@ def test_only_unary_methods_are_in_the_retry_policy():
     for stream in ("trainer.v1.TrainerService/Learn", "coordinator.v1.FleetService/Session"):
         assert f"headrace.{stream}" not in methods
     assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+
+
+async def test_a_refusal_is_what_a_writer_reads_when_its_next_write_comes_too_late(
+    servers, reward_stub, scripted_reward
+):
+    _, address = await servers(scripted_reward)
+    stub = reward_stub(address)
+    refused = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(attempt=13)])
+    later = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(completion="x" * 65536)])
+
+    async def requests():
+        yield refused
+        for _ in range(40):
+            yield later
+
+    codes = set()
+    for _ in range(50):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Score(requests()):
+                pass
+        codes.add(caught.value.code())
+    assert codes == {grpc.StatusCode.NOT_FOUND}

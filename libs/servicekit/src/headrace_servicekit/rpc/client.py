@@ -5,12 +5,15 @@ Knows the contracts only to list which methods may be retried.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc
 from headrace.common.v1 import weights_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2
@@ -21,6 +24,8 @@ from headrace.trainer.v1 import trainer_pb2
 DEFAULT_DEADLINE_S = 60.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_S = 20.0
+_STATUS_WAIT_S = 1.0
+"""From a write that fails to the status that says why."""
 _CONTRACTS = (weights_pb2, fleet_pb2, reward_pb2, rollout_pb2, simulator_pb2, trainer_pb2)
 _deadlines_enabled = True
 
@@ -115,6 +120,41 @@ class _Method:
         return self._inner(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
 
 
+class _CoreCall:
+    """gRPC's inner call, which keeps the server's status where a write fails because the call has ended.
+
+    grpcio overwrites it with INTERNAL "Internal error from Core" (grpc/grpc issue 36066, found in 1.85).
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def send_serialized_message(self, message: bytes) -> None:
+        try:
+            await self._inner.send_serialized_message(message)
+        except cygrpc.InternalError:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_WAIT_S):
+                    await self._inner.status()
+            raise
+
+    def set_internal_error(self, text: str) -> None:
+        if not self._inner.done():
+            self._inner.set_internal_error(text)
+
+
+def _written(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        begun = begin(*args, **options)
+        begun._cython_call = _CoreCall(begun._cython_call)
+        return begun
+
+    return call
+
+
 class Channel(grpc.aio.Channel):
     """A grpc.aio channel whose calls carry the token and, when unary, a deadline."""
 
@@ -132,11 +172,11 @@ class Channel(grpc.aio.Channel):
 
     def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
         """A client stream, without default deadline."""
-        return _Method(self._inner.stream_unary(method, *args, **options), self._token, None)
+        return _Method(_written(self._inner.stream_unary(method, *args, **options)), self._token, None)
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
         """A bidirectional stream, without default deadline."""
-        return _Method(self._inner.stream_stream(method, *args, **options), self._token, None)
+        return _Method(_written(self._inner.stream_stream(method, *args, **options)), self._token, None)
 
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel; calls in flight get `grace` seconds."""
