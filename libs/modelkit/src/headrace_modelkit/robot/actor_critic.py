@@ -32,6 +32,8 @@ from headrace_modelkit.robot.policy import (
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
 GAIN = 2**0.5
+PATCH_PIXELS = 14 * 14
+"""Pixels of an image that count as a position of a pass."""
 
 
 class _GaussianConfig(Section):
@@ -86,7 +88,7 @@ class _GaussianPolicy(nn.Module, RobotPolicy, ABC):
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
         super().__init__()
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
-        self.horizon = self.chunk_length
+        self.horizon = self.chunk_tokens = self.chunk_length
         self.state_size = state_size
         self.normalizer = (
             Normalizer((state_size,), config.normalizer) if config.normalizer and state_size else None
@@ -162,6 +164,7 @@ class CnnPolicy(_GaussianPolicy):
     def __init__(self, config: CnnConfig) -> None:
         super().__init__(config, config.features + config.state_size, config.state_size)
         self.config = config
+        self.chunk_tokens += len(config.cameras) * (config.height * config.width // PATCH_PIXELS)
         self.encoder = _convolutions(3 * len(config.cameras), (config.height, config.width), config.features)
 
     def features(self, observation: Observation) -> Tensor:
