@@ -21,7 +21,14 @@ from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
-from headrace_modelkit.robot.directory import empty_policy, is_large, parts_problem, policy_of, write_policy
+from headrace_modelkit.robot.directory import (
+    empty_policy,
+    is_large,
+    learning_policy,
+    parts_problem,
+    policy_of,
+    write_policy,
+)
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
@@ -46,7 +53,7 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.fsdp.layouts.layout import check_run as check_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.robot.cloning import check_demonstrations
-from headrace_trainer.backends.robot.sharded import ShardedRobot, learning_policy
+from headrace_trainer.backends.robot.sharded import ShardedRobot
 from headrace_trainer.backends.robot.whole import WholeRobot
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
@@ -332,7 +339,7 @@ class EpisodesRun(RunKind):
         if problem := parts_problem(empty_policy(self._config.model), trainer.freeze):
             raise invalid(f"trainer.freeze: {problem}", key="trainer.freeze")
         try:
-            learning_policy(self._config)
+            learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
         except ValueError as error:
             raise invalid(f"trainer.lora.targets: {error}", key="trainer.lora.targets") from error
 

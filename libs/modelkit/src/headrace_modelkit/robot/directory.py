@@ -185,6 +185,20 @@ def adapt(policy: AnyPolicy, lora: LoraSection, seed: int, device: torch.device 
         raise ValueError(problem)
 
 
+def learning_policy(
+    section: ModelSection, frozen: Iterable[str], lora: LoraSection | None, seed: int
+) -> AnyPolicy:
+    """`empty_policy`, a large one, with these parts frozen, and its adapters on the CPU.
+
+    Raises ModelNotReadable, and ValueError for a target that the policy has not.
+    """
+    policy = empty_policy(section)
+    freeze(policy, frozen)
+    if lora is not None:
+        adapt(policy, lora, seed, torch.device("cpu"))
+    return policy
+
+
 def layers_of_policy(policy: AnyPolicy) -> list[nn.Module]:
     """The layers of a large policy, each of which is gathered alone."""
     return [module for module in policy.modules() if type(module).__name__ in policy.shape.layers]

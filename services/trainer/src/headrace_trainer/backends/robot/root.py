@@ -46,6 +46,7 @@ class RobotRoot(Root):
             return (anchor * 1.0,)
         if isinstance(asked, Shown):
             losses_BH: Tensor = self.model.imitate(asked.observation, asked.actions_BHA, asked.seeds)
-            return (losses_BH,)
+            return (losses_BH.clone(),)
         found = self.model.evaluate(asked.observation, asked.sampled)
-        return found.log_probs_BCA, found.entropy_BCA, found.values_B
+        # No views: fully_shard's hook on one is lost where it is written to.
+        return found.log_probs_BCA.clone(), found.entropy_BCA.clone(), found.values_B.clone()

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.robot.directory import (
-    adapt,
     empty_policy,
-    freeze,
     layers_of_policy,
+    learning_policy,
     open_policy,
 )
 from headrace_modelkit.robot.policy import ACTIONS, Evaluation
 from headrace_modelkit.tensor_files import Tensors
-from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -91,7 +89,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
         key, name = (
             ("model.path", repr(config.model.path)) if config.model.path else ("model.policy", "the policy")
         )
-        check_weights(reader, learning_policy(config), config.trainer.lora, name, key)
+        check_weights(reader, self._empty(), config.trainer.lora, name, key)
 
     @override
     def load_state(self, reader: StateReader | None) -> None:
@@ -102,7 +100,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
             whole = [name for name in self._sharded.weight_names if name in self._sharded.learned]
             self._fill(whole, reader.weight if reader else None)
         else:
-            self._shard(learning_policy(self._config))
+            self._shard(self._empty())
             self._fill(self._sharded.weight_names, reader.weight if reader else None)
         self._fill_moments(reader)
 
@@ -115,7 +113,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
         empty = empty_policy(section)
         source = open_alike(self._ranks, section, lambda: open_policy(section, self._config.seed))
         self._base_facts = self._facts_of(source, empty)
-        self._shard(learning_policy(self._config))
+        self._shard(self._empty())
         self._fill_weights(source, types_of(empty))
 
     def _facts_of(
@@ -125,6 +123,10 @@ class ShardedRobot(RobotBackend, ShardedBackend):
             return None
         facts = ReferenceFacts(self._config.model.path, weights_digest(source, empty).hexdigest())
         return facts, facts
+
+    def _empty(self) -> AnyPolicy:
+        trainer = self._config.trainer
+        return learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
 
     def _shard(self, policy: AnyPolicy) -> None:
         float_what_learns(policy)
@@ -145,12 +147,3 @@ class ShardedRobot(RobotBackend, ShardedBackend):
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
-
-
-def learning_policy(config: TrainerConfig) -> AnyPolicy:
-    """A run's policy on meta, with what it freezes frozen, and its adapters, on the CPU. Raises ModelNotReadable."""
-    policy = empty_policy(config.model)
-    freeze(policy, config.trainer.freeze)
-    if config.trainer.lora is not None:
-        adapt(policy, config.trainer.lora, config.seed, torch.device("cpu"))
-    return policy
