@@ -18,6 +18,7 @@ from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
 from typing_extensions import override
@@ -48,8 +49,10 @@ class _Prefix(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Those of the prefix alone."""
-        if layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized:
-            super().update(key_states, value_states, layer_idx)
+        if layer_idx == len(self.layers):
+            layer: Any = DynamicLayer()
+            layer.keys, layer.values, layer.is_initialized = key_states, value_states, True
+            self.layers.append(layer)
         return key_states, value_states
 
 
@@ -232,11 +235,10 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
             image = fit(image_of(observation, camera).to(device), self.vlm.config.vision_config.image_size)
             parts.append(self.vlm.get_image_features((image * 2 - 1).to(words.dtype)).pooler_output)
         longest = max(len(prompt) for prompt in observation.prompts)
-        ids_BT = torch.zeros(len(observation), longest, dtype=torch.long, device=device)
-        kept_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        for row, prompt in enumerate(observation.prompts):
-            ids_BT[row, : len(prompt)] = torch.tensor(prompt, device=device)
-            kept_BT[row, : len(prompt)] = True
+        filled = [[*prompt, *[0] * (longest - len(prompt))] for prompt in observation.prompts]
+        ids_BT = torch.tensor(filled, dtype=torch.long).to(device)
+        lengths_B = torch.tensor([len(prompt) for prompt in observation.prompts]).to(device)
+        kept_BT = torch.arange(longest, device=device) < lengths_B[:, None]
         parts.append(self.vlm.get_input_embeddings()(ids_BT))
         embeds_BND = torch.cat(parts, 1)
         return embeds_BND, F.pad(kept_BT, (embeds_BND.shape[1] - longest, 0), value=True)

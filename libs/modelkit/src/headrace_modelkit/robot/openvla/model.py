@@ -163,10 +163,10 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         seen_BPD = self._seen(observation)
         rows = []
         for prompt, seen_PD in zip(observation.prompts, seen_BPD, strict=True):
-            words_ND = self._embed(torch.tensor(prompt, device=seen_BPD.device))
+            words_ND = self._embed(torch.tensor(prompt).to(seen_BPD.device))
             rows.append(torch.cat([words_ND[:1], seen_PD, words_ND[1:]]))
         embeds_BND = pad_sequence(rows, batch_first=True, padding_side="left")
-        lengths_B = torch.tensor([len(row) for row in rows], device=embeds_BND.device)
+        lengths_B = torch.tensor([len(row) for row in rows]).to(embeds_BND.device)
         places_N = torch.arange(embeds_BND.shape[1], device=embeds_BND.device)
         return embeds_BND, places_N >= embeds_BND.shape[1] - lengths_B[:, None]
 
@@ -276,7 +276,7 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         """
         embeds_BND, mask_BN = self.prefix(observation)
         count, numbers = len(embeds_BND), self.chunk_length * self.action_size
-        stop_1D = self._embed(torch.tensor([self.config.stop_token], device=embeds_BND.device))
+        stop_1D = self._embed(torch.tensor([self.config.stop_token]).to(embeds_BND.device))
         slots_BND = embeds_BND.new_zeros(count, numbers, embeds_BND.shape[-1])
         embeds_BND = torch.cat([embeds_BND, slots_BND, stop_1D.expand(count, 1, -1)], 1)
         mask_BN = F.pad(mask_BN, (0, numbers + 1), value=True)
@@ -403,5 +403,5 @@ def pixels(image: Tensor, shape: VitShape) -> Tensor:
     if image.shape[-2:] != (shape.image_size, shape.image_size):
         size = (shape.image_size, shape.image_size)
         image = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
-    mean, std = (image.new_tensor(values)[:, None, None] for values in (shape.mean, shape.std))
+    mean, std = (torch.tensor(values).to(image)[:, None, None] for values in (shape.mean, shape.std))
     return (image - mean) / std
