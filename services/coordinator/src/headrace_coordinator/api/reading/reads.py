@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeVar
 
 from headrace_schema.problems import nearest
-from headrace_schema.resources.fleet import DeviceView, InstanceView, LeaseView
+from headrace_schema.resources.fleet import DeviceView, GpuUseView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import RunView
 
@@ -21,6 +21,7 @@ from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import InstanceUsage
 from headrace_coordinator.scheduler import Scheduler
 from headrace_coordinator.store.event_log import EventLog
 
@@ -191,6 +192,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
     views = []
     for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
+        usage = session.usage if session else InstanceUsage()
         silent_s = fleet.silent_for(state.incarnation)
         views.append(
             InstanceView(
@@ -203,7 +205,12 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
                 devices=state.devices,
                 capabilities=state.capabilities,
                 run=fleet.run_of(state.incarnation),
-                resident_memory_bytes=session.resident_memory_bytes if session else 0,
+                resident_memory_bytes=usage.resident_memory_bytes,
+                busy_cores=round(usage.busy_cores, 2),
+                gpus=[
+                    GpuUseView(device=device, busy=busy, used_memory_bytes=used)
+                    for device, busy, used in usage.gpus
+                ],
                 last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
                 silent_for_s=silent_s,
             )
