@@ -216,7 +216,9 @@ class FakeCoordinator:
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         self.run(run_id)
         policy = PolicyView(number=1, parent=0, ordinal=1, digest="d")
-        return [CheckpointView(name=f"step-{number}", version=policy, size_bytes=9) for number in (9, 4)]
+        return [
+            CheckpointView(name=f"lineage-1/step-{number}", version=policy, size_bytes=9) for number in (9, 4)
+        ]
 
     def instances(self) -> list[InstanceView]:
         return [
