@@ -39,7 +39,7 @@ def held(fleet, spec_of, gate):
 def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
     page = open_page(f"{fleet.url}/#token={fleet.token}&/submit")
     page.get_by_role("button", name="Edit as YAML").click()
-    wrong = spec_of(name="formed", steps=-3)
+    wrong = spec_of(name="formed", steps=-3, export=True)
     page.locator("#text").fill(json.dumps(wrong))
     page.get_by_role("button", name="Edit as a form").click()
     button(page, "Check and preview").click()
