@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 when each server is SERVING, else 1."""
     arguments = sys.argv[1:] if argv is None else argv
     addresses = arguments[:1] or _own_addresses(os.environ.get("HEADRACE_LISTEN", ""))
-    return int(not all([_serves(address) for address in addresses]))
+    return int(not all(_serves(address) for address in addresses))
 
 
 def _serves(address: str) -> bool:
@@ -33,7 +33,7 @@ def _serves(address: str) -> bool:
         print(f"{address}: {error.code().name} {error.details()}")
         return False
     print(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
-    return status == health_pb2.HealthCheckResponse.SERVING
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _ask(address: str) -> int:

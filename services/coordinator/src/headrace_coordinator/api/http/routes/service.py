@@ -104,6 +104,12 @@ class _FleetCollector(Collector):
         for item in instances:
             memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
         yield memory
+        wanted = GaugeMetricFamily(
+            "headrace_instances_wanted", "Instances that the runs of now could use", labels=["kind"]
+        )
+        for kind, count in self._reads.instances_wanted().items():
+            wanted.add_metric([kind], count)
+        yield wanted
         yield from _run_families(runs)
 
 
@@ -116,6 +122,8 @@ def _counted(name: str, text: str, labels: list[str], values: Iterable[tuple[str
 
 def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
     figures = {
+        "headrace_run_running": "1 while the run trains, else 0",
+        "headrace_run_stalled": "1 while the step in hand stands still, else 0",
         "headrace_run_step": "Committed steps",
         "headrace_run_recoveries": "Recoveries",
         "headrace_run_reward_mean": "Mean reward of the last step",
@@ -140,6 +148,8 @@ def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
 
 def _figures(run: RunView) -> dict[str, float]:
     found = {
+        "headrace_run_running": float(run.state == "RUNNING"),
+        "headrace_run_stalled": float(run.stalled),
         "headrace_run_step": float(run.step),
         "headrace_run_recoveries": float(run.recoveries),
         "headrace_run_max_staleness": float(run.counts.max_staleness),
