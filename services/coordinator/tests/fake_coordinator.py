@@ -148,6 +148,9 @@ class FakeCoordinator:
         found = [event for event in reversed(self.log[run_id]) if event.id < before]
         return found[:size], found[size - 1].id if len(found) > size else None
 
+    def instances_wanted(self):
+        return {"rollout": 2, "trainer": 1}
+
     def run_states(self) -> dict[str, int]:
         return Counter(run.state for run in self.records.values())
 

@@ -20,6 +20,8 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
 
+from headrace_servicekit.tracing import outgoing
+
 DEFAULT_DEADLINE_S = 60.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_S = 20.0
@@ -97,7 +99,7 @@ def service_config() -> str:
 
 
 class _Method:
-    """A multi-callable that adds the token and the default deadline to each call."""
+    """A multi-callable that adds the token, the trace and the default deadline to each call."""
 
     def __init__(
         self, inner: Callable[..., Any], token: str | None, default_deadline_s: float | None
@@ -115,7 +117,7 @@ class _Method:
         **options: Any,
     ) -> Any:
         limit = timeout if timeout is not None else self._default_deadline_s
-        merged = (*(metadata or ()), *self._metadata)
+        merged = (*(metadata or ()), *outgoing(), *self._metadata)
         return self._inner(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
 
 

@@ -18,6 +18,7 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.tracing import TRACEPARENT, is_tracing, span
 from prometheus_client import Counter, Histogram
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, QueryParams
@@ -40,6 +41,8 @@ VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
 OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
+CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
+"""Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""
 REQUESTS = Counter(
     "headrace_http_requests", "HTTP requests by route and status", ["method", "route", "status"]
 )
@@ -137,11 +140,19 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(scope)
+        headers = Headers(scope=scope)
+        if is_tracing() and (scope["method"] in CHANGES or TRACEPARENT in headers):
+            with span(f"{scope['method']} {scope['path']}", headers.get(TRACEPARENT, "")):
+                await self._answer(scope, receive, counted, refusal)
+        else:
+            await self._answer(scope, receive, counted, refusal)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, refusal: Response | None) -> None:
         if scope["method"] == "HEAD" and scope["path"] not in NO_HEAD:
             scope["method"] = "GET"
-            await (refusal or self._app)(scope, receive, _without_body(counted))
+            await (refusal or self._app)(scope, receive, _without_body(send))
         else:
-            await (refusal or self._app)(scope, receive, counted)
+            await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)

@@ -19,6 +19,7 @@ from headrace_coordinator.api.reading.presenters import flow_view, run_summary_v
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.leases import LeaseTable
+from headrace_coordinator.domain.devices.wanted import instances_wanted
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import InstanceUsage
@@ -136,6 +137,10 @@ class Reads:
         if spark is None:
             spark = self._sparks.keep(run, await self._event_log.history.read(run.id, read_spark))
         return run_summary_view(run, spark)
+
+    def instances_wanted(self) -> dict[str, int]:
+        """How many instances of each kind the runs of now could use; see `domain.devices.wanted`."""
+        return instances_wanted(self._event_log.state)
 
     def run_states(self) -> dict[str, int]:
         """How many runs there are by state."""
