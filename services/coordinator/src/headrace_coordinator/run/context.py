@@ -212,6 +212,10 @@ class RunContext:
         """The prompt of a prompt ordinal."""
         return self.modality.prompt(self.item(prompt))
 
+    def images(self, prompt: int) -> list[common.Image]:
+        """The images of a prompt, as its trainer gets them."""
+        return list(self.prompt(prompt).images) if self.item(prompt).images else []
+
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""
         return self.item(prompt).question

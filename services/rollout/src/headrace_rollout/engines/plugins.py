@@ -22,6 +22,7 @@ TRANSFORMERS = Plugin(
         "score_processed",
         "suspend_frees_memory",
         "routed_experts",
+        "images",
         *_DISTRIBUTIONS,
     ),
 )
