@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -58,7 +58,9 @@ class Projection(Protocol):
     def evaluation(self, view: EvaluationView) -> None:
         """Writes one evaluation."""
 
-    def trajectories(self, views: list[SettledTrajectory]) -> None:
+    def trajectories(
+        self, views: list[SettledTrajectory], images: Mapping[int, tuple[bytes, ...]] | None = None
+    ) -> None:
         """Writes the settled trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
