@@ -93,11 +93,19 @@ async def test_log_probs_are_those_of_transformers_for_prompts_with_and_without_
     collector = Collector()
     await engine.submit(collector.stream(max_new_tokens=12), groups)
     ended = await collector.wait_ended(12)
+    told = 0
     for key, output in ended.items():
         group = groups[key.prompt_ordinal]
-        own = expected(reference, codec, group, list(output.whole.token_ids))
-        assert output.whole.log_probs == pytest.approx(own, abs=1e-4), key
         assert output.images == group.images
+        answer = list(output.whole.token_ids)
+        if (
+            codec.images.token in answer
+        ):  # transformers' own forward places features by id, and cannot take one more
+            answer = answer[: answer.index(codec.images.token)]
+        own = expected(reference, codec, group, answer)
+        assert output.whole.log_probs[: len(answer)] == pytest.approx(own, abs=1e-4), key
+        told += len(answer)
+    assert told > 60
     first, second = (
         [ended[SlotKey(ordinal, at)].whole.log_probs[0] for at in range(3)] for ordinal in (0, 1)
     )

@@ -205,7 +205,9 @@ def test_a_settled_group_comes_with_its_images_once(make_config, directory, code
         kind.read_group(broken)
     text = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(tiny_directory)})))
     with pytest.raises(Refusal, match="reads none"):
-        text.read_group(settled(codec, data, [digest_bytes(data)]))
+        plain = settled_group(1, version=common_pb2.PolicyVersion(number=1))
+        plain.images.add(digest=digest_bytes(data), data=data)
+        text.read_group(plain)
 
 
 def test_an_image_is_announced_once_to_a_rank(groups):
@@ -219,7 +221,7 @@ def test_an_image_is_announced_once_to_a_rank(groups):
     ("trainer", "algorithm", "key"),
     [
         ({"backend_options": {"context_parallel": 2}, "ranks": 2}, {}, "context_parallel"),
-        ({}, {"name": "ppo", "group_size": 1, "options": {"critic": "own"}}, "critic"),
+        ({}, {"name": "ppo", "group_size": 1, "options": {"critic": "model"}}, "critic"),
     ],
 )
 def test_what_a_vision_model_cannot_do_is_refused(make_config, directory, trainer, algorithm, key):
