@@ -58,6 +58,7 @@ def test_two_images_of_a_prompt_are_read_as_transformers_reads_them(model, codec
     images = [reader.read(file) for file in files]
     assert [image.tokens for image in images] == [4, 6] and ids.count(reader.token) == 10
     spans = reader.spans(ids, images)
+    assert reader.expand(reader.collapse(ids, images), images) == ids
     tokens_BL = torch.tensor([ids])
     grids = torch.tensor([image.grid for image in images])
     kinds = (tokens_BL == reader.token).int()

@@ -129,6 +129,13 @@ class ImageReader:
             found.append(Span(start, image))
         return found
 
+    def collapse(self, ids: Sequence[int], images: Sequence[Pixels]) -> list[int]:
+        """`expand` undone: ids of a context with one token for each image. Raises ValueError as `spans`."""
+        found = list(ids)
+        for span in reversed(self.spans(ids, images, prefix=True)):
+            del found[span.start + 1 : span.start + span.image.tokens]
+        return found
+
     def save(self, directory: Path) -> None:
         """Writes what `load_images` reads beside a model."""
         self._processor.save_pretrained(directory)
