@@ -119,7 +119,7 @@ def test_parts_of_messages_may_be_images(lines):
         (encoded(png()[:-30]), "that is broken"),
         (encoded(b"no image at all"), "that is broken"),
         (encoded(png(mode="CMYK")), "of mode CMYK"),
-        (encoded(png(mode="I")), "of mode I"),
+        (encoded(png(mode="LA")), "of mode LA"),
         (encoded(png(size=(2010, 10))), "which no model reads"),
         ([encoded(png())] * 33, "33 images"),
         (7, "has 7 as image"),

@@ -61,6 +61,10 @@ class SavedState:
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
+    def moment_names(self) -> set[str]:
+        names = [name for name in self._file.names() if name.startswith("moments/")]
+        return {name.split("/", 2)[2] for name in names}
+
     def moment_kinds(self) -> set[str]:
         return {name.split("/")[1] for name in self._file.names() if name.startswith("moments/")}
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from backend_cases import walk_cases
+from backend_ranks import SavedState
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
@@ -30,6 +31,8 @@ from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Image, Sequence
 from PIL import Image as Pillow
+from safetensors.torch import save_file
+from state_parts import whole_state
 from trainer_calls import settled_group
 
 
@@ -146,6 +149,29 @@ def test_a_frozen_tower_is_published_and_saved_as_it_was_read(make_backend, dire
     moved = {name for name in before if not before[name].equal(after[name])}
     assert moved and not any("visual" in name for name in moved)
     assert {str(value.dtype) for name, value in after.items() if "visual" in name} == {"torch.bfloat16"}
+
+
+def test_a_state_goes_on_and_one_with_another_tower_is_refused(
+    make_backend, trainer_group, directory, groups, tmp_path
+):
+    section = {"path": str(directory), "dtype": "bfloat16"}
+    backend = make_backend(model=section)
+    assert backend.micro(groups).finite and backend.commit(10.0, 1e-2).finite
+    weights = {
+        f"weights/{name}": value for name, value in whole_state(trainer_group, backend.weight_parts()).items()
+    }
+    moments = {
+        f"moments/{name}": value for name, value in whole_state(trainer_group, backend.moment_parts()).items()
+    }
+    save_file({name: value.contiguous() for name, value in (weights | moments).items()}, tmp_path / "state")
+    reader = SavedState(tmp_path / "state")
+    other = make_backend(model=section)
+    other.check_state(reader)
+    other.load_state(reader)
+    assert other.infer(groups, [OLD_LOG_PROBS]) == backend.infer(groups, [OLD_LOG_PROBS])
+    trained = make_backend(model=section, trainer={"vision": "trained"})
+    with pytest.raises(Refusal, match="the checkpoint's vision tower was frozen"):
+        trained.check_state(reader)
 
 
 def test_adapters_learn_beside_images(make_backend, directory, groups):
