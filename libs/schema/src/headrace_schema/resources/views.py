@@ -318,6 +318,9 @@ class TrajectoryView(Resource):
         default=[], description="all that was said in a conversation; empty of an answer"
     )
     masked: bool = Field(default=False, description="it counts in baselines, and its tokens carry no loss")
+    images: list[str] = Field(
+        default=[], description="small copies of the prompt's first four images, as data URLs"
+    )
 
 
 class TrajectoryListView(Resource):

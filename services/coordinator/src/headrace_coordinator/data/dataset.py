@@ -6,6 +6,7 @@ Knows no events.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -186,6 +187,11 @@ class Dataset:
         """Raises `Impossible` naming `key` when `text` uses fields that the items lack."""
         self._prompter.check(text, key)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether some item, of the sets too, has an image."""
+        return bool(self._items.pictured) or any(each.has_images for each, _ in self.sets.values())
+
     def unanswered(self) -> int:
         """Training items without an answer, which a supervised warm-up cannot use."""
         return int((~self._items.answered[self._train]).sum())
@@ -203,6 +209,7 @@ class Dataset:
                 "prefill": content.prefill,
                 "arguments": content.arguments,
                 "answer": item.answer,
+                "images": [base64.b64encode(image).decode() for image in content.images],
             }
             size += len(json.dumps(example))
             if size <= WARMUP_BYTES:

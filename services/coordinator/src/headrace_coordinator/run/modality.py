@@ -55,6 +55,9 @@ class Modality(Protocol):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
+    has_images: bool
+    """Whether prompts have images."""
+
     def prompt(
         self,
         item: DataItem,
@@ -102,6 +105,7 @@ class Texts(Modality):
         self._dataset = dataset
         self._repliers = repliers
         self.warmup_examples = dataset.warmup.examples if workers.spec.trainer.warmup.steps else []
+        self.has_images = dataset.has_images
 
     @override
     def prompt(
@@ -120,7 +124,8 @@ class Texts(Modality):
         return rollout.Prompt(
             chat=rollout.ChatPrompt(
                 messages=messages, prefill=content.prefill, template_arguments_json=arguments
-            )
+            ),
+            images=[common.Image(digest=digest_bytes(image), data=image) for image in content.images],
         )
 
     @override
@@ -161,7 +166,7 @@ class Texts(Modality):
 class Episodes(Modality):
     """Episodes of a robot policy, in environments that simulators step."""
 
-    resumable = False
+    resumable = has_images = False
 
     def __init__(self, pools: Pools, dataset: Dataset, tasks: Sequence[str]) -> None:
         self.warmup_examples = []

@@ -188,6 +188,7 @@ class Staffing:
             replies_elsewhere=elsewhere,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
+            images=self._modality.has_images,
             raw_texts="tokens" in self._fitted.reward.give,
             agent_rewards=any(
                 scorer.name == "episode" for found in self._fitted.reward.sets().values() for scorer in found

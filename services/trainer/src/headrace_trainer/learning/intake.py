@@ -193,7 +193,13 @@ class Intake:
         return [
             _with_end(member, positions)
             if self.bootstraps(member)
-            else Sequence(member.tokens, positions, member.engine_log_probs, routes=member.routes)
+            else Sequence(
+                member.tokens,
+                positions,
+                member.engine_log_probs,
+                routes=member.routes,
+                images=member.images,
+            )
             for member in group.members
             if (positions := self.trained(member))
         ]
@@ -217,6 +223,7 @@ class Intake:
                 self._algorithm.token_weight(len(positions)),
                 {**self._kept(columns), **more},
                 member.routes,
+                member.images,
             )
             for member, own, columns, more in given
             if (positions := self.trained(member))
@@ -233,7 +240,11 @@ def _with_end(member: Member, positions: list[int]) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
     end = len(member.tokens)
     return Sequence(
-        [*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan], routes=member.routes
+        [*member.tokens, 0],
+        [*positions, end],
+        [*member.engine_log_probs, math.nan],
+        routes=member.routes,
+        images=member.images,
     )
 
 

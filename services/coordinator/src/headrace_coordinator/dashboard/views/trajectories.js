@@ -142,6 +142,7 @@ function body(each, action) {
   const robot = episode(each);
   return h("div", { class: "body" },
     h("h4", {}, robot || each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
+    each.images?.length ? h("p", {}, each.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the prompt` }))) : null,
     robot ? [h("h4", {}, "Episode"), h("p", {}, said(each))]
       : each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
     each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,
