@@ -58,9 +58,12 @@ def _without_images(row: Row, form: Form, keys: Keys, folder: Path | None) -> tu
 
     Raises `BadRow`, also for images that nobody asked for.
     """
+    nested = any(isinstance(value, (list, tuple)) for value in row.values())
     key = keys.images or next((each for each in IMAGE_KEYS if looks_like_image(row.get(each))), "")
     if key and not keys.images and form not in ("verl", "trl"):
         raise BadRow(f"has images under {key!r}, which no option names", f"set data.options.images: {key}")
+    if not key and not nested:
+        return row, []
     images = images_of(_value(row, key), key, folder) if key else []
     own: list[bytes] = []
     changed = {name: value for name, value in row.items() if name != key}
