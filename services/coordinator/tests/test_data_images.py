@@ -229,4 +229,3 @@ def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     assert refused(rollout={"engine": "vllm"}) == {"rollout.engine": "set rollout.engine: transformers"}
     assert [*refused(trainer={"backend": "megatron"})] == ["trainer.backend"]
     assert refused("qwen3") == {"model.path": "name a model of qwen2_5_vl or qwen3_vl"}
-    assert [*refused(reply={"turns": 2})] == ["reply"]

@@ -78,9 +78,9 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if hasattr(value, "getbands"):  # an image of Pillow
-        file = io.BytesIO()
-        value.save(file, "PNG")
-        return file.getvalue()
+        written = io.BytesIO()
+        value.save(written, "PNG")
+        return written.getvalue()
     if not isinstance(value, str) or not value:
         raise BadRow(f"has {show(value)} as image {key!r}", "give a path, base64 or bytes")
     if value.startswith(("http://", "https://")):
