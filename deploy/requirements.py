@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ("proto", "libs/servicekit")
+COMMON = ("proto", "libs/servicekit[tracing]")
 IMAGES = {
     "coordinator": (*COMMON, "libs/schema", "libs/planner", "services/coordinator"),
     "coordinator-reasoning-gym": (

@@ -25,6 +25,8 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
+MARK = "\0"
+"""A byte that joins with nothing: behind it a text is as it is behind other text."""
 Measure = Callable[[str], int]
 
 
@@ -94,6 +96,10 @@ class TextCodec:
         self.eos_ids = eos_ids
         self.pad_id = pad_id
         self._lengths = TokenLengths(tokenizer)
+        self._first_space = tokenizer.convert_ids_to_tokens(self._ids("!", special=False))[0].startswith(
+            SPACE
+        )
+        """Whether a space is put before every text, as SentencePiece does for Llama 2."""
 
     def encode_prompt(
         self,
@@ -131,7 +137,12 @@ class TextCodec:
 
     def encode_behind(self, text: str) -> list[int]:
         """Ids of a text that goes on behind other ids: the tokenizer puts nothing before it, and nothing behind."""
-        return self._ids(text, special=False)
+        ids = self._ids(text, special=False)
+        if not self._first_space:
+            return ids
+        mark = self._ids(MARK, special=False)
+        marked = self._ids(MARK + text, special=False)
+        return marked[len(mark) :] if marked[: len(mark)] == mark else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, for scorers and people; never turned back into ids."""

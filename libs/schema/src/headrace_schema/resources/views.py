@@ -144,6 +144,10 @@ class RunView(Resource):
         default_factory=list,
         description="what makes it learn nothing, and where to look; empty: nothing known",
     )
+    stalled: bool = Field(
+        default=False,
+        description="the step in hand stands still for many times as long as it should; see warnings",
+    )
     policy: PolicyView | None
     warmup_steps: int
     layout: str = Field(

@@ -121,6 +121,10 @@ class Dataset:
         epoch, position = divmod(drawn, len(self._parts[part]))
         return self._item(self._order(part, epoch)[position])
 
+    def spread(self, most: int) -> list[DataItem]:
+        """At most so many training items, at even distances in the order of their keys' hashes."""
+        return [self._item(number) for number in self._train[:: -(-len(self._train) // most) or 1].tolist()]
+
     def chance(self, prompt_ordinal: int, attempt: int) -> float:
         """A number in [0, 1) that is the same for ever."""
         return self._draw(f"chance {prompt_ordinal} {attempt}") / 2**128

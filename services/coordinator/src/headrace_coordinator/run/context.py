@@ -11,6 +11,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.tracing import is_tracing, record
 
 from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.data.dataset import Dataset
@@ -238,6 +239,8 @@ class RunContext:
     def keep_time(self, kind: Kind, step: int, timer: StepTimer) -> None:
         """Adds the timer's spans to the timeline, with the leases that ended; the timer restarts."""
         clock = self.event_log.now() - self.event_log.monotonic()
+        for stage, devices, start, end in timer.spans() if is_tracing() else ():
+            record(stage, start + clock, end + clock, devices=devices, run=self.run_id)
         self.projection.timeline(
             Part(
                 kind=kind,
