@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_rollout.engines.base import Engine
-from headrace_rollout.engines.samples import Group, Sample, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.exchanges.exchange import Turn
 
 Place = tuple[int, SlotKey, int]
@@ -45,6 +45,8 @@ class Asked:
     greedy: bool
     limits: Limits | None = None
     heard: Heard | None = None
+    prefix: Prefix | None = None
+    """What the turn begins with, of a stream that has ended."""
 
     @property
     def place(self) -> Place:
@@ -162,6 +164,6 @@ def _groups(several: Sequence[Asked]) -> list[Group]:
     """One group for the turns that read the same ids, as those of a prompt's first turns do."""
     found: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
     for asked in several:
-        sample = Sample(asked.key.sample_index, asked.attempt, greedy=asked.greedy)
+        sample = Sample(asked.key.sample_index, asked.attempt, asked.prefix, greedy=asked.greedy)
         found.setdefault((asked.key.prompt_ordinal, tuple(asked.prompt_ids)), []).append(sample)
     return [Group(ordinal, ids, samples) for (ordinal, ids), samples in found.items()]

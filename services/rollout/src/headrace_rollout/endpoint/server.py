@@ -6,10 +6,12 @@ Knows no engine.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI, Request, Response
 
+    from headrace_rollout.endpoint.desk import Desk
+
 MOST_BYTES = 8 << 20
 """Longest body of a request."""
+SESSION, GROUP = "x-headrace-session", "x-headrace-group"
+"""Headers of requests with an online run's key: the session that is gone on with, and the group of a new one."""
+_COMPLETION = re.compile(r"(?:chatcmpl-|cmpl-|resp_)([0-9a-f]{16})[-_](\d{1,9})")
 KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time between two requests."""
 
@@ -39,6 +46,8 @@ class Endpoint:
     def __init__(self, host: str, advertised: str) -> None:
         self._host, self._advertised = host, advertised
         self._sessions: dict[str, Session] = {}
+        self.desk: Desk | None = None
+        """Of an online run: whoever shows its key begins sessions."""
         self._starting = asyncio.Lock()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -67,10 +76,21 @@ class Endpoint:
             await asyncio.gather(self._serving, return_exceptions=True)
             self._server = self._serving = None
 
-    def session(self, authorization: str | None) -> Session:
-        """The session of a request's key. Raises Refusal 401."""
-        kind, _, key = (authorization or "").partition(" ")
-        session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
+    def clients_desk(self, headers: Mapping[str, str]) -> Desk | None:
+        """The desk where the request shows the run's own key."""
+        desk, key = self.desk, _key(headers)
+        return desk if desk is not None and key and hmac.compare_digest(key, desk.key) else None
+
+    def session(self, headers: Mapping[str, str]) -> Session:
+        """The session of a request's key, or the one that the run's key begins or names. Raises Refusal."""
+        if (desk := self.clients_desk(headers)) is not None:
+            if named := headers.get(SESSION):
+                return desk.find(named)
+            return desk.begin(headers.get(GROUP, ""))
+        key = _key(headers)
+        session = self._sessions.get(key) or (
+            self.desk.of_key(key) if self.desk is not None and key else None
+        )
         if session is None:
             message = "no session has this key, or it has ended; an agent finds its key in OPENAI_API_KEY"
             raise Refusal(401, "invalid_api_key", message)
@@ -103,10 +123,22 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def answered(request: Request, what: Callable[[Session], Awaitable[Response]]) -> Response:
+        session = None
         try:
-            return await what(endpoint.session(request.headers.get("authorization")))
+            session = endpoint.session(request.headers)
+            response = await what(session)
         except Refusal as refusal:
+            own = endpoint.clients_desk(request.headers)
+            if (
+                own is not None
+                and session is not None
+                and SESSION not in request.headers
+                and not session.turns
+            ):
+                own.drop(session, "given_up")
             return JSONResponse(_error(refusal), refusal.status)
+        response.headers[SESSION] = session.id
+        return response
 
     async def streamed(
         session: Session,
@@ -178,25 +210,63 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return await answered(request, work)
 
     async def models(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            listed = {"id": session.model, "object": "model", "created": 0, "owned_by": "headrace"}
-            return JSONResponse({"object": "list", "data": [listed]})
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            name = desk.terms.model if desk is not None else endpoint.session(request.headers).model
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+        listed = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [listed]})
 
-        return await answered(request, work)
+    async def rewarded(request: Request, named: str) -> Response:
+        try:
+            value, success, completion, final = _reward(await _body(request))
+            named = named or completion.partition("-")[0]
+            desk = endpoint.clients_desk(request.headers)
+            session = desk.find(named) if desk is not None else endpoint.session(request.headers)
+            if named != session.id or (completion and not completion.startswith(f"{session.id}-")):
+                raise Refusal(404, "not_found", "the key or the completion is of another session")
+            session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)
+            told: dict[str, Any] = {"rewards": session.rewards}
+            if (of := endpoint.desk) is not None and of.has(session):
+                told |= {"session": session.id, "state": of.end(session) if final else "open"}
+            return JSONResponse(told)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
 
     async def reward(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            if request.path_params["session"] != session.id:
-                raise Refusal(404, "not_found", "the key is of another session; see HEADRACE_SESSION")
-            session.reward(*_reward(await _body(request)))
-            return JSONResponse({"rewards": session.rewards})
+        return await rewarded(request, request.path_params["session"])
 
-        return await answered(request, work)
+    async def feedback(request: Request) -> Response:
+        return await rewarded(request, "")
+
+    async def sessions(request: Request) -> Response:
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            if desk is None:
+                message = "sessions are begun with the key of an online run: headrace run endpoint RUN"
+                raise Refusal(401, "invalid_api_key", message)
+            if request.method == "GET":
+                return JSONResponse(desk.figures())
+            session = desk.begin(_group(await _body(request)))
+            return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+    async def give_up(request: Request) -> Response:
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            if desk is None:
+                raise Refusal(401, "invalid_api_key", "a session is given up with the key of the run")
+            desk.drop(desk.find(request.path_params["session"]), "given_up")
+            return JSONResponse({"session": request.path_params["session"], "state": "given_up"})
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
 
     async def other(request: Request) -> Response:
         served = (
             "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models and "
-            "POST /v1/sessions/{id}/reward, for one session a key"
+            "POST /v1/sessions/{id}/reward, for one session a key; of an online run /v1/sessions and /v1/feedback"
         )
         refusal = Refusal(
             404, "not_found", f"there is no {request.method} {request.url.path}; there are {served}"
@@ -208,6 +278,9 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     app.add_route("/v1/responses", responses, methods=["POST"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
+    app.add_route("/v1/sessions", sessions, methods=["GET", "POST"])
+    app.add_route("/v1/sessions/{session}", give_up, methods=["DELETE"])
+    app.add_route("/v1/feedback", feedback, methods=["POST"])
     app.add_route("/{path:path}", other, methods=["GET", "POST", "PUT", "DELETE"])
     return app
 
@@ -226,10 +299,28 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _reward(body: bytes) -> tuple[float, bool | None]:
+def _key(headers: Mapping[str, str]) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _group(body: bytes) -> str:
+    try:
+        given = json.loads(body or b"{}")
+        group = given.get("group") or ""
+    except (ValueError, AttributeError) as error:
+        raise Refusal(400, "invalid_request", 'the body: send {"group": NAME}, or nothing') from error
+    if not isinstance(group, str):
+        raise Refusal(400, "invalid_request", "group: give a text", "group")
+    return group
+
+
+def _reward(body: bytes) -> tuple[float, bool | None, str, bool]:
+    """Value, success, ID-NUMBER of the completion that is named, and whether it is the session's last reward."""
     try:
         given = json.loads(body)
         value, success = given["reward"], given.get("success")
+        completion, final = given.get("completion") or "", given.get("final", True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         message = 'reward: send {"reward": NUMBER}, and "success": true or false if you like'
         raise Refusal(400, "invalid_request", message, "reward") from error
@@ -239,7 +330,13 @@ def _reward(body: bytes) -> tuple[float, bool | None]:
         raise Refusal(
             400, "invalid_request", f"success: {str(success)[:80]!r}; give true or false", "success"
         )
-    return float(value), success
+    if not isinstance(final, bool):
+        raise Refusal(400, "invalid_request", f"final: {str(final)[:80]!r}; give true or false", "final")
+    found = _COMPLETION.fullmatch(str(completion))
+    if completion and found is None:
+        message = f"completion: {str(completion)[:80]!r} is no id of an answer, such as chatcmpl-…-1"
+        raise Refusal(400, "invalid_request", message, "completion")
+    return float(value), success, f"{found[1]}-{found[2]}" if found else "", final
 
 
 def _error(refusal: Refusal) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class Session:
         self._key, self._attempt, self._greedy = key, attempt, greedy
         self._terms, self._speaker, self._check_opening = terms, speaker, check_opening
         self._branches = [Branch(talk)]
+        self.answered_at = time.monotonic()
         self._requests = self._numbers = 0
         self._asked: deque[tuple[ChatRequest, asyncio.Future[list[Answer]]]] = deque(maxlen=REMEMBERED)
         self._turns: list[tuple[int, Branch, int]] = []
@@ -153,6 +155,11 @@ class Session:
     def terms(self) -> Terms:
         """What holds for it."""
         return self._terms
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request is under way."""
+        return any(not answers.done() for _, answers in self._asked)
 
     @property
     def turns(self) -> int:
@@ -266,7 +273,7 @@ class Session:
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
         self.cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
-        self.limit = None
+        self.limit, self.answered_at = None, time.monotonic()
         content, calls = self._called(text, request)
         branch.lines += [*place.lines, Line("assistant", content, calls)]
         branch.tools, branch.text = request.tools, isinstance(request, TextRequest)
@@ -341,6 +348,8 @@ class Session:
         """The turn of the policy. Does not return before `over` where the sample was stopped."""
         try:
             turn = await self._speaker.say(asked)
+        except Refusal:
+            raise
         except Exception as error:  # noqa: BLE001  # whoever awaits `halted` handles it
             self._halt(error)
         else:
