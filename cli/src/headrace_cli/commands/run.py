@@ -388,7 +388,7 @@ def endpoint(
     with connect(find_target(url, data_dir)) as client:
         late = time.monotonic() + wait
         base_url, key = client.endpoint(run)
-        while not base_url and time.monotonic() < late and not client.run(run).ended:
+        while not base_url and time.monotonic() < late and not client.get(run).ended:
             time.sleep(0.5)
             base_url, key = client.endpoint(run)
     if not base_url:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from headrace_schema.sections.base import Count, CountOrZero, PositiveFloat, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 
 AGENTS = "agent"
 """The simulator's backend that starts agents."""

@@ -78,7 +78,7 @@ class Desk:
     ) -> None:
         self.key, self.terms = key, terms
         self.counts: Counter[str] = Counter()
-        """Sessions that are over, by what became of them: trained, unrewarded, stale, incomplete, given_up."""
+        """Sessions that are over, by what became of them: trained, unrewarded, stale, incomplete, withdrawn."""
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
@@ -111,7 +111,7 @@ class Desk:
     def find(self, id: str) -> Session:
         """The open session of an id. Raises Refusal 404."""
         if (found := self._open.get(id)) is None:
-            reason = "it was rewarded or given up, its reward came too late, or it never was"
+            reason = "it was rewarded or withdrawn, its reward came too late, or it never was"
             raise Refusal(404, "not_found", f"no session {id[:40]!r} is open: {reason}")
         return found.session
 
@@ -226,7 +226,7 @@ class Desk:
         if self._sweeping is not None:
             self._sweeping.cancel()
         for each in list(self._open.values()):
-            self.drop(each.session, "given_up")
+            self.drop(each.session, "withdrawn")
 
     def _wake(self) -> None:
         self._changed.set()

@@ -135,7 +135,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
                 and SESSION not in request.headers
                 and not session.turns
             ):
-                own.drop(session, "given_up")
+                own.drop(session, "withdrawn")
             return JSONResponse(_error(refusal), refusal.status)
         response.headers[SESSION] = session.id
         return response
@@ -253,13 +253,13 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         except Refusal as refusal:
             return JSONResponse(_error(refusal), refusal.status)
 
-    async def give_up(request: Request) -> Response:
+    async def withdraw(request: Request) -> Response:
         try:
             desk = endpoint.clients_desk(request.headers)
             if desk is None:
-                raise Refusal(401, "invalid_api_key", "a session is given up with the key of the run")
-            desk.drop(desk.find(request.path_params["session"]), "given_up")
-            return JSONResponse({"session": request.path_params["session"], "state": "given_up"})
+                raise Refusal(401, "invalid_api_key", "a session is withdrawn with the key of the run")
+            desk.drop(desk.find(request.path_params["session"]), "withdrawn")
+            return JSONResponse({"session": request.path_params["session"], "state": "withdrawn"})
         except Refusal as refusal:
             return JSONResponse(_error(refusal), refusal.status)
 
@@ -279,7 +279,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
     app.add_route("/v1/sessions", sessions, methods=["GET", "POST"])
-    app.add_route("/v1/sessions/{session}", give_up, methods=["DELETE"])
+    app.add_route("/v1/sessions/{session}", withdraw, methods=["DELETE"])
     app.add_route("/v1/feedback", feedback, methods=["POST"])
     app.add_route("/{path:path}", other, methods=["GET", "POST", "PUT", "DELETE"])
     return app

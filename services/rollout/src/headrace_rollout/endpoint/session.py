@@ -191,7 +191,13 @@ class Session:
         answers = asyncio.ensure_future(self._answers(request, told))
         self._asked.append((request, answers))
         answers.add_done_callback(self._forget_failed)
-        return await (answers if told is not None else asyncio.shield(answers))
+        try:
+            return await (answers if told is not None else asyncio.shield(answers))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _ended() from None  # not whoever asks was ended, but what was asked for
 
     def _forget_failed(self, answers: asyncio.Future[list[Answer]]) -> None:
         if answers.cancelled() or answers.exception() is not None:
@@ -363,7 +369,7 @@ class Session:
             self._halt(None)
         # The agent waits: it is ended and begins anew, maybe with another version, when the run goes on.
         await self.over.wait()
-        raise Refusal(503, "session_over", "this session was stopped; its agent is started anew")
+        raise _ended()
 
     def _halt(self, error: Exception | None) -> None:
         if not self.halted.done():
@@ -392,6 +398,10 @@ class Session:
             )
         message = f"the messages do not fit the context of {most} tokens (model.max_context)"
         return Refusal(400, "context_length_exceeded", message, "messages")
+
+
+def _ended() -> Refusal:
+    return Refusal(503, "session_over", "this session has ended; an agent's begins anew")
 
 
 def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
