@@ -88,7 +88,7 @@ async def test_a_session_that_is_rewarded_is_a_trajectory_with_the_engines_log_p
 
 
 async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(served, publish):
-    """As a step ends, and weights are installed: the client sees one answer, whose tokens say which version made them."""
+    """As a step ends, and weights are installed: the client sees one answer, and its tokens say who made them."""
     rollout, client = served
     call = await opened(rollout, slots([5]))
     more = {"stream": True, "logprobs": True, "max_tokens": 200}
