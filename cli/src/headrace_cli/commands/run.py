@@ -288,7 +288,9 @@ def delete(
     """Delete an ended run with its checkpoints, export and files, for ever."""
     with connect(find_target(url, data_dir)) as client:
         found = client.get(run)
-        if not yes and not as_json:
+        if as_json and not yes:
+            raise user_error("--yes", "is missing, and with --json nobody is asked", "write --yes --json")
+        if not yes:
             kept = f"its checkpoints and files below {found.raw['run_directory']}"
             typer.confirm(f"Delete run {run} ({found.state}), {kept}, for ever?", abort=True, err=True)
         client.delete(run)

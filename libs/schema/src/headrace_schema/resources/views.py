@@ -153,6 +153,10 @@ class RunView(Resource):
         default_factory=list,
         description="what makes it learn nothing, and where to look; empty: nothing known",
     )
+    stalled: bool = Field(
+        default=False,
+        description="the step in hand stands still for many times as long as it should; see warnings",
+    )
     policy: PolicyView | None
     warmup_steps: int
     layout: str = Field(
@@ -323,6 +327,9 @@ class TrajectoryView(Resource):
         default=[], description="all that was said in a conversation; empty of an answer"
     )
     masked: bool = Field(default=False, description="it counts in baselines, and its tokens carry no loss")
+    images: list[str] = Field(
+        default=[], description="small copies of the prompt's first four images, as data URLs"
+    )
 
 
 class TrajectoryListView(Resource):

@@ -123,16 +123,18 @@ class GroupAssignment(_message.Message):
     def __init__(self, prompt_ordinal: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleAssignment, _Mapping]]] = ..., oldest_version: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("chat", "text", "token_ids", "episode")
+    __slots__ = ("chat", "text", "token_ids", "episode", "images")
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     chat: ChatPrompt
     text: str
     token_ids: TokenIds
     episode: EpisodeStart
-    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., episode: _Optional[_Union[EpisodeStart, _Mapping]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]
+    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., episode: _Optional[_Union[EpisodeStart, _Mapping]] = ..., images: _Optional[_Iterable[_Union[_common_pb2.Image, _Mapping]]] = ...) -> None: ...
 
 class EpisodeStart(_message.Message):
     __slots__ = ("task", "seed", "init_state", "instruction", "record", "options_json")

@@ -56,6 +56,9 @@ class Modality(Protocol):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
+    has_images: bool
+    """Whether prompts have images."""
+
     def prompt(
         self,
         item: DataItem,
@@ -103,6 +106,7 @@ class Texts(Modality):
         self._dataset = dataset
         self._repliers = repliers
         self.warmup_examples = dataset.warmup.examples if workers.spec.trainer.warmup.steps else []
+        self.has_images = dataset.has_images
 
     @override
     def prompt(
@@ -121,7 +125,8 @@ class Texts(Modality):
         return rollout.Prompt(
             chat=rollout.ChatPrompt(
                 messages=messages, prefill=content.prefill, template_arguments_json=arguments
-            )
+            ),
+            images=[common.Image(digest=digest_bytes(image), data=image) for image in content.images],
         )
 
     @override
@@ -188,7 +193,7 @@ class Online(Texts):
 class Episodes(Modality):
     """Episodes of a robot policy, in environments that simulators step."""
 
-    resumable = False
+    resumable = has_images = False
 
     def __init__(self, pools: Pools, dataset: Dataset, tasks: Sequence[str]) -> None:
         self.warmup_examples = []

@@ -189,6 +189,7 @@ class Staffing:
             replies_elsewhere=elsewhere,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
+            images=self._modality.has_images,
             raw_texts="tokens" in self._fitted.reward.give,
             group_size=self._fitted.algorithm.group_size,
             endpoint_key=endpoint_key(self.workers.state.directory) if self._online else "",

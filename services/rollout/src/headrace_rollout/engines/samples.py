@@ -112,6 +112,8 @@ class Group:
     prompt_ordinal: int
     prompt_ids: Sequence[int]
     samples: Sequence[Sample]
+    images: tuple[bytes, ...] = ()
+    """Files, in the order in which `prompt_ids` has their tokens: as many for each as the model makes of it."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class TrajectoryUpdate:
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
     said: Said | None = None
     """Of a conversation that has ended."""
+    images: tuple[bytes, ...] = ()
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, reply_model
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.replying import ReplySection
@@ -104,6 +105,8 @@ def _text_run(
         require_engine(chosen.name, engine)
         if config.routed_experts:
             _require_routes(chosen.name, engine, config)
+        if config.images:
+            _require_images(chosen.name, engine, codec, config)
         return engine
 
     if config.reply is not None:
@@ -165,6 +168,17 @@ def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
         reason, fix = "an exchange with a reply is put together without routes", "leave it or reply out"
     if reason:
         raise PluginError([KeyProblem(key, reason, fix)])
+
+
+def _require_images(name: str, engine: Engine, codec: TextCodec, config: RolloutConfig) -> None:
+    """Raises PluginError where model or engine cannot read the images of prompts."""
+    if codec.images is None:
+        families = ", ".join(VISION_FAMILIES)
+        reason = f"the data has images, and {config.model.path!r} is of no family whose images are read ({families})"
+        raise PluginError([KeyProblem("model.path", reason, "name a vision-language model")])
+    if not engine.capabilities.images:
+        reason = f"the data has images, and {name} takes none"
+        raise PluginError([KeyProblem("rollout.engine", reason, "use the engine transformers")])
 
 
 def _robot_run(

@@ -7,7 +7,7 @@ that were stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -24,6 +24,25 @@ from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+
+IMAGE_BYTES = 16 << 20
+"""Of the images of a message, unless those of a single prompt are more: gRPC refuses messages of 64 MiB."""
+
+
+def by_size(message: rollout.AssignGroups) -> Iterator[rollout.AssignGroups]:
+    """The same groups in messages of about IMAGE_BYTES of images; a message without images as it is."""
+    if not any(group.prompt.images for group in message.groups):
+        yield message
+        return
+    part, size = rollout.AssignGroups(), 0
+    for group in message.groups:
+        own = sum(len(image.data) for image in group.prompt.images)
+        if part.groups and size + own > IMAGE_BYTES:
+            yield part
+            part, size = rollout.AssignGroups(), 0
+        part.groups.add().CopyFrom(group)
+        size += own
+    yield part
 
 
 class Dispatch:
@@ -49,7 +68,8 @@ class Dispatch:
             live = sum(workers.usable(each) for each in workers.rollouts) + len(self._attempt.joining)
             room, below = worker.max_concurrency, self._credit(worker)
             if work := plan_dispatch(index, self._order, worker.incarnation, room, live, below):
-                yield await self._assign(worker, work)
+                for part in by_size(await self._assign(worker, work)):
+                    yield part
             else:
                 await asyncio.shield(news)
 

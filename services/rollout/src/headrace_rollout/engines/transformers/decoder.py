@@ -232,9 +232,10 @@ class Decoder:
         hidden += self._prefill(fresh, first + len(hidden))
         for admission in [*kept, *fresh]:
             waiting = admission.waiting
+            shift = self.model.shift(waiting.context_ids, admission.images)
             for trajectory in admission.members:
                 self._batch.join(
-                    trajectory, len(waiting.context_ids), self.model.vocabulary_size, waiting.routes
+                    trajectory, len(waiting.context_ids), self.model.vocabulary_size, waiting.routes, shift
                 )
         self._distributions = None
         self._advance(
@@ -254,6 +255,7 @@ class Decoder:
                 len(admission.waiting.context_ids) - 1,
                 self.model.vocabulary_size,
                 trajectory.prefix.routes,
+                self.model.shift(admission.waiting.context_ids, admission.images),
             )
             trajectory.cache = None
             self.figures.moved_tokens += len(admission.waiting.context_ids)
@@ -284,7 +286,7 @@ class Decoder:
         self.model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self.model.device)
         computed = sum(map(len, contexts))
         with self._threads.work("prefill", computed):
-            hidden_PD = self.model.prefill(contexts)
+            hidden_PD = self.model.prefill(contexts, [admission.images for admission in admissions])
         for admission, routes in zip(admissions, self.model.prefilled_routes(contexts), strict=False):
             admission.waiting.routes = routes
         for prompt, _ in keep:
@@ -295,7 +297,8 @@ class Decoder:
 
     def _decode(self) -> None:
         batch = self._batch
-        hidden_ND = self.model.decode(batch.last_tokens(), batch.length[: batch.count])
+        rows = slice(0, batch.count)
+        hidden_ND = self.model.decode(batch.last_tokens(), batch.length[rows], batch.shift[rows])
         for row, routes in enumerate(self.model.decoded_routes()):
             batch.routes[row].append(routes)
         batch.length[: batch.count] += 1

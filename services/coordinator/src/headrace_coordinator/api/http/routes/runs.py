@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
@@ -23,6 +24,7 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
+from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
 from headrace_coordinator.api.http.requests import (
@@ -40,6 +42,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.projections.reading import Filter, Order, PageTokenError, read_trajectories
 
 if TYPE_CHECKING:
@@ -49,6 +52,12 @@ NOTE = "Headrace-Note"
 """Header of what the fleet decides of a checked spec, and why."""
 DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"model": RunSpec, "description": "Only checked: the spec with every default."}
+}
+
+
+Code = Annotated[str, Query(description="of a link that POST /v1/links makes, in place of the token")]
+TAR_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {}}, "description": "The tar file."}
 }
 
 
@@ -228,6 +237,27 @@ def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) 
         found = await coordinator.past.checkpoints(run_id)
         shown, token = page(found, lambda checkpoint: checkpoint.name, page_size, page_token)
         return view_response(CheckpointListView(checkpoints=shown, next_page_token=token))
+
+    @routes.get("/{run_id}/checkpoints/{name:path}", response_class=StreamingResponse, responses=TAR_ANSWER)
+    async def get_checkpoint(run_id: str, name: str, code: Code = "") -> Response:
+        """All files of a durable checkpoint, as a tar file."""
+        names = [checkpoint.name for checkpoint in await coordinator.past.checkpoints(run_id)]
+        if name not in names:
+            have = f"it has {', '.join(names[:5])}" if names else "it has none"
+            raise Refused("NOT_FOUND", f"run {run_id} has no checkpoint {name!r}; {have}")
+        folder = Path(coordinator.reads.run(run_id).run_directory) / "checkpoints" / name
+        return await folder_answer(
+            folder, f"{run_id}-{name.replace('/', '-')}", f"checkpoint {name} of run {run_id}"
+        )
+
+    @routes.get("/{run_id}/export", response_class=StreamingResponse, responses=TAR_ANSWER)
+    async def get_export(run_id: str, code: Code = "") -> Response:
+        """The exported model of a run that has ended with one, as a tar file."""
+        path = coordinator.reads.run(run_id).export_path
+        if not path:
+            hint = f"headrace run export {run_id} makes one of a checkpoint"
+            raise Refused("NOT_FOUND", f"run {run_id} has no exported model; {hint}")
+        return await folder_answer(Path(path), f"{run_id}-export", f"the export of run {run_id}")
 
     @routes.get("/{run_id}/certificates", response_model=CertificateListView)
     async def list_certificates(
