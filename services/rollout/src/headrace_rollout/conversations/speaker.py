@@ -137,6 +137,7 @@ class Speaker:
                 seed=Turn(turn, reply=False).seed(self._outer.seed),
                 sink=sink,
                 chunk_tokens=each,
+                goes_on=True,
                 max_new_tokens=limits.max_new_tokens,
                 stop=limits.stop,
             )

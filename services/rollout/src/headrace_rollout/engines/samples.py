@@ -180,5 +180,7 @@ class Stream:
     chunk_tokens: int = 0
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
+    goes_on: bool = False
+    """Whether later samples of a slot begin with what its earlier ones came to, as turns of a conversation do."""
     moving: threading.Event = field(default_factory=threading.Event)
     """Set when its samples go on elsewhere: updates of those that stop may carry their caches."""
