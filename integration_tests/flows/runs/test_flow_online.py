@@ -79,6 +79,25 @@ def test_a_run_learns_from_the_sessions_that_outside_clients_reward(fleet, tiny_
         assert certificate.max_staleness == 0 and certificate.log_prob_mismatch_mean < 1e-3
 
 
+@pytest.mark.nightly  # quick: test_endpoint_desk.py, which versions a step may have
+def test_answers_are_given_while_a_step_is_learned_and_count_within_the_bound(fleet, tiny_model):
+    """A client that rewards late: with max_staleness its sessions count for a later step."""
+    spec = example(tiny_model, steps=4, placement={"mode": "disaggregated"})
+    spec["algorithm"]["max_staleness"] = 1
+    run = fleet.submit(spec)
+    client, late, states = client_of(fleet, run), [], []
+    try:
+        while not fleet.client.get(run.id).ended:
+            late.append(asked(client, "?"))
+            if len(late) > SESSIONS:  # it was answered a step ago
+                states.append(feedback(client, late.pop(0), 1.0))
+    except (APIConnectionError, APIStatusError):
+        assert fleet.client.get(run.id).ended
+    report = audit(fleet, fleet.succeed(run))
+    assert len(report.trained) == 4 * SESSIONS and "trained" in states
+    assert max(certificate.max_staleness for certificate in report.live) == 1
+
+
 def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(own_fleet, tiny_model):
     with own_fleet() as fleet:
         run = fleet.submit(example(tiny_model, steps=2))

@@ -153,6 +153,9 @@ def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:
     if spec.rollout.instances > 1:
         reason = "clients speak with one instance, and the others would wait for sessions"
         yield problem("rollout.instances", reason, "set 1; an engine may span several GPUs")
+    if spec.algorithm.name == "remax":
+        reason = "remax needs a greedy answer to each prompt, and what clients ask is sampled"
+        yield problem("algorithm.name", reason, f"set {ONLINE_ALGORITHM}")
     here = {key: why for key, why in OTHERWISE.items() if not key.startswith("environment.")}
     yield from _otherwise(spec, here)
 

@@ -66,8 +66,9 @@ class Reads:
         run = self.find(run_id)
         if not (run.spec.get("agent") or {}).get("online"):
             raise Refused("NOT_FOUND", f"run {run_id} is not online: no client speaks with it (agent.online)")
-        alive = self._fleet.alive
-        found = [url for each, url in self._fleet.endpoints.get(run_id, {}).items() if alive(each)]
+        granted = run.grant.rollouts if run.grant is not None else ()
+        urls = self._fleet.endpoints.get(run_id, {})
+        found = [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
         return EndpointView(base_url=found[0] if found else "", api_key=endpoint_key(run.directory))
 
     def find(self, run_id: str) -> RunState:
