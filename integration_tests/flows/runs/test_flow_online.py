@@ -94,7 +94,7 @@ def test_answers_are_given_while_a_step_is_learned_and_count_within_the_bound(fl
     except (APIConnectionError, APIStatusError):
         assert fleet.client.get(run.id).ended
     report = audit(fleet, fleet.succeed(run))
-    assert len(report.trained) == 4 * SESSIONS and "trained" in states
+    assert len(report.trained) == 4 * SESSIONS and "taken" in states
     assert max(certificate.max_staleness for certificate in report.live) == 1
 
 
@@ -103,7 +103,7 @@ def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(own
         run = fleet.submit(example(tiny_model, steps=2))
         client = client_of(fleet, run)
         states = [feedback(client, asked(client, f"{number}"), number) for number in range(SESSIONS - 2)]
-        assert set(states) == {"trained"}
+        assert set(states) == {"taken"}
         for instance in ("coordinator", "rollout-0"):
             fleet.replaced(instance, fleet.kill(instance))
             client = wait_for(lambda: _answering(fleet, run), f"the run to be served after {instance}")

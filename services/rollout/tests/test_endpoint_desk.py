@@ -88,11 +88,11 @@ async def test_a_completion_that_is_rewarded_by_its_id_fills_a_slot(shop):
     run = shop("yes", "no", "so")
     run.offer([4, 5])
     first, second, third = [await run.ask() for _ in range(3)]
-    assert await run.feedback(second, 0.5, success=True) == "trained"
+    assert await run.feedback(second, 0.5, success=True) == "taken"
     (update,) = run.filled
     assert run.keys() == [(4, 0, 1)] and update.said.rewards == (0.5,) and update.said.success
     assert update.said.messages == (("user", "one"), ("assistant", "no"))
-    assert await run.feedback(first) == "trained" and run.keys() == [(4, 0, 1), (5, 0, 1)]
+    assert await run.feedback(first) == "taken" and run.keys() == [(4, 0, 1), (5, 0, 1)]
     assert await run.feedback(third) == "waiting", "the step has enough: it is of the next one"
     run.offer([6])
     assert run.keys()[-1] == (6, 0, 1) and run.filled[-1].said.messages[-1] == ("assistant", "so")
@@ -138,9 +138,9 @@ async def test_samples_of_older_versions_than_a_step_may_have_are_dropped_and_co
     run.offer([7], oldest=4)  # These were said by version 3.
     assert await run.feedback(first) == "stale" and not run.filled
     run.offer([8], oldest=3)
-    assert await run.feedback(second) == "trained" and run.keys() == [(8, 0, 1)]
+    assert await run.feedback(second) == "taken" and run.keys() == [(8, 0, 1)]
     counts = (await run.client.get("/v1/sessions", headers={"Authorization": f"Bearer {KEY}"})).json()
-    assert counts["ended"] == {"stale": 1, "trained": 1} and counts["wanted"] == 1
+    assert counts["ended"] == {"stale": 1, "taken": 1} and counts["wanted"] == 1
 
 
 async def test_requests_wait_between_streams_and_go_on_behind_what_was_told(shop):
@@ -176,7 +176,7 @@ async def test_groups_of_sessions_fill_the_samples_of_one_prompt(shop):
     run.offer([0, 1], samples=2)
     assert "group" in (await run.ask(status=400))["error"]["message"]
     answers = [await run.ask(**{GROUP: group}) for group in ("x", "y", "y", "x")]
-    assert [await run.feedback(each) for each in answers] == ["waiting", "waiting", "trained", "trained"]
+    assert [await run.feedback(each) for each in answers] == ["waiting", "waiting", "taken", "taken"]
     assert run.keys() == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
     assert [each.said.messages[-1][1] for each in run.filled] == ["b", "c", "a", "d"]
 

@@ -71,7 +71,7 @@ async def test_a_session_that_is_rewarded_is_a_trajectory_with_the_engines_log_p
     assert not asking.done(), "it waits for a stream"
     call = await opened(rollout, slots([5, 6]))
     answer = await asking
-    assert await rewarded(client, answer.id, 0.5) == "trained"
+    assert await rewarded(client, answer.id, 0.5) == "taken"
     await call.read_until(lambda call: len(call.finished()) == 1)
     (trajectory,) = call.finished().values()
     assert trajectory.sample.prompt_ordinal == 5
@@ -103,7 +103,7 @@ async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(serve
     call = await opened(rollout, slots([5], attempt=2), 4)
     pieces += [piece async for piece in stream]
     tokens = [token for p in pieces if p.choices[0].logprobs for token in p.choices[0].logprobs.content]
-    assert await rewarded(client, pieces[0].id) == "trained"
+    assert await rewarded(client, pieces[0].id) == "taken"
     await call.read_until(lambda call: len(call.finished()) == 1)
     (trajectory,) = call.finished().values()
     _, old, new = trajectory.segments
@@ -126,7 +126,7 @@ async def test_a_pause_gives_slots_back_and_requests_wait(served):
     await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
     call.call.cancel()
     call = await opened(rollout, slots([5], attempt=3))
-    assert await rewarded(client, (await asking).id) == "trained"
+    assert await rewarded(client, (await asking).id) == "taken"
     # What was taken and is asked for again is the same session: nothing of it is lost with a stream.
     await call.read_until(lambda call: len(call.finished()) == 1)
     before = call.finished()[5, 0]

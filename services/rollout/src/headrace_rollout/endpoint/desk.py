@@ -60,6 +60,7 @@ class Rewarded:
     finish: Finish
     oldest: int
     at: float
+    state: str = "waiting"
 
     def ended(self, place: Place) -> TrajectoryUpdate:
         """As what fills a slot."""
@@ -78,7 +79,7 @@ class Desk:
     ) -> None:
         self.key, self.terms = key, terms
         self.counts: Counter[str] = Counter()
-        """Sessions that are over, by what became of them: trained, unrewarded, stale, incomplete, withdrawn."""
+        """Sessions that are over, by what became of them: taken, unrewarded, stale, incomplete, withdrawn."""
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
@@ -124,7 +125,7 @@ class Desk:
         return next((each.session for each in self._open.values() if each.session.api_key == key), None)
 
     def end(self, session: Session) -> str:
-        """What becomes of a session that has its last reward: trained, waiting (for the next step), or stale."""
+        """What becomes of a session that has its last reward: taken, waiting (for the next step), or stale."""
         found = self._open.pop(session.id)
         talk = session.join()
         versions = [number for number, _ in talk.spans if number > 0]
@@ -132,11 +133,8 @@ class Desk:
         rewarded = Rewarded(talk, finish, min(versions, default=0), time.monotonic())
         group = found.group if self._group_size > 1 else session.id
         self._rewarded[group].append(rewarded)
-        before = Counter(self.counts)
         self._match()
-        if rewarded in self._rewarded.get(group, ()):
-            return "waiting"
-        return "stale" if self.counts["stale"] > before["stale"] else "trained"
+        return rewarded.state
 
     def drop(self, session: Session, why: str) -> None:
         """A session that will have no reward."""
@@ -261,11 +259,14 @@ class Desk:
             place.emit(member.ended(place))
         if not self._places[places[0].key.prompt_ordinal]:
             del self._places[places[0].key.prompt_ordinal]
-        self.counts["trained"] += len(members)
+        self._count("taken", members)
 
-    def _count(self, why: str, members: Sequence[Rewarded]) -> None:
-        self.counts[why] += len(members)
-        LOG.info("%d rewarded sessions are dropped: %s", len(members), why)
+    def _count(self, what: str, members: Sequence[Rewarded]) -> None:
+        self.counts[what] += len(members)
+        for each in members:
+            each.state = what
+        if what != "taken":
+            LOG.info("%d rewarded sessions are dropped: %s", len(members), what)
 
     async def _sweep(self) -> None:
         """Drops sessions whose reward does not come, and groups that are not completed."""

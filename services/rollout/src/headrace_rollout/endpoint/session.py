@@ -179,11 +179,19 @@ class Session:
         `again`: the client repeats a request whose answer it may not have got. Cancelled, it stops the turns where
         they are `told`; else they are made for whoever repeats the request.
         """
-        if again:
-            for known, answers in reversed(self._asked):
-                if known == request:
-                    return await asyncio.shield(answers)
-        if self._terms.most_turns and self._requests == self._terms.most_turns:
+        known = [answers for asked, answers in self._asked if again and asked == request]
+        answers = known[-1] if known else self._begin(request, told)
+        try:
+            return await (asyncio.shield(answers) if known or told is None else answers)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _ended() from None  # not whoever asks was ended, but what was asked for
+
+    def _begin(self, request: ChatRequest, told: Told | None) -> asyncio.Future[list[Answer]]:
+        """Asks for the turns. Raises Refusal."""
+        if self._terms.most_turns and self._requests >= self._terms.most_turns:
             self.limit = Finish.TRUNCATED
         if self.limit in (Finish.TRUNCATED, Finish.ERROR):
             raise self._over_limit()
@@ -191,13 +199,7 @@ class Session:
         answers = asyncio.ensure_future(self._answers(request, told))
         self._asked.append((request, answers))
         answers.add_done_callback(self._forget_failed)
-        try:
-            return await (answers if told is not None else asyncio.shield(answers))
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise _ended() from None  # not whoever asks was ended, but what was asked for
+        return answers
 
     def _forget_failed(self, answers: asyncio.Future[list[Answer]]) -> None:
         if answers.cancelled() or answers.exception() is not None:
