@@ -44,6 +44,10 @@ class RolloutConfig(Opening):
     workflow: WorkflowChoice = "reasoning"
     environment: EnvironmentSection | None = None
     agent: AgentSection | None = None
+    endpoint_key: str = ""
+    """Of an online run: what its clients show."""
+    sampling: SamplingSection = SamplingSection()
+    group_size: Count = 1
     agent_rewards: bool = False
     """Some scorer takes the agent's own reward: a session that ends without one has failed."""
     prompt: PromptSection = PromptSection()

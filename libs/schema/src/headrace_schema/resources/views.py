@@ -21,6 +21,15 @@ class PolicyView(Resource):
     digest: str
 
 
+class EndpointView(Resource):
+    """Where clients of an online run speak with its policy, as with any OpenAI-compatible server."""
+
+    base_url: str = Field(
+        description="of the HTTP API: OPENAI_BASE_URL; empty: no rollout has the run open now"
+    )
+    api_key: str = Field(description="what clients show: OPENAI_API_KEY")
+
+
 class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
