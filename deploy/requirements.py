@@ -13,7 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/servicekit[tracing]")
 IMAGES = {
-    "coordinator": ("proto", "libs/servicekit[tracing,docker]", "libs/schema", "libs/planner", "services/coordinator"),
+    "coordinator": (
+        "proto",
+        "libs/servicekit[tracing,docker]",
+        "libs/schema",
+        "libs/planner",
+        "services/coordinator",
+    ),
     "coordinator-reasoning-gym": (
         *COMMON,
         "libs/schema",
