@@ -33,6 +33,7 @@ from headrace_modelkit.experts import (
     grouped_product,
 )
 from headrace_modelkit.loading import sync_directory
+from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
 """What a layer of experts is called: as a target, both of its tensors."""
@@ -209,19 +210,28 @@ def _merge(found_OI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scal
         found_OI[rows] = torch.addmm(weight_OI[rows].float(), b_OR[rows], a_RI, alpha=scale)
 
 
-def add_adapters(model: nn.Module, lora: LoraSection, seed: int, device: torch.device | None = None) -> None:
+def add_adapters(
+    model: nn.Module,
+    lora: LoraSection,
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    vision: bool = False,
+) -> None:
     """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0. What is frozen already
     gets none.
 
-    They are where their layers are, or on `device`: those of a model on meta have values elsewhere only.
+
+    `vision`: layers of a vision tower are among those that a target names. They are where their layers are, or on
+    `device`: those of a model on meta have values elsewhere only.
 
     Raises ValueError for a target that the model has not.
     """
-    if problem := targets_problem(model, lora):
+    if problem := targets_problem(model, lora, vision=vision):
         raise ValueError(problem)
     generator = torch.Generator("cpu").manual_seed(seed)
     scale = lora.alpha / lora.rank
-    targeted, of_experts = _targeted(model, lora), _targeted_experts(model, lora)
+    targeted, of_experts = _targeted(model, lora, vision=vision), _targeted_experts(model, lora)
     model.requires_grad_(False)
     for name in targeted:
         owner, _, attribute = name.rpartition(".")
@@ -235,9 +245,9 @@ def add_adapters(model: nn.Module, lora: LoraSection, seed: int, device: torch.d
         setattr(experts, f"{attribute}{ADAPTER}", beside)
 
 
-def targets_problem(model: nn.Module, lora: LoraSection) -> str:
-    """What is wrong with the targets for this model, with the fix; empty: nothing."""
-    names = _linear_layers(model)
+def targets_problem(model: nn.Module, lora: LoraSection, *, vision: bool = False) -> str:
+    """What is wrong with the targets for this model, with the fix; empty: nothing. `vision` as in `add_adapters`."""
+    names = _linear_layers(model, vision=vision)
     if not names:
         return "the model has no linear layer that learns but its head; remove trainer.lora"
     if isinstance(lora.targets, str):
@@ -291,8 +301,8 @@ def standing_in(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[No
             layer._stand_ins.pop()
 
 
-def _targeted(model: nn.Module, lora: LoraSection) -> list[str]:
-    names = _linear_layers(model)
+def _targeted(model: nn.Module, lora: LoraSection, *, vision: bool) -> list[str]:
+    names = _linear_layers(model, vision=vision)
     if isinstance(lora.targets, str):
         return names
     return [name for name in names if any(_is(name, target) for target in lora.targets)]
@@ -317,13 +327,17 @@ def _is_of_experts(name: str, target: str) -> bool:
     return _is(name, target) or _is(name.rpartition(".")[0], target)
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Names of all that learn but the head, which computes log-probs a tile at a time."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+def _linear_layers(model: nn.Module, *, vision: bool) -> list[str]:
+    """Names of all that learn but the head, which computes log-probs a tile at a time, and, without `vision`, a vision
+    tower's.
+    """
+    left_out = {getattr(model, "get_output_embeddings", lambda: None)()}
+    if not vision and (tower := vision_tower(model)) is not None:
+        left_out |= {*tower.modules()}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+        if isinstance(module, nn.Linear) and module not in left_out and module.weight.requires_grad
     ]
 
 
