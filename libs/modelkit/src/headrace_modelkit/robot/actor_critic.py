@@ -24,6 +24,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
@@ -84,6 +85,8 @@ class CnnConfig(_GaussianConfig):
 
 class _GaussianPolicy(nn.Module, RobotPolicy, ABC):
     """Actor and critic on features of an observation."""
+
+    shape = PolicyShape((), {}, ())
 
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class _Prefix(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Those of the prefix alone."""
         if layer_idx == len(self.layers):
-            layer: Any = DynamicLayer()
+            layer = _CacheLayer()
             layer.keys, layer.values, layer.is_initialized = key_states, value_states, True
             self.layers.append(layer)
         return key_states, value_states
@@ -105,6 +105,7 @@ def _shape(vlm: str, expert: tuple[str, ...]) -> PolicyShape:
 
 # transformers' modules are not annotated.
 _Times: Any = PI0TimestepEmbeddings
+_CacheLayer: Any = DynamicLayer
 _Mlp: Any = GemmaMLP
 
 

@@ -87,7 +87,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """What a large policy is made of, for those who divide it, freeze parts of it or give it adapters.
+    """What a large policy is made of (a small one: of nothing), for those who divide it, freeze parts of it or give it adapters.
 
     `layers` are class names of its layers; ranks gather one at a time. `parts` are what can be frozen by name, and
     beginnings of their weights' names. `added`: beginnings of the names of what reinforcement learning adds to a
@@ -103,6 +103,7 @@ class PolicyShape:
 class RobotPolicy(Protocol):
     """A torch module whose parameters and persistent buffers are one version of the policy."""
 
+    shape: PolicyShape
     chunk_length: int
     action_size: int
     horizon: int
