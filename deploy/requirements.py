@@ -21,14 +21,14 @@ COORDINATOR = (
 IMAGES = {
     "coordinator": (*COORDINATOR, "services/coordinator"),
     "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
-    "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets]"),
+    "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
-    "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
-    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[vllm]"),
+    "torch": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout[vllm]"),
     "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
 

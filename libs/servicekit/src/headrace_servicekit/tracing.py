@@ -14,10 +14,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import grpc
-
-from headrace_servicekit.rpc.errors import ServiceError
-
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
@@ -68,6 +64,10 @@ def start_tracing(endpoint: str, kind: str, instance: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
+        import grpc
+
+        from headrace_servicekit.rpc.errors import ServiceError  # The HTTP API imports nothing of gRPC.
+
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "TRACING_MISSING",

@@ -7,6 +7,14 @@ from pydantic import Field
 from headrace_schema.resources.resource import Resource
 
 
+class GpuUseView(Resource):
+    """How busy a GPU is, whoever uses it."""
+
+    device: str
+    busy: float = Field(description="share of time in which it computed, from 0 to 1")
+    used_memory_bytes: int
+
+
 class InstanceView(Resource):
     """One running process of a service."""
 
@@ -19,7 +27,12 @@ class InstanceView(Resource):
     devices: list[str]
     capabilities: dict[str, list[str]]
     run: str
-    resident_memory_bytes: int
+    resident_memory_bytes: int = Field(description="of the process, without its children")
+    busy_cores: float = Field(
+        default=0.0,
+        description="cores that it and its children kept busy since the heartbeat before the last",
+    )
+    gpus: list[GpuUseView] = Field(default=[], description="use of the GPUs that it holds, where known")
     last_heartbeat_age_s: float
     silent_for_s: float = Field(
         default=0.0, description="seconds without a sign of life, once two heartbeats are missing"

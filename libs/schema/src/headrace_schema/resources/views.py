@@ -21,6 +21,15 @@ class PolicyView(Resource):
     digest: str
 
 
+class EndpointView(Resource):
+    """Where clients of an online run speak with its policy, as with any OpenAI-compatible server."""
+
+    base_url: str = Field(
+        description="of the HTTP API: OPENAI_BASE_URL; empty: no rollout has the run open now"
+    )
+    api_key: str = Field(description="what clients show: OPENAI_API_KEY")
+
+
 class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
@@ -318,6 +327,9 @@ class TrajectoryView(Resource):
         default=[], description="all that was said in a conversation; empty of an answer"
     )
     masked: bool = Field(default=False, description="it counts in baselines, and its tokens carry no loss")
+    images: list[str] = Field(
+        default=[], description="small copies of the prompt's first four images, as data URLs"
+    )
 
 
 class TrajectoryListView(Resource):

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc._cython import cygrpc
 from headrace.common.v1 import weights_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2
@@ -137,7 +136,7 @@ class _CoreCall:
     async def send_serialized_message(self, message: bytes) -> None:
         try:
             await self._inner.send_serialized_message(message)
-        except cygrpc.InternalError:
+        except grpc.aio.InternalError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_WAIT_S):
                     await self._inner.status()

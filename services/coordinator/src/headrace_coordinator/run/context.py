@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -59,7 +59,9 @@ class Projection(Protocol):
     def evaluation(self, view: EvaluationView) -> None:
         """Writes one evaluation."""
 
-    def trajectories(self, views: list[SettledTrajectory]) -> None:
+    def trajectories(
+        self, views: list[SettledTrajectory], images: Mapping[int, tuple[bytes, ...]] | None = None
+    ) -> None:
         """Writes the settled trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
@@ -212,6 +214,10 @@ class RunContext:
     def prompt(self, prompt: int) -> rollout.Prompt:
         """The prompt of a prompt ordinal."""
         return self.modality.prompt(self.item(prompt))
+
+    def images(self, prompt: int) -> list[common.Image]:
+        """The images of a prompt, as its trainer gets them."""
+        return list(self.prompt(prompt).images) if self.item(prompt).images else []
 
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""

@@ -101,9 +101,21 @@ class _FleetCollector(Collector):
         memory = GaugeMetricFamily(
             "headrace_instance_resident_memory_bytes", "Resident memory", labels=["instance", "kind"]
         )
+        cores = GaugeMetricFamily(
+            "headrace_instance_busy_cores", "Cores kept busy", labels=["instance", "kind"]
+        )
+        busy = GaugeMetricFamily(
+            "headrace_gpu_busy_ratio", "Share of time in which it computed", labels=["device"]
+        )
+        used = GaugeMetricFamily("headrace_gpu_used_memory_bytes", "Memory in use", labels=["device"])
         for item in instances:
             memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
-        yield memory
+            cores.add_metric([item.name, item.kind], item.busy_cores)
+        # Instances that take turns on a GPU both tell of it.
+        for gpu in {gpu.device: gpu for item in instances for gpu in item.gpus}.values():
+            busy.add_metric([gpu.device], gpu.busy)
+            used.add_metric([gpu.device], gpu.used_memory_bytes)
+        yield from (memory, cores, busy, used)
         wanted = GaugeMetricFamily(
             "headrace_instances_wanted", "Instances that the runs of now could use", labels=["kind"]
         )
