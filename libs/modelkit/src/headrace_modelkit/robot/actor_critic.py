@@ -24,6 +24,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
@@ -32,6 +33,8 @@ from headrace_modelkit.robot.policy import (
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
 GAIN = 2**0.5
+PATCH_PIXELS = 14 * 14
+"""Pixels of an image that count as a position of a pass."""
 
 
 class _GaussianConfig(Section):
@@ -83,10 +86,12 @@ class CnnConfig(_GaussianConfig):
 class _GaussianPolicy(nn.Module, RobotPolicy, ABC):
     """Actor and critic on features of an observation."""
 
+    shape = PolicyShape((), {}, ())
+
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
         super().__init__()
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
-        self.horizon = self.chunk_length
+        self.horizon = self.chunk_tokens = self.chunk_length
         self.state_size = state_size
         self.normalizer = (
             Normalizer((state_size,), config.normalizer) if config.normalizer and state_size else None
@@ -162,6 +167,7 @@ class CnnPolicy(_GaussianPolicy):
     def __init__(self, config: CnnConfig) -> None:
         super().__init__(config, config.features + config.state_size, config.state_size)
         self.config = config
+        self.chunk_tokens += len(config.cameras) * (config.height * config.width // PATCH_PIXELS)
         self.encoder = _convolutions(3 * len(config.cameras), (config.height, config.width), config.features)
 
     def features(self, observation: Observation) -> Tensor:
