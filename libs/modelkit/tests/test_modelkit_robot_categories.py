@@ -92,6 +92,12 @@ def test_greedy_takes_the_likeliest_and_a_draw_depends_on_its_seed_alone(policy)
     torch.testing.assert_close(together[2:3], policy.act(seen.take([2]), [9]).sampled[ACTIONS])
 
 
+def test_a_trainer_counts_its_weights_without_memory(policy):
+    with torch.device("meta"):
+        counted = policy.config.build(0)
+    assert [each.shape for each in counted.parameters()] == [each.shape for each in policy.parameters()]
+
+
 def test_imitation_makes_the_demonstrated_action_the_likeliest(policy):
     seen = states(8)
     shown = policy.act(seen, range(100, 108)).executed_BCA.float()

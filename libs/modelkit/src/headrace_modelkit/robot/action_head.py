@@ -7,6 +7,7 @@ that are Gaussian, D that are categories, K categories of the one with the most.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +39,23 @@ class ActionHead(nn.Module):
         counts = list(categories) or [0] * bounds.size
         numbers = [place for place, count in enumerate(counts) if not count]
         chosen = [place for place, count in enumerate(counts) if count]
-        sizes = torch.tensor([counts[place] for place in chosen], dtype=torch.long)
-        self.outputs = len(numbers) + int(sizes.sum())
+        self.outputs = len(numbers) + sum(counts)
         self.scaling = ActionScaling(bounds)
         width = nn.Parameter(torch.full((chunk_length, len(numbers)), log_std)) if numbers else None
         self.register_parameter("log_std", width)
-        ladder_K = torch.arange(int(sizes.max()) if chosen else 0)
-        firsts_D = len(numbers) + sizes.cumsum(0) - sizes
+        ladder_K = torch.arange(max(counts))
+        firsts = [
+            len(numbers) + before for before in accumulate([counts[place] for place in chosen], initial=0)
+        ]
+        sizes_D = torch.tensor([counts[place] for place in chosen], dtype=torch.long)
         buffers = {
             "gaussian_G": torch.tensor(numbers, dtype=torch.long),
             "category_D": torch.tensor(chosen, dtype=torch.long),
             "order_A": torch.tensor([*numbers, *chosen]).argsort(),
-            "places_DK": (firsts_D[:, None] + ladder_K).clamp(max=self.outputs - 1),
-            "possible_DK": ladder_K < sizes[:, None],
+            "places_DK": (torch.tensor(firsts[:-1], dtype=torch.long)[:, None] + ladder_K).clamp(
+                max=self.outputs - 1
+            ),
+            "possible_DK": ladder_K < sizes_D[:, None],
             "first_D": torch.tensor([bounds.low[place] or 0.0 for place in chosen]),
         }
         for name, value in buffers.items():
@@ -73,7 +78,8 @@ class ActionHead(nn.Module):
     def executed(self, drawn_BCA: Tensor) -> Tensor:
         """What an environment is given, in its units; int64 where all numbers are categories."""
         if not len(self.category_D):
-            return self.scaling(drawn_BCA)
+            scaled_BCA: Tensor = self.scaling(drawn_BCA)
+            return scaled_BCA
         chosen_BCD = drawn_BCA[..., self.category_D] + self.first_D
         if self.log_std is None:
             return chosen_BCD.long()
@@ -130,4 +136,4 @@ class ActionHead(nn.Module):
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:
         """Gaussian numbers and categories, each at its place in the action."""
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)[..., self.order_A]
+        return torch.cat(parts, -1)[..., self.order_A] if parts[1:] else parts[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resources.evaluations import SuiteEvaluationView
+from headrace_schema.resources.evaluations import EpisodeFigures, SuiteEvaluationView
 from headrace_schema.resources.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -21,7 +21,7 @@ class PolicyView(Resource):
     digest: str
 
 
-class EvaluationView(Resource):
+class EvaluationView(EpisodeFigures):
     """One evaluation of held-out items."""
 
     kind: str = Field(
