@@ -143,13 +143,21 @@ def test_categories_are_one_hot_boards_are_numbers_and_text_is_left_out():
                 "b": spaces.MultiDiscrete([2, 3]),
                 "board": spaces.Box(0, 2, (9, 9), np.uint8),
                 "mission": spaces.Text(10),
+                "order": spaces.Space(dtype=str),
                 "pair": spaces.Tuple([spaces.MultiBinary(2), spaces.Discrete(2)]),
             }
         )
     )
     board = np.full((9, 9), 2, np.uint8)
     found = shown(
-        {"a": 6, "b": np.array([1, 2]), "board": board, "mission": "go", "pair": (np.array([0, 1]), 1)}
+        {
+            "a": 6,
+            "b": np.array([1, 2]),
+            "board": board,
+            "mission": "go",
+            "order": "now",
+            "pair": (np.array([0, 1]), 1),
+        }
     )
     assert [space.name for space in shown.spaces] == ["a", "b", "board", "pair.0", "pair.1"]
     assert found["a"].tolist() == [0, 1, 0] and found["b"].tolist() == [0, 1, 0, 0, 1]

@@ -36,7 +36,7 @@ class Observations:
     def __init__(self, space: spaces.Space[Any]) -> None:
         everything = list(_leaves(space, ()))
         # Text alone is refused as what is no array.
-        leaves = [leaf for leaf in everything if not isinstance(leaf[1], spaces.Text)] or everything
+        leaves = [leaf for leaf in everything if not _is_text(leaf[1])] or everything
         found = [(path, *_shown(".".join(map(str, path)), each)) for path, each in leaves]
         self.spaces = [shown for _, shown, _ in found]
         self._parts = found
@@ -78,6 +78,11 @@ class Actions:
     def __call__(self, action: np.ndarray) -> Any:
         """The action in the environment's own form."""
         return _nested(self._space, iter(self._slices), action.reshape(-1))
+
+
+def _is_text(space: spaces.Space[Any]) -> bool:
+    """Also for spaces of others' own, such as MiniGrid's of missions."""
+    return isinstance(space, spaces.Text) or (space.dtype is not None and np.dtype(space.dtype).kind == "U")
 
 
 def _leaves(space: spaces.Space[Any], path: tuple[Any, ...]) -> Iterator[Leaf]:
