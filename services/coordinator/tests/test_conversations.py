@@ -89,6 +89,7 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     for role, content in said:
         message.conversation.messages.add(role=role, content=content)
     message.conversation.turn_tokens.extend([9, 1])
+    message.conversation.turn_messages.extend([2, 4])
     shown = Shown.of(message)
     assert [tokens for _, _, tokens in shown.said] == [None, None, 9, None, 1]
     of = trajectory([0.25, 0.75])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
+    BEGINS,
+    GIVEN,
     Distribution,
     Finish,
     Group,
@@ -123,7 +126,7 @@ async def groups_of(
     return [
         Group(
             _ordinal("prompt_ordinal", message.prompt_ordinal),
-            prompt_ids(message.prompt, codec),
+            await _prompt_ids(message.prompt, codec),
             [
                 Sample(
                     _ordinal("samples.sample_index", sample.sample_index),
@@ -134,14 +137,26 @@ async def groups_of(
                 )
                 for sample in message.samples
             ],
+            tuple(image.data for image in message.prompt.images),
         )
         for message in messages
     ]
 
 
+async def _prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
+    """As `prompt_ids`; images are decoded in a thread."""
+    if prompt.images:
+        return await asyncio.to_thread(prompt_ids, prompt, codec)
+    return prompt_ids(prompt, codec)
+
+
 def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     """Ids of a prompt in any of its forms. Raises INVALID."""
     form = prompt.WhichOneof("form")
+    if prompt.images and (form != "chat" or codec.images is None):
+        raise invalid("prompt.images: give a chat, and a model that reads images")
+    if any(digest_bytes(image.data) != image.digest for image in prompt.images):
+        raise invalid("prompt.images: an image has not its digest")
     if form == "token_ids":
         return _ids("prompt.token_ids", prompt.token_ids.values)
     if form == "text":
@@ -151,7 +166,12 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     chat = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
     arguments = json_object("prompt.chat.template_arguments_json", prompt.chat.template_arguments_json)
     try:
-        return codec.encode_prompt(chat=chat, prefill=prompt.chat.prefill, arguments=arguments)
+        return codec.encode_prompt(
+            chat=chat,
+            prefill=prompt.chat.prefill,
+            arguments=arguments,
+            images=[image.data for image in prompt.images],
+        )
     except ValueError as error:
         raise invalid(str(error)) from error
 
@@ -178,7 +198,7 @@ def fill_trajectory(
 ) -> None:
     """Fills a trajectory from a finished update: the prompt's segment, then one for each version.
 
-    Version 0 stands for tokens that were given. `raw_texts`: with its texts and their special tokens.
+    `raw_texts`: with its texts and their special tokens.
     """
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
@@ -187,13 +207,14 @@ def fill_trajectory(
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
     if output.said is not None:
         lengths = _turn_lengths(output.whole, output.said.turn_tokens, codec)
-    elif any(not number for number, _ in output.whole.spans):
+    elif any(number <= GIVEN for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
+    trajectory.image_digests.extend(map(digest_bytes, output.images))
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
     # Before the texts, which no digest covers.
@@ -209,7 +230,7 @@ def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -
     places: list[int] = []
     at = 0
     for number, count in whole.spans:
-        places += range(at, at + count) if number else ()
+        places += range(at, at + count) if number > GIVEN else ()
         at += count
     lengths, first = [0] * at, 0
     for count in turn_tokens:
@@ -229,6 +250,7 @@ def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
         message.messages.add(role=role, content=content)
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
+    message.turn_messages.extend(said.turn_messages)
     message.success, message.failure = said.success, said.failure
     return "\n".join(f"{role}: {content}" for role, content in said.messages)
 
@@ -313,9 +335,9 @@ def _fill_segments(
     start = 0
     for number, count in whole.spans:
         segment = trajectory.segments.add()
-        segment.policy_number = number
+        segment.policy_number, segment.begins_sibling = max(number, GIVEN), number == BEGINS
         segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
-        if number:
+        if number > GIVEN:
             segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
             segment.tokens.distribution.CopyFrom(sampled_from)
             segment.tokens.text_bytes.extend(lengths[start : start + count])

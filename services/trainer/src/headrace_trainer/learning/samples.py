@@ -6,10 +6,13 @@ Shapes: T chunks of an episode, C actions of a chunk, A numbers of an action; N 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +26,13 @@ Columns = dict[str, list[float]]
 """Name of a column, such as old_log_probs → a value for each trained token of a sequence."""
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: its file, and that one's digest."""
+
+    digest: str
+    data: bytes
+
+
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One token sequence as a rank works on it.
 
@@ -30,7 +40,8 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
     `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
     `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
-    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none.
+    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images` are
+    those of the prompt; their tokens are numbers below 0, by which two of them are told apart (`vision.place_id`).
     """
 
     tokens: list[int]
@@ -40,15 +51,28 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 0.0
     columns: Columns = {}
     routes: bytes = b""
+    images: tuple[Image, ...] = ()
 
 
 Rows = list[list[Sequence]]
 """The rows of one micro-batch; the sequences of a row may share what they have in common."""
 
 
+class Line(NamedTuple):
+    """One of the siblings of a trajectory: `trained` are positions in its own `tokens`, `part` those of the whole's."""
+
+    tokens: list[int]
+    trained: list[int]
+    part: slice
+
+
 @dataclass(frozen=True)
 class Member:
-    """One finished trajectory with its reward. `versions` has the sampling version of each trained token."""
+    """One finished trajectory with its reward. `versions` has the sampling version of each trained token.
+
+    A session whose requests did not all extend each other has several lines, which stand behind each other: they share
+    its reward, and none is read with another one's tokens.
+    """
 
     sample_index: int
     attempt: int
@@ -62,15 +86,30 @@ class Member:
     masked: bool = False
     routes: bytes = b""
     """As `Sequence.routes`."""
+    images: tuple[Image, ...] = ()
+    """As `Sequence.images`."""
     turn_rewards: tuple[float, ...] = ()
     """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
     turn_tokens: tuple[int, ...] = ()
     """Sampled tokens of each of these turns."""
+    siblings: tuple[int, ...] = ()
+    """Where in `tokens` each line but the first begins."""
 
     @property
     def size(self) -> int:
         """Tokens, those of the prompt included: an upper bound of the work."""
         return len(self.tokens)
+
+    def lines(self, trained: list[int]) -> list[Line]:
+        """The lines that hold some of these positions in `tokens`, in order."""
+        if not self.siblings:
+            return [Line(self.tokens, trained, slice(None))] if trained else []
+        found, bounds = [], [0, *self.siblings, len(self.tokens)]
+        for start, end in pairwise(bounds):
+            part = slice(bisect_left(trained, start), bisect_left(trained, end))
+            if own := [position - start for position in trained[part]]:
+                found.append(Line(self.tokens[start:end], own, part))
+        return found
 
     def problem(self) -> str:
         """What is not finite; empty where all is."""

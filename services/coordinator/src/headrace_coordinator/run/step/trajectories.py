@@ -144,9 +144,8 @@ class Trajectories(dict[SlotKey, Trajectory]):
 
 
 def _said(talk: common.Conversation) -> list[tuple[str, str, int | None]]:
-    """What was said in a conversation. Given turns of the assistant come first; the last ones are the policy's."""
-    spoken = [at for at, message in enumerate(talk.messages) if message.role == "assistant"]
-    own = dict(zip(reversed(spoken), reversed(list(talk.turn_tokens)), strict=False))
+    """What was said in a conversation."""
+    own = dict(zip(talk.turn_messages, talk.turn_tokens, strict=False))
     return [(message.role, message.content, own.get(at)) for at, message in enumerate(talk.messages)]
 
 
