@@ -49,7 +49,7 @@ def with_defaults(given: Any) -> Any:
         "reward",
         {
             "scorers": [{"name": "episode"}],
-            "evaluation": [{"name": "episode", "options": {"of": "success"}}],
+            "evaluation": [{"name": "episode", "options": {"of": "outcome"}}],
         },
     )
     if isinstance(model := spec.get("model"), Mapping):
