@@ -27,8 +27,8 @@ POLICIES = {
     "pi0": ({"state": STATE}, "chunk", 3e-3, 8),
 }
 ADAPTERS = "openvla_oft adapters"
-LEARNERS = POLICIES | {ADAPTERS: ({"state": 0}, "action", 1e-2, 8)}
-TRAINER = {ADAPTERS: {"lora": {"rank": 8, "alpha": 16}, "freeze": ["vision"]}}
+LEARNERS = POLICIES | {ADAPTERS: ({"state": 0}, "action", 3e-2, 14)}
+TRAINER = {ADAPTERS: {"lora": {"rank": 8, "alpha": 32}, "freeze": ["vision"]}}
 
 
 def seen_of(rng, ids, state):
