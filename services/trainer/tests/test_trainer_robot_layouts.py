@@ -9,7 +9,7 @@ import pytest
 import torch
 from headrace_modelkit.robot.directory import policy_config, save_policy
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.backends.fsdp.layouts.planned import choose_layout, known_sizes
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.kinds import run_kind
@@ -197,17 +197,17 @@ def test_a_small_policy_has_no_layouts(robot_config):
 
 def test_a_policy_that_fits_on_more_ranks_is_told_how_many(config):
     parsed = TrainerConfig.model_validate(config("oft", dtype="bfloat16"))
-    algorithm, options = run_kind(parsed).check(), FsdpOptions(offload="none")
+    algorithm, options = run_kind(parsed).check(), FsdpOptions(shard="weights", offload="none")
     host = Room("host memory", 2**50, 2**50)
 
-    def planned(room):
+    def planned(room, ranks=1):
         rooms = Rooms(host, Room("GPU memory", room, room))
-        return rooms, choose_layout(parsed, algorithm, options, 1, 8, rooms)[1]
+        return rooms, choose_layout(parsed, algorithm, options, ranks, 8, rooms)[1]
 
-    state = 16 * known_sizes(parsed, algorithm).learned  # one rank's masters, moments and gradients
-    rooms, plan = planned(state)
-    with pytest.raises(Refusal, match=r"trainer\.ranks: (2|4) fits, with shard: "):
-        check_rooms(plan, rooms)
+    four = sum(planned(2**50, ranks=4)[1].device.values())
+    rooms, plan = planned(int(1.11 * four))
+    with pytest.raises(Refusal, match=r"trainer\.ranks: (2|4) fits, with shard: weights"):
+        check_rooms(plan, Rooms(host, Room("GPU memory", 1, 1)))
     rooms, plan = planned(1)
     with pytest.raises(Refusal, match="more ranks alone do not help"):
         check_rooms(plan, rooms)

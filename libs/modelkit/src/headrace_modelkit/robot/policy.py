@@ -87,7 +87,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """What a large policy is made of (a small one: of nothing), for who divides it, freezes parts or adds adapters.
+    """What a large policy is made of, for those who divide it, freeze parts of it or give it adapters; a small one: of
+    nothing.
 
     `layers` are class names of its layers; ranks gather one at a time. `parts` are what can be frozen by name, and
     beginnings of their weights' names. `added`: beginnings of the names of what reinforcement learning adds to a

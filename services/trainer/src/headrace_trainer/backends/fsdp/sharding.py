@@ -42,7 +42,7 @@ class Root(nn.Module):
     """
 
     model: Any
-    critic: Critic | None = None
+    critic: Critic | None
 
 
 class ShardedModel:

@@ -102,6 +102,8 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
         for data in episodes:
             self._read[data.key] = read_chunks(data)
+        if not episodes:
+            return []
         own = episodes[self._ranks.rank :: self._ranks.world_size]
         passes = [len(self._every_part(self._read[data.key])) + bool(data.final) for data in own]
         missing = self._missing(sum(passes))

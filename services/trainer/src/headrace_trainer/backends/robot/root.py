@@ -38,7 +38,7 @@ class RobotRoot(Root):
 
     def __init__(self, policy: AnyPolicy) -> None:
         super().__init__()
-        self.model = policy
+        self.model, self.critic = policy, None
 
     def forward(self, asked: Drawn | Shown | None, anchor: Tensor) -> tuple[Tensor, ...]:
         """(log-probs, entropies, values) of chunks that were drawn; the losses of those that were shown."""
