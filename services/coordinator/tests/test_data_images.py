@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from headrace.rollout.v1 import rollout_pb2
+from headrace_coordinator.api.submission.rules import images
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.packed import PackedItems
 from headrace_coordinator.data.sources import open_source
@@ -17,6 +19,7 @@ from headrace_coordinator.run.step.dispatch import by_size
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.generating import DataSection
 from PIL import Image
+from submission_parts import FLEET, spec_of, submission_of
 
 
 def png(seed=0, mode="RGB", size=(12, 10)):
@@ -204,3 +207,25 @@ def test_groups_with_many_bytes_of_images_go_in_several_messages(monkeypatch):
     parts = [[group.prompt_ordinal for group in part.groups] for part in by_size(message)]
     assert parts == [[0, 1], [2, 3], [4]]
     assert [*by_size(rollout_pb2.AssignGroups())] == [rollout_pb2.AssignGroups()]
+
+
+def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
+    features = frozenset({"transformers:images", "vllm:resume_from_prefix"})
+    rollout = {"engines": frozenset({"transformers", "vllm"}), "engine_features": features}
+    capabilities = {**FLEET.capabilities, "rollout": rollout}
+    fleet = replace(FLEET, capabilities=capabilities)
+    data = {
+        "source": "jsonl",
+        "options": {"path": lines({"image": encoded(png(1)), "question": "?"}), "images": "image"},
+    }
+    (tmp_path / "model.safetensors").touch()
+
+    def refused(kind="qwen2_5_vl", **changes):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        spec = spec_of(model={"path": str(tmp_path)}, data=data, **changes)
+        return {each.key: each.fix for each in images(submission_of(spec, fleet))}
+
+    assert refused() == {}
+    assert refused(rollout={"engine": "vllm"}) == {"rollout.engine": "set rollout.engine: transformers"}
+    assert [*refused(trainer={"backend": "megatron"})] == ["trainer.backend"]
+    assert refused("qwen3") == {"model.path": "name a model of qwen2_5_vl or qwen3_vl"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resources.evaluations import SuiteEvaluationView
+from headrace_schema.resources.evaluations import EpisodeFigures, SuiteEvaluationView
 from headrace_schema.resources.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -30,7 +30,7 @@ class EndpointView(Resource):
     api_key: str = Field(description="what clients show: OPENAI_API_KEY")
 
 
-class EvaluationView(Resource):
+class EvaluationView(EpisodeFigures):
     """One evaluation of held-out items."""
 
     kind: str = Field(

@@ -88,20 +88,20 @@ class OpenPoolRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., leased: _Optional[bool] = ..., without_info: _Optional[bool] = ...) -> None: ...
 
 class Space(_message.Message):
-    __slots__ = ("name", "data_type", "shape", "low", "high", "discrete_count")
+    __slots__ = ("name", "data_type", "shape", "low", "high", "categories")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LOW_FIELD_NUMBER: _ClassVar[int]
     HIGH_FIELD_NUMBER: _ClassVar[int]
-    DISCRETE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CATEGORIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     data_type: _common_pb2.DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     low: _common_pb2.Tensor
     high: _common_pb2.Tensor
-    discrete_count: int
-    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., discrete_count: _Optional[int] = ...) -> None: ...
+    categories: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., categories: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenPoolResponse(_message.Message):
     __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation")

@@ -15,8 +15,10 @@ from headrace_reward.scorers.base import Answer, Score
 class EpisodeOptions(Options):
     """Options of `episode`."""
 
-    of: Literal["return", "success", "steps"] = Field(
-        "return", description="the sum of rewards, 1 for success, or the number of actions or turns"
+    of: Literal["return", "success", "success_at_end", "outcome", "steps"] = Field(
+        "return",
+        description="the sum of rewards; 1 for success at any action, or at the last one; outcome: success where the "
+        "environment says it, and the return where it never does; or the number of actions or turns",
     )
     scale: float = Field(1.0, description="factor of the figure")
 
@@ -37,7 +39,11 @@ class Episode:
             return 0.0
         try:
             told = json.loads(answer.completion) if answer.episode is None else answer.episode
-            found: Any = told[self._of]
+            of = self._of
+            if of == "outcome":
+                of = "return" if told["success"] is None else "success"
+            # Of a success that ends its episode, it is the last action's too.
+            found: Any = told["success"] if of == "success_at_end" and of not in told else told[of]
             value = math.nan if found is None else float(found) * self._scale
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(

@@ -189,6 +189,7 @@ def _robot_run(
     blobs: BlobReader,
     token: str | None,
 ) -> RobotRun:
+    from headrace_modelkit.robot.directory import policy_type
     from headrace_modelkit.robot.language import instruction_encoder
 
     from headrace_rollout.robot.engine import RobotEngine
@@ -201,7 +202,10 @@ def _robot_run(
     if config.environment is None:
         raise ModelNotReadable("environment: a robot policy acts in environments; name them")
     encode = instruction_encoder(policy, config.model.path)
-    return RobotRun(name, config, RobotEngine(policy, config.environment, devices, blobs, token), encode)
+    dtype = policy_type(policy, config.model)
+    return RobotRun(
+        name, config, RobotEngine(policy, dtype, config.environment, devices, blobs, token), encode
+    )
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:

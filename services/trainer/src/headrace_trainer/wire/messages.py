@@ -121,6 +121,8 @@ def _with_images(
 
 def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
+    if message.image_digests:
+        raise invalid(f"{_name(message)} has a prompt with images, which are not sent to be scored")
     tokens, trained, log_probs, _, siblings = _read_tokens(message, _name(message), sampling, vocabulary)
     if siblings:
         raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")

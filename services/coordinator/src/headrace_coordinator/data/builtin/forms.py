@@ -58,26 +58,35 @@ def _without_images(row: Row, form: Form, keys: Keys, folder: Path | None) -> tu
 
     Raises `BadRow`, also for images that nobody asked for.
     """
+    nested = any(isinstance(value, (list, tuple)) for value in row.values())
     key = keys.images or next((each for each in IMAGE_KEYS if looks_like_image(row.get(each))), "")
     if key and not keys.images and form not in ("verl", "trl"):
         raise BadRow(f"has images under {key!r}, which no option names", f"set data.options.images: {key}")
-    images = images_of(_value(row, key), key, folder) if key else []
+    if not key and not nested:
+        return row, []
+    if key and key not in row:
+        raise BadRow(f"has no key {key!r}", choose(key, row, extra="or write null there: no image"))
+    images = images_of(row[key], key, folder) if key else []
     own: list[bytes] = []
     changed = {name: value for name, value in row.items() if name != key}
-    for name, value in changed.items():
-        if _is_conversation(value):
+    for name, value in row.items():
+        if name != key and _has_image_parts(value):
             changed[name] = [_with_marks(turn, f"{name}[{at}]", folder, own) for at, turn in enumerate(value)]
     if own and images:
         reason = f"has images in its messages and under {key!r}"
         raise BadRow(reason, f"leave {key!r} out, or write parts of messages without images of their own")
     check_together(own)
-    return changed if key or own else row, images or own
+    if not images and not own and any(map(_has_image_parts, row.values())):
+        raise BadRow(
+            "has parts of type image, and no image", "give each its image, or name data.options.images"
+        )
+    return changed, images or own
 
 
 def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes]) -> Row:
     """A message whose parts that are images are marks; what they hold is added to `images`."""
     parts = turn.get("content")
-    if not isinstance(parts, (list, tuple)) or not any(map(_is_image_part, parts)):
+    if not isinstance(parts, (list, tuple)):
         return turn
     content = ""
     for at, part in enumerate(parts):
@@ -89,6 +98,14 @@ def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes])
         if given is not None:  # else one of the row's own images
             images.append(image_of(given, f"{place}.content[{at}]", folder))
     return {**turn, "content": content}
+
+
+def _has_image_parts(value: Any) -> bool:
+    """Whether it is a conversation some message of which has parts that are images."""
+    return _is_conversation(value) and any(
+        isinstance(turn.get("content"), (list, tuple)) and any(map(_is_image_part, turn["content"]))
+        for turn in value
+    )
 
 
 def _is_image_part(part: Any) -> bool:

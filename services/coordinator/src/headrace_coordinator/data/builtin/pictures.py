@@ -65,7 +65,7 @@ def image_of(value: Any, key: str, folder: Path | None) -> bytes:
     """The file of an image, decoded once. Raises `BadRow`, naming `key`."""
     data = _bytes_of(value, key, folder)
     if len(data) > MOST_IMAGE_BYTES:
-        reason = f"has an image of {len(data):,} bytes under {key!r}, and {MOST_IMAGE_BYTES:,} travel"
+        reason = f"has an image of more bytes under {key!r} than the {MOST_IMAGE_BYTES:,} that travel"
         raise BadRow(reason, "make it smaller, or write it as JPEG")
     _check(data, key)
     return data
@@ -78,9 +78,9 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if hasattr(value, "getbands"):  # an image of Pillow
-        file = io.BytesIO()
-        value.save(file, "PNG")
-        return file.getvalue()
+        written = io.BytesIO()
+        value.save(written, "PNG")
+        return written.getvalue()
     if not isinstance(value, str) or not value:
         raise BadRow(f"has {show(value)} as image {key!r}", "give a path, base64 or bytes")
     if value.startswith(("http://", "https://")):
@@ -91,10 +91,8 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     path = Path(value.removeprefix("file://")).expanduser()
     path = path if path.is_absolute() or folder is None else folder / path
     try:
-        if path.stat().st_size > MOST_IMAGE_BYTES:
-            reason = f"has an image of {path.stat().st_size:,} bytes under {key!r}, and {MOST_IMAGE_BYTES:,} travel"
-            raise BadRow(reason, "make it smaller, or write it as JPEG")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(MOST_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:
         if len(value) > 256 or "." not in value:
             return _from_base64(value, key)

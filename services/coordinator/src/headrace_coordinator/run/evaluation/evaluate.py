@@ -18,6 +18,13 @@ from headrace_schema.resources.views import EvaluationView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.episode_figures import (
+    OUTCOME,
+    figures_of,
+    measured,
+    settle_successes,
+    told_of,
+)
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
@@ -173,6 +180,9 @@ async def judge(
             groups[asked.sample.prompt_ordinal].append(asked.completion)
         for asked in made:
             asked.group.extend(groups[asked.sample.prompt_ordinal])
+    if context.spec.reward.measure == OUTCOME:
+        for asked, text in zip(made, settle_successes([each.completion for each in made]), strict=True):
+            asked.completion = text
     found += await score_all(context.staffing, made)
     return {_key(score.sample): score for score in found}
 
@@ -268,6 +278,8 @@ def _view(
     section = context.spec.evaluation
     whole = [each for each in by_prompt.values() if len(each) == section.samples]
     passed = pass_at(whole, section.pass_reward)
+    episodes = [told for answer in answers if (told := told_of(answer.completion_text)) is not None]
+    measure, note = measured(context.spec.reward.measure if episodes else "", episodes)
     return EvaluationView(
         kind=kind,
         step=published.version.ordinal,
@@ -277,6 +289,10 @@ def _view(
         answers=len(answers),
         score_low=low,
         score_high=high,
-        pass_at={str(k): share for k, share in passed.items()},
+        measure=measure,
+        episodes=figures_of(episodes),
+        note=note,
+        # No return is one that passes.
+        pass_at={str(k): share for k, share in passed.items() if measure not in ("return", "steps")},
         examples=examples,
     )

@@ -18,6 +18,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
@@ -162,7 +163,9 @@ class SuiteLoop(RunLoop):
         }
         recordings = [
             Recording(
-                Video.of(*key, self._items[key[0]], success=passed[key]), content, _episode_of(done[key])
+                Video.of(*key, self._items[key[0]], success=_succeeded(done[key], passed[key])),
+                content,
+                _episode_of(done[key]),
             )
             for key, content in questions.videos.items()
             if key in passed
@@ -234,6 +237,12 @@ class SuiteLoop(RunLoop):
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
         )
+
+
+def _succeeded(trajectory: common.Trajectory, passed: bool) -> bool:
+    """False for an episode whose environment never says so, whatever its return is."""
+    told = told_of(trajectory.completion_text)
+    return passed and (told is None or told.success is not None)
 
 
 def _episode_of(trajectory: common.Trajectory) -> bytes:
