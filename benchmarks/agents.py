@@ -146,7 +146,7 @@ class Bench:
         await self._engine.close()
 
     async def over_http(self) -> tuple[float, Any, int]:
-        """Seconds, the speaker that asked the engine, and the tokens that this computed, of agents in another process."""
+        """Seconds, the speaker that asked, and the tokens that the engine computed, of agents in another process."""
         from headrace_rollout.conversations.conversation import Conversation
         from headrace_rollout.endpoint.session import Session, Terms
         from headrace_rollout.engines.samples import SlotKey
