@@ -20,6 +20,8 @@ from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
+    BEGINS,
+    GIVEN,
     Distribution,
     Finish,
     Group,
@@ -178,7 +180,7 @@ def fill_trajectory(
 ) -> None:
     """Fills a trajectory from a finished update: the prompt's segment, then one for each version.
 
-    Version 0 stands for tokens that were given. `raw_texts`: with its texts and their special tokens.
+    `raw_texts`: with its texts and their special tokens.
     """
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
@@ -187,7 +189,7 @@ def fill_trajectory(
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
     if output.said is not None:
         lengths = _turn_lengths(output.whole, output.said.turn_tokens, codec)
-    elif any(not number for number, _ in output.whole.spans):
+    elif any(number <= GIVEN for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
@@ -209,7 +211,7 @@ def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -
     places: list[int] = []
     at = 0
     for number, count in whole.spans:
-        places += range(at, at + count) if number else ()
+        places += range(at, at + count) if number > GIVEN else ()
         at += count
     lengths, first = [0] * at, 0
     for count in turn_tokens:
@@ -229,6 +231,7 @@ def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
         message.messages.add(role=role, content=content)
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
+    message.turn_messages.extend(said.turn_messages)
     message.success, message.failure = said.success, said.failure
     return "\n".join(f"{role}: {content}" for role, content in said.messages)
 
@@ -313,9 +316,9 @@ def _fill_segments(
     start = 0
     for number, count in whole.spans:
         segment = trajectory.segments.add()
-        segment.policy_number = number
+        segment.policy_number, segment.begins_sibling = max(number, GIVEN), number == BEGINS
         segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
-        if number:
+        if number > GIVEN:
             segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
             segment.tokens.distribution.CopyFrom(sampled_from)
             segment.tokens.text_bytes.extend(lengths[start : start + count])

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace.simulator.v1 import simulator_pb2
 
-from headrace_rollout.engines.samples import Finish, Prefix, Said, SlotKey, TrajectoryUpdate
-from headrace_rollout.exchanges.exchange import GIVEN
+from headrace_rollout.engines.samples import BEGINS, GIVEN, Finish, Prefix, Said, SlotKey, TrajectoryUpdate
 
 
 @dataclass(eq=False)
@@ -22,6 +21,7 @@ class Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
+    turn_messages: list[int] = field(default_factory=list)
     success: bool = False
     failure: str = ""
 
@@ -41,6 +41,7 @@ class Conversation:
         self.log_probs += whole.log_probs
         self.spans += whole.spans
         self.turn_tokens.append(len(whole.token_ids))
+        self.turn_messages.append(len(self.said))
         self.said.append(("assistant", text))
 
     def judged(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
@@ -55,6 +56,17 @@ class Conversation:
             self.tokens += ids
             self.log_probs += [0.0] * len(ids)
             self.spans.append((GIVEN, len(ids)))
+
+    def joined(self, siblings: Sequence[Conversation]) -> None:
+        """Puts other lines of the same session behind this one: they are trained apart, and share its reward."""
+        for each in siblings:
+            self.spans += [(BEGINS, len(each.prompt_ids)), *each.spans]
+            self.log_probs += [*[0.0] * len(each.prompt_ids), *each.log_probs]
+            self.tokens += each.context
+            self.rewards += each.rewards
+            self.turn_tokens += each.turn_tokens
+            self.turn_messages += [len(self.said) + place for place in each.turn_messages]
+            self.said += each.said
 
     def ended(
         self, key: SlotKey, attempt: int, number: int, finish: Finish, *, greedy: bool
@@ -73,7 +85,12 @@ class Conversation:
             whole=whole,
             greedy=greedy,
             said=Said(
-                tuple(self.said), tuple(self.rewards), self.success, self.failure, tuple(self.turn_tokens)
+                tuple(self.said),
+                tuple(self.rewards),
+                self.success,
+                self.failure,
+                tuple(self.turn_tokens),
+                tuple(self.turn_messages),
             ),
         )
 

@@ -51,11 +51,16 @@ class SlotKey:
     sample_index: int
 
 
+GIVEN, BEGINS = 0, -1
+"""In place of a version's number in spans."""
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
 
-    Of a finished exchange, version 0 stands for tokens that were given, such as replies. `routes` are the experts that
+    Of a finished exchange, GIVEN stands for tokens that were given, such as replies, and of a session BEGINS for the
+    prompt of another line, which is not read with what stands before it. `routes` are the experts that
     prompt and tokens but the last were sent to, as `Trajectory.routed_experts` has them before it is compressed; empty
     where the run does not ask for them.
     """
@@ -114,7 +119,7 @@ class Said:
     """What a policy and an environment said: (role, content) of all messages, those of the prompt first.
 
     `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
-    `turn_tokens` are the sampled tokens of each turn of the policy.
+    `turn_tokens` are the sampled tokens of each turn of the policy, `turn_messages` their places among the messages.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -122,6 +127,7 @@ class Said:
     success: bool = False
     failure: str = ""
     turn_tokens: tuple[int, ...] = ()
+    turn_messages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

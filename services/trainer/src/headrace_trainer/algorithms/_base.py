@@ -276,6 +276,12 @@ class Algorithm(Protocol):
         `turn_credit_of`: an algorithm may leave it out.
         """
 
+    @property
+    def siblings(self) -> str:
+        """What the lines of a session are worth that do not extend each other: "divide", its credit by their number, or
+        "whole", all of it each. Read it with `siblings_of`: an algorithm may leave it out.
+        """
+
     def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask.
 
@@ -310,6 +316,11 @@ def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
     """`Algorithm.turn_credit`; None of one that has no such property."""
     found: TurnCredit | None = getattr(algorithm, "turn_credit", None)
     return found
+
+
+def siblings_of(algorithm: Algorithm) -> str:
+    """`Algorithm.siblings`; "divide" of one that has no such property."""
+    return str(getattr(algorithm, "siblings", "divide"))
 
 
 def replays_routing(algorithm: Algorithm) -> bool:

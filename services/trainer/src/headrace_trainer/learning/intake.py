@@ -24,6 +24,7 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Outcomes,
     Turns,
+    siblings_of,
     turn_credit_of,
 )
 from headrace_trainer.algorithms._turns import by_turn
@@ -90,7 +91,11 @@ class Intake:
         columns: list[Columns] = []
         following: list[float] = []
         for member in group.members:
-            own = next(found) if self.trained(member) else {}
+            lines = [next(found) for _ in member.lines(self.trained(member))]
+            own = {
+                name: [value for line in lines for value in line[name]]
+                for name in (lines[0] if lines else ())
+            }
             following.append(own[VALUES][-1] if self.bootstraps(member) else 0.0)
             if self.bootstraps(member):
                 own = {name: values[:-1] for name, values in own.items()}
@@ -190,13 +195,14 @@ class Intake:
 
     def bare(self, group: Group) -> list[Sequence]:
         """Those of the group's members that carry loss, as the infer pass reads them."""
-        return [
-            _with_end(member, positions)
-            if self.bootstraps(member)
-            else Sequence(member.tokens, positions, member.engine_log_probs, routes=member.routes)
-            for member in group.members
-            if (positions := self.trained(member))
-        ]
+        found = []
+        for member in group.members:
+            for line in member.lines(self.trained(member)):
+                engine = member.engine_log_probs[line.part]
+                found.append(Sequence(line.tokens, line.trained, engine, routes=member.routes))
+            if self.bootstraps(member):
+                found[-1] = _with_end(found[-1])
+        return found
 
     def bootstraps(self, member: Member) -> bool:
         """Whether the infer pass reads a member to its end: its columns are one longer, by the value of the end."""
@@ -207,20 +213,26 @@ class Intake:
         self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
     ) -> list[Sequence]:
         """Those of the group's members that carry loss, with an entry of advantages and targets for every member."""
-        given = zip(inferred.group.members, advantages, inferred.columns, targets, strict=True)
-        return [
-            Sequence(
-                member.tokens,
-                positions,
-                member.engine_log_probs,
-                own,
-                self._algorithm.token_weight(len(positions)),
-                {**self._kept(columns), **more},
-                member.routes,
-            )
-            for member, own, columns, more in given
-            if (positions := self.trained(member))
-        ]
+        found = []
+        for member, own, columns, more in zip(
+            inferred.group.members, advantages, inferred.columns, targets, strict=True
+        ):
+            kept = {**self._kept(columns), **more}
+            lines = member.lines(self.trained(member))
+            share = 1.0 if siblings_of(self._algorithm) == "whole" else 1.0 / max(1, len(lines))
+            found += [
+                Sequence(
+                    line.tokens,
+                    line.trained,
+                    member.engine_log_probs[line.part],
+                    own[line.part],
+                    self._algorithm.token_weight(len(line.trained)) * share,
+                    {name: values[line.part] for name, values in kept.items()},
+                    member.routes,
+                )
+                for line in lines
+            ]
+        return found
 
     def _kept(self, columns: Columns) -> Columns:
         """The columns that the loss gets: in one pass the old log-probs are the forward's own, so the ratio is 1."""
@@ -229,12 +241,10 @@ class Intake:
         return {name: values for name, values in columns.items() if name != OLD_LOG_PROBS}
 
 
-def _with_end(member: Member, positions: list[int]) -> Sequence:
+def _with_end(read: Sequence) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
-    end = len(member.tokens)
-    return Sequence(
-        [*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan], routes=member.routes
-    )
+    tokens, trained, log_probs = read.tokens, read.trained, read.engine_log_probs
+    return Sequence([*tokens, 0], [*trained, len(tokens)], [*log_probs, math.nan], routes=read.routes)
 
 
 def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | None:

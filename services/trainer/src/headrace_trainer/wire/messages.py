@@ -85,7 +85,9 @@ def read_group(
 
 def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
-    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling, vocabulary)
+    tokens, trained, log_probs, _, siblings = _read_tokens(message, _name(message), sampling, vocabulary)
+    if siblings:
+        raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")
     return Sequence(tokens, trained, log_probs)
 
 
@@ -116,7 +118,7 @@ def _read_member(
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
     # What carries no loss, such as a greedy baseline, may be sampled in any way.
     sampled_from = None if message.masked else sampling
-    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampled_from, vocabulary)
+    tokens, trained, log_probs, versions, siblings = _read_tokens(trajectory, where, sampled_from, vocabulary)
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
@@ -128,6 +130,7 @@ def _read_member(
         versions=versions,
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
+        siblings=siblings,
         routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
         **(_read_turns(message, where, len(trained)) if by_turn else {}),
     )
@@ -157,16 +160,23 @@ def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> by
 
 def _read_tokens(
     trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
-) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Ids, trained positions, engine log-probs and versions of the trained ones."""
+) -> tuple[list[int], list[int], list[float], list[int], tuple[int, ...]]:
+    """Ids, trained positions, engine log-probs and versions of the trained ones, and where siblings begin."""
     tokens: list[int] = []
     trained: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []
+    siblings: list[int] = []
     for segment in trajectory.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
         ids = segment.tokens.token_ids
+        if segment.begins_sibling:
+            if segment.policy_number or not ids or not tokens:
+                raise invalid(
+                    f"{where}: a sibling begins with given ids, behind another line; give its prompt"
+                )
+            siblings.append(len(tokens))
         if segment.policy_number:
             if sampling is not None:
                 _check_distribution(segment.tokens, where, sampling)
@@ -184,7 +194,7 @@ def _read_tokens(
         raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
-    return tokens, trained, log_probs or [math.nan] * len(trained), versions
+    return tokens, trained, log_probs or [math.nan] * len(trained), versions, tuple(siblings)
 
 
 def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:
