@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from episode_rig import SimulatorProcess, open_pool
@@ -45,6 +46,25 @@ class Talk:
         done = self.turn == self.turns
         return [{"role": "user", "content": says}], 0.5 * self.turn, done, {"success": done}
 """
+
+# The asker asks twice and the teller tells once; each has heard what is to it alone.
+GAME = """
+class Game:
+    roles = ("asker", "teller")
+
+    def reset(self, seed, item):
+        self.turn = 0
+        rule = {"role": "system", "content": "copy", "to": "teller"}
+        return [rule, {"role": "user", "content": f"{seed % 10}=", "to": "asker"}]
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 1:
+            return [{"role": "user", "content": "+", "to": "teller"}], {"teller": 0.25}, False
+        if self.turn == 2:
+            return [{"role": "user", "content": "-", "to": "asker"}], {"teller": 0.5, "asker": 1.0}, False
+        return [], {"asker": -3.0, "teller": 2.0}, True
+"""
 TASK = "talks.py:Talk"
 
 
@@ -52,6 +72,7 @@ TASK = "talks.py:Talk"
 def talks(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("talks")
     (directory / "talks.py").write_text(TALKS)
+    (directory / "game.py").write_text(GAME)
     simulator = SimulatorProcess(directory)
     yield simulator.address
     simulator.kill()
@@ -283,3 +304,45 @@ async def test_a_template_that_rewrites_earlier_turns_is_refused_as_the_run_open
     await refused(rollout.stub.OpenRun(request), "MODEL_NOT_READABLE", *words)
     config["environment"]["rewritten_turns"] = "append"
     await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
+
+
+async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking, talks, codec, reference):
+    rollout = await talking()
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
+    )
+    groups = begins([4, 7], 2)
+    for group in groups:
+        group.prompt.episode.task = "game.py:Game"
+    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
+    ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
+    assert len(found) == 4 and ended
+    for trajectory in ended:
+        talk = trajectory.conversation
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        assert [(each.role, each.party) for each in talk.messages] == [
+            ("system", "teller"),
+            ("user", "asker"),
+            ("assistant", "asker"),
+            ("user", "teller"),
+            ("assistant", "teller"),
+            ("user", "asker"),
+            ("assistant", "asker"),
+        ]
+        # A reward is of the role's last turn; the teller's first came before it had spoken.
+        assert list(talk.turn_messages) == [2, 4, 6] and list(talk.rewards) == [1.0, 0.25 + 0.5 + 2.0, -3.0]
+        begins_at = [at for at, segment in enumerate(trajectory.segments) if segment.begins_sibling]
+        (second,) = begins_at
+        seed = trajectory.sample.prompt_ordinal
+        asker, teller = trajectory.segments[:second], trajectory.segments[second:]
+        assert text_of(codec, asker[0].tokens.token_ids) == f"{seed}="
+        assert text_of(codec, teller[0].tokens.token_ids) == "copy+"
+        assert [text_of(codec, each.tokens.token_ids) for each in asker[1:] if not each.policy_number] == [
+            "-"
+        ]
+        for line, roles in ((asker, [0, 2]), (teller, [1])):
+            own = [segment for segment in line if segment.policy_number]
+            assert sum(len(each.tokens.token_ids) for each in own) == sum(
+                talk.turn_tokens[turn] for turn in roles
+            )
+            check_log_probs(SimpleNamespace(segments=line), reference)  # behind its own line alone

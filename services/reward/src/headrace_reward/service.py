@@ -15,6 +15,7 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.rpc.streams import unordered, until
@@ -167,13 +168,18 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
 
 def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:
     rewards = list(conversation.rewards)
-    episode = {
+    episode: dict[str, Any] = {
         "return": sum(rewards),
         "success": conversation.success,
         "steps": len(rewards),
         "rewards": rewards,
     }
-    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+    if roles := turn_roles(conversation):
+        episode["roles"] = roles
+    messages = [
+        {"role": turn.role, "content": turn.content, **({"party": turn.party} if turn.party else {})}
+        for turn in conversation.messages
+    ]
     return {"messages": messages, "episode": episode}
 
 

@@ -450,9 +450,11 @@ class Lease(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., expected_bytes: _Optional[int] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "party")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    party: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ...) -> None: ...

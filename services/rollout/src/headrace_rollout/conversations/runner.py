@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
 from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.roles import Roles, View
 from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines.base import Engine, Refused
@@ -105,40 +107,46 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         late = due(self._plan.seconds)
         outcome = await environment.reset(sample.start)
         tools = json.loads(outcome.tools_json) if outcome.tools_json else None
-        talk.said = [(message.role, message.content) for message in outcome.messages]
-        talk.prompt_ids = self._plan.template.opened(_messages(outcome), tools)
-        self._check_opening(sample, talk.prompt_ids)
-        while True:
-            asked = Asked(sample.key, sample.attempt, talk.turns, talk.context, sample.greedy)
-            turn = await self._speaker.say(asked)
-            if turn.stopped or turn.finish is None:
-                return None
-            if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
-                return turn.finish
-            assert turn.whole is not None
-            text = self._plan.codec.decode(turn.whole.token_ids)
-            talk.spoke(turn.whole, text)
-            if not self._stream.holds():
-                return None
-            outcome = await environment.say(text)
-            talk.judged(outcome)
-            finish = _end(turn.finish, outcome, late=asyncio.get_running_loop().time() > late)
-            finish = finish or self._go_on(talk, turn.whole.token_ids, outcome, tools)
-            if finish is not None:
-                return finish
+        roles = Roles(talk)
+        role = roles.hears(outcome)
+        try:
+            for index in itertools.count():
+                view = roles.view(role)
+                if (finish := self._tell(view, tools)) is not None:
+                    return finish
+                if not index:
+                    self._check_opening(sample, view.line.prompt_ids)
+                asked = Asked(sample.key, sample.attempt, index, view.line.context, sample.greedy)
+                turn = await self._speaker.say(asked)
+                if turn.stopped or turn.finish is None:
+                    return None
+                if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
+                    later = index and turn.finish is Finish.PROMPT_TOO_LONG  # of a role that speaks first now
+                    return Finish.LENGTH if later else turn.finish
+                assert turn.whole is not None
+                text = self._plan.codec.decode(turn.whole.token_ids)
+                roles.spoke(role, turn.whole, text)
+                if not self._stream.holds():
+                    return None
+                outcome = await environment.say(text)
+                role = roles.judged(role, outcome)
+                if finish := _end(turn.finish, outcome, late=asyncio.get_running_loop().time() > late):
+                    return finish
+            return None
+        finally:
+            roles.end()
 
-    def _go_on(
-        self,
-        talk: Conversation,
-        spoken: Sequence[int],
-        outcome: simulator_pb2.EnvironmentOutcome,
-        tools: Sequence[Any] | None,
-    ) -> Finish | None:
-        """Adds what the policy reads before its next turn; LENGTH where the context has no room for it and a token."""
-        given = self._plan.template.between(spoken, _messages(outcome), tools)
-        if len(talk.prompt_ids) + len(talk.tokens) + len(given) >= self._most_tokens:
+    def _tell(self, view: View, tools: Sequence[Any] | None) -> Finish | None:
+        """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
+        line, told = view.line, view.told
+        view.told = []
+        if not line.prompt_ids:
+            line.prompt_ids = self._plan.template.opened(told, tools)
+            return None
+        given = self._plan.template.between(view.spoken, told, tools)
+        if len(line.prompt_ids) + len(line.tokens) + len(given) >= self._most_tokens:
             return Finish.LENGTH
-        talk.gave(given)
+        line.gave(given)
         return None
 
     def _check_opening(self, sample: ConversationSample, ids: Sequence[int]) -> None:
@@ -171,10 +179,6 @@ def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome, *, late: bool)
     if outcome.truncated:
         return Finish.TRUNCATED
     return Finish.TIMED_OUT if late else None
-
-
-def _messages(outcome: simulator_pb2.EnvironmentOutcome) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in outcome.messages]
 
 
 def _unfit(sample: ConversationSample, reason: str) -> ServiceError:

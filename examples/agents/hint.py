@@ -1,0 +1,30 @@
+"""A game of two roles that share one policy: the speaker sees a number from 1 to 3 and says one character; the guesser
+sees that character alone, and guesses. Both win or both lose, so they have to agree on a language.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+Message = dict[str, str]
+
+
+class Hint:
+    """One game at a time."""
+
+    roles = ("speaker", "guesser")
+
+    def reset(self, seed: int, item: dict[str, Any]) -> list[Message]:
+        """What the speaker reads; the last message's `to` says who speaks next."""
+        self.secret = random.Random(seed).choice("123")
+        return [{"role": "user", "content": f"{self.secret}?", "to": "speaker"}]
+
+    def step(self, message: Message) -> tuple[list[Message], dict[str, float], bool]:
+        """What follows, what it was worth to each role, and whether the game is over."""
+        said, rest = message["content"][:1], message["content"][1:]
+        ended = 0.2 - 0.1 * len(rest)  # that the turn came to an end, and what was said beside its first character
+        if message["by"] == "speaker":
+            return [{"role": "user", "content": f"{said}=", "to": "guesser"}], {"speaker": ended}, False
+        won = float(said == self.secret)
+        return [], {"speaker": won, "guesser": won + ended}, True
