@@ -1,5 +1,5 @@
-"""A game of two roles that share one policy: the speaker sees a number from 1 to 3 and says one character; the guesser
-sees that character alone, and guesses. Both win or both lose, so they have to agree on a language.
+"""A game of two roles that share one policy: the speaker sees a number from 1 to 3 and says a number; the guesser sees
+what it said alone, and guesses. Both win or both lose, so they have to agree on what numbers mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Hint:
     def step(self, message: Message) -> tuple[list[Message], dict[str, float], bool]:
         """What follows, what it was worth to each role, and whether the game is over."""
         said, rest = message["content"][:1], message["content"][1:]
-        ended = 0.2 - 0.1 * len(rest)  # that the turn came to an end, and what was said beside its first character
+        ended = 0.2 - 0.1 * len(
+            rest
+        )  # that the turn came to an end, and what was said beside its first character
         if message["by"] == "speaker":
             return [{"role": "user", "content": f"{said}=", "to": "guesser"}], {"speaker": ended}, False
         won = float(said == self.secret)

@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, check_log_probs, refused
 from transformers import AutoTokenizer
@@ -346,3 +349,47 @@ async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking
                 talk.turn_tokens[turn] for turn in roles
             )
             check_log_probs(SimpleNamespace(segments=line), reference)  # behind its own line alone
+
+
+async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
+    talking, talks, codec, reference, tmp_path_factory
+):
+    """Greedy: what the teller says is what Hugging Face makes of the frozen model; only the asker carries loss."""
+    frozen_directory = tmp_path_factory.mktemp("frozen") / "tiny"
+    write_tiny(frozen_directory, seed=5)
+    teller = {"path": str(frozen_directory), "temperature": 0, "max_new_tokens": 3}
+    rollout = await talking(roles={"teller": teller})
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
+    )
+    groups = begins([4, 7], 2)
+    for group in groups:
+        group.prompt.episode.task = "game.py:Game"
+    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
+    ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
+    assert len(found) == 4 and ended
+    frozen = load_model(ModelSection(path=str(frozen_directory), dtype="float32"))
+    ids = codec.encode_prompt(chat=[{"role": "user", "content": "copy+"}])
+    with torch.inference_mode():
+        for _ in range(3):
+            ids.append(int(frozen(torch.tensor([ids])).logits[0, -1].argmax()))
+    # A stop string of the stream cuts its turn too.
+    whole = codec.decode(ids[-3:])
+    for trajectory in ended:
+        talk = trajectory.conversation
+        assert whole.startswith(talk.messages[4].content) and talk.messages[4].party == "teller"
+        assert list(talk.turn_messages) == [2, 6] and list(talk.rewards) == [1.0, -3.0]
+        assert not any(segment.begins_sibling for segment in trajectory.segments)
+        check_log_probs(trajectory, reference)
+
+
+async def test_a_conversation_in_which_nobody_learns_has_failed(talking, talks):
+    rollout = await talking(roles={"asker": {"learns": False}})
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=1, count=1, processes=1
+    )
+    groups = begins([4])
+    groups[0].prompt.episode.task = "game.py:Game"
+    (found,) = (await said(rollout, pool, groups, stop=ANY, max_new_tokens=20)).values()
+    assert found.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert "before a role had a turn that is learned from" in found.conversation.failure

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
 from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.players import Player
 from headrace_rollout.conversations.roles import Roles, View
 from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.conversations.template import TurnTemplate
@@ -57,17 +58,27 @@ class ConversationPlan:
 class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]):
     """The conversations of one stream."""
 
-    def __init__(self, plan: ConversationPlan, engine: Engine, pools: Sequence[Pool]) -> None:
+    def __init__(
+        self,
+        plan: ConversationPlan,
+        engine: Engine,
+        pools: Sequence[Pool],
+        others: Mapping[str, Player] | None = None,
+    ) -> None:
         self._plan, self._stream = plan, plan.stream
         self._speaker = Speaker(engine, plan.stream)
-        self._most_tokens = engine.max_context_tokens
+        self._policy = Player(engine, plan.codec, plan.template)
+        self._others = {
+            role: (player, player.speaker(plan.stream)) for role, player in (others or {}).items()
+        }
         self._openings: dict[int, tuple[int, ...]] = {}
         super().__init__(pools, plan.pool_lost)
 
     @override
     async def close(self) -> None:
         await super().close()
-        await self._speaker.close()
+        for speaker in (self._speaker, *(speaker for _, speaker in self._others.values())):
+            await speaker.close()
 
     @override
     def _stopped(self, sample: ConversationSample) -> TrajectoryUpdate:
@@ -111,43 +122,34 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         role = roles.hears(outcome)
         try:
             for index in itertools.count():
+                player, speaker = self._others.get(role, (self._policy, self._speaker))
                 view = roles.view(role)
-                if (finish := self._tell(view, tools)) is not None:
-                    return finish
+                if (finish := _tell(view, player, tools)) is not None:
+                    return _judged(talk, finish)
                 if not index:
                     self._check_opening(sample, view.line.prompt_ids)
-                asked = Asked(sample.key, sample.attempt, index, view.line.context, sample.greedy)
-                turn = await self._speaker.say(asked)
+                greedy = player.greedy(sample.greedy)
+                asked = Asked(sample.key, sample.attempt, index, view.line.context, greedy)
+                turn = await speaker.say(asked)
                 if turn.stopped or turn.finish is None:
                     return None
                 if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
                     later = index and turn.finish is Finish.PROMPT_TOO_LONG  # of a role that speaks first now
-                    return Finish.LENGTH if later else turn.finish
+                    return _judged(talk, Finish.LENGTH if later else turn.finish)
                 assert turn.whole is not None
-                text = self._plan.codec.decode(turn.whole.token_ids)
-                roles.spoke(role, turn.whole, text)
+                text = player.codec.decode(turn.whole.token_ids)
+                roles.spoke(role, turn.whole, text, learns=player.learns)
                 if not self._stream.holds():
                     return None
                 outcome = await environment.say(text)
                 role = roles.judged(role, outcome)
-                if finish := _end(turn.finish, outcome, late=asyncio.get_running_loop().time() > late):
-                    return finish
+                # What another one said may be cut: the policy's own turn is the last one.
+                cut = turn.finish if player.learns else Finish.EOS
+                if finish := _end(cut, outcome, late=asyncio.get_running_loop().time() > late):
+                    return _judged(talk, finish)
             return None
         finally:
             roles.end()
-
-    def _tell(self, view: View, tools: Sequence[Any] | None) -> Finish | None:
-        """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
-        line, told = view.line, view.told
-        view.told = []
-        if not line.prompt_ids:
-            line.prompt_ids = self._plan.template.opened(told, tools)
-            return None
-        given = self._plan.template.between(view.spoken, told, tools)
-        if len(line.prompt_ids) + len(line.tokens) + len(given) >= self._most_tokens:
-            return Finish.LENGTH
-        line.gave(given)
-        return None
 
     def _check_opening(self, sample: ConversationSample, ids: Sequence[int]) -> None:
         """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""
@@ -160,6 +162,28 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
                 "it begins otherwise for the same seed and item, and the answers of one prompt are compared with each "
                 "other; draw all that is random in reset from its seed",
             )
+
+
+def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
+    """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
+    line, told = view.line, view.told
+    view.told = []
+    if not line.prompt_ids:
+        line.prompt_ids = player.template.opened(told, tools)
+        return None
+    given = player.template.between(view.spoken, told, tools)
+    if len(line.prompt_ids) + len(line.tokens) + len(given) >= player.engine.max_context_tokens:
+        return Finish.LENGTH
+    line.gave(given)
+    return None
+
+
+def _judged(talk: Conversation, finish: Finish) -> Finish:
+    """The finish, or ERROR where there is nothing to learn from."""
+    if not talk.turn_tokens and finish is not Finish.PROMPT_TOO_LONG:
+        talk.failure = talk.failure or "it ended before a role had a turn that is learned from"
+        return Finish.ERROR
+    return finish
 
 
 def due(seconds: float) -> float:
