@@ -23,10 +23,9 @@ class Hint:
     def step(self, message: Message) -> tuple[list[Message], dict[str, float], bool]:
         """What follows, what it was worth to each role, and whether the game is over."""
         said, rest = message["content"][:1], message["content"][1:]
-        ended = 0.2 - 0.1 * len(
-            rest
-        )  # that the turn came to an end, and what was said beside its first character
+        # A number, and nothing beside it, in a turn that comes to its end.
+        form = 0.3 * (said in ("1", "2", "3")) - 0.1 * len(rest)
         if message["by"] == "speaker":
-            return [{"role": "user", "content": f"{said}=", "to": "guesser"}], {"speaker": ended}, False
+            return [{"role": "user", "content": f"{said}=", "to": "guesser"}], {"speaker": form}, False
         won = float(said == self.secret)
-        return [], {"speaker": won, "guesser": won + ended}, True
+        return [], {"speaker": won, "guesser": won + form}, True

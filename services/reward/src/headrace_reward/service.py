@@ -27,6 +27,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _IN_FLIGHT = 2048
 _LINGER_S = 0.002
 _PAGE = 50
+SCORER_AWAY = "SCORER_AWAY"
+"""Reason of a refusal to open a run one of whose scorers cannot be asked now."""
 _STATUS = {
     Status.OK: reward_pb2.SCORE_STATUS_OK,
     Status.ANSWER_FAILED: reward_pb2.SCORE_STATUS_ANSWER_FAILED,
@@ -74,6 +76,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         except OpenFault as fault:
             key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
+            if fault.away:
+                code, message = grpc.StatusCode.FAILED_PRECONDITION, f"{key}: {fault.message}"
+                raise ServiceError(code, SCORER_AWAY, message, key=key) from fault
             raise invalid(f"{key}: {fault.message}", key=key) from fault
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 
