@@ -148,7 +148,7 @@ class Bench:
 
         stream, speaker = self._stream(), self._speaker()
         limit = self._engine.max_context_tokens
-        terms = Terms("tiny", stream, self._codec, self._template, 0, limit, lambda text: (text, []))
+        terms = Terms("tiny", stream, self._codec, self._template, 0, limit, "hermes")
         sessions = [
             Session(
                 SlotKey(index, 0), 1, Conversation((), []), terms, speaker, lambda ids: None, greedy=False

@@ -11,9 +11,15 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ("proto", "libs/servicekit")
+COMMON = ("proto", "libs/servicekit[tracing]")
 IMAGES = {
-    "coordinator": (*COMMON, "libs/schema", "libs/planner", "services/coordinator"),
+    "coordinator": (
+        "proto",
+        "libs/servicekit[tracing,docker]",
+        "libs/schema",
+        "libs/planner",
+        "services/coordinator",
+    ),
     "coordinator-reasoning-gym": (
         *COMMON,
         "libs/schema",
@@ -24,15 +30,15 @@ IMAGES = {
         *COMMON,
         "libs/schema",
         "libs/planner",
-        "services/coordinator[reasoning-gym,datasets]",
+        "services/coordinator[reasoning-gym,datasets,vision]",
     ),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
-    "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
-    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[vllm]"),
+    "torch": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout[vllm]"),
     "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
 

@@ -74,7 +74,7 @@ def test_no_color_leaves_no_escape(make, monkeypatch):
 
 def instance(name):
     fields = {"state": "READY", "address": "127.0.0.1:45678", "devices": ["h/cpu:0"], "kind": name[:-2]}
-    return Instance.from_json({"name": name, "resident_memory_bytes": 2**30, **fields})
+    return Instance.from_json({"name": name, "resident_memory_bytes": 2**30, "busy_cores": 1.5, **fields})
 
 
 def test_a_fleet_fits_60_columns():

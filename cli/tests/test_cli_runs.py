@@ -125,6 +125,8 @@ def test_an_ended_run_is_deleted_once_its_user_says_yes(headrace, coordinator, m
     refused = headrace("run", "delete", "r-1")
     assert refused.returncode and "/data/runs/r-1" in refused.stderr
     assert not coordinator.requests("POST /v1/runs/r-1:delete")
+    silent = headrace("run", "delete", "r-1", "--json")
+    assert silent.returncode == 2 and "write --yes --json" in silent.stdout
     assert "run r-1 is deleted" in headrace("run", "delete", "r-1", "--yes").stdout
 
 

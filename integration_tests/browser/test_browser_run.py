@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 
 import pytest
 from harness.specs import BATCH
@@ -38,7 +39,7 @@ def held(fleet, spec_of, gate):
 def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
     page = open_page(f"{fleet.url}/#token={fleet.token}&/submit")
     page.get_by_role("button", name="Edit as YAML").click()
-    wrong = spec_of(name="formed", steps=-3)
+    wrong = spec_of(name="formed", steps=-3, export=True)
     page.locator("#text").fill(json.dumps(wrong))
     page.get_by_role("button", name="Edit as a form").click()
     button(page, "Check and preview").click()
@@ -59,6 +60,14 @@ def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open
     )
     stream = [event.id for event in fleet.client.events(run)]
     assert shown == stream[::-1][: len(shown)], "every event once, the newest first"
+    page.goto(f"{fleet.url}/#/runs/{run}/proof")
+    links = page.get_by_role("link", name="Download")
+    for link, folder in ((links.first, "lineage-1-step-"), (links.last, "export/")):
+        with page.expect_download() as found:
+            link.click()
+        with tarfile.open(found.value.path()) as tar:
+            names = tar.getnames()
+        assert any(name.startswith(f"{run}-{folder}") for name in names), names
 
 
 def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet, held, gate, open_page):

@@ -7,7 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.crowd import Crowd, CrowdServer, write_conversations, write_timeline, write_trajectories
+from harness.crowd import (
+    Crowd,
+    CrowdServer,
+    write_conversations,
+    write_episodes,
+    write_timeline,
+    write_trajectories,
+)
 from harness.waiting import wait_for
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
@@ -18,6 +25,7 @@ RUNS = [
     ("done-1", "SUCCEEDED"),
     ("failed-1", "FAILED"),
     ("talk-1", "SUCCEEDED"),
+    ("robot-1", "SUCCEEDED"),
 ]
 MANY = 10_000
 SPEC = {
@@ -53,6 +61,7 @@ def crowd(tmp_path_factory):
     write_trajectories(directory / "done-1", 12, 64, HOSTILE)
     write_timeline(directory / "done-1", 120)
     write_conversations(directory / "talk-1", HOSTILE)
+    write_episodes(directory / "robot-1", HOSTILE)
     write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
     for number in range(2):
         write_trajectories(directory / f"eval-{number}", 1, 48, HOSTILE, better=number)
@@ -157,6 +166,19 @@ def test_tokens_are_coloured_over_the_text(crowd, open_page):
     assert len(by_advantage) == 1 and len(by_version) == 2
     page.get_by_text("Its group side by side").first.click()
     page.locator(".side article").nth(3).wait_for()
+
+
+def test_a_robots_episodes_are_told_in_words_of_robots(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories?order=oldest")
+    lines = page.locator(".trajectory summary")
+    lines.nth(2).wait_for()
+    found = lines.all_inner_texts()
+    assert "episode succeeded after 12 steps, return 0.96" in found[0] and "24 actions" in found[0]
+    assert "did not succeed after 24 steps" in found[1] and "lost: its process was killed" in found[2]
+    lines.first.click()
+    shown = page.locator(".trajectory .body").first.inner_text()
+    assert "Log-prob of each action" in shown and "Actions\n24" in shown
+    assert not {"Answer", "Reference", "Tokens"} & set(shown.split())
 
 
 def test_trajectories_are_found_by_text_and_their_rewards_shown_by_step(crowd, open_page):

@@ -5,6 +5,7 @@ Serves the real app on a free port; no store, no fleet. Trajectories are real fi
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import msgspec
 import uvicorn
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.reading.presenters import run_summary_view
@@ -331,6 +333,23 @@ def write_conversations(directory: Path, text: str) -> None:
     """Conversations of one step, whose tool says `text`."""
     directory.mkdir(parents=True)
     TrajectoryFile(directory, 8, 16 << 20, 100).append([talked(1, 0, sample, text) for sample in range(4)])
+
+
+def write_episodes(directory: Path, seen: str) -> None:
+    """Episodes of a robot in one step, of a task that is called `seen`: done, not done and lost."""
+    directory.mkdir(parents=True)
+    told = [
+        {"return": 0.96, "success": True, "steps": 12},
+        {"return": -1.5, "success": False, "steps": 24},
+        {"return": 0.0, "success": False, "steps": 0, "error": "its process was killed by signal 11"},
+    ]
+    made = [
+        msgspec.structs.replace(
+            settled(1, 0, sample, seen), completion=json.dumps(episode), reference="", text_bytes=[]
+        )
+        for sample, episode in enumerate(told)
+    ]
+    TrajectoryFile(directory, 8, 16 << 20, 100).append(made)
 
 
 def write_trajectories(directory: Path, steps: int, per_step: int, text: str, better: int = 0) -> None:

@@ -56,7 +56,11 @@ def rendered(opened: Dataset, codec: Any) -> Iterator[tuple[int, str]]:
             continue
         try:
             ids = codec.encode_prompt(
-                content.chat, content.text, content.prefill if content.chat else "", content.arguments
+                content.chat,
+                content.text,
+                content.prefill if content.chat else "",
+                content.arguments,
+                content.images,
             )
         except ValueError as error:
             raise user_error(

@@ -99,6 +99,7 @@ async def test_heartbeats_carry_figures_once_and_rise_by_one(fleet, instances, u
     assert [beat.sequence for beat in beats[:4]] == [1, 2, 3, 4]
     assert [m.tokens for beat in beats for m in beat.metrics] == [7]
     assert beats[0].resident_memory_bytes > 1 << 20
+    assert any(beat.busy_cores > 0 for beat in beats[1:]) and not beats[0].gpus
 
 
 async def test_a_lease_is_granted_held_renewed_revoked_and_released(fleet, instances, until):

@@ -28,6 +28,15 @@ async def test_without_an_address_it_asks_this_hosts_own_server(monkeypatch):
     await server.drain(0)
 
 
+async def test_it_asks_every_server_that_the_container_has(monkeypatch, capfd):
+    server = GrpcServer("0.0.0.0:0", token="secret")
+    monkeypatch.setenv("HEADRACE_LISTEN", await server.start())
+    monkeypatch.setenv("HEADRACE_COUNT", "2")
+    assert await ask() == 1
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["SERVING", "UNAVAILABLE"]
+    await server.drain(0)
+
+
 def test_nobody_listening_is_not_healthy(capfd):
     with socket.socket() as bound:  # bound and not listening: nobody else takes the port
         bound.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 from headrace.coordinator.v1 import fleet_pb2
+from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.process import child
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 from headrace_servicekit.process.supervisor import Supervisor
@@ -199,6 +200,26 @@ async def test_the_container_entry_point_stops_its_child_and_shows_its_output(tm
     supervisor.send_signal(signal.SIGTERM)
     await until(lambda: supervisor.poll() is not None, "the end")
     assert gone(started.pid) and supervisor.returncode == 1  # the child ended by the signal
+
+
+async def test_one_entry_point_starts_an_instance_for_each_device_on_ports_of_their_own(
+    tmp_path, processes, monkeypatch
+):
+    monkeypatch.setenv("HEADRACE_LISTEN", "0.0.0.0:7000")
+    monkeypatch.setenv("HEADRACE_METRICS_PORT", "9100")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert instance_count("devices") == 2
+    told = python("import os, sys; print(os.environ['HEADRACE_NAME'], *sys.argv[1:], flush=True)")
+    arguments = ["--name", "rollout-x", "--count", "2", "--log-dir", tmp_path, "--", *told]
+    supervisor = processes([*ENTRY_POINT, *arguments], stderr=subprocess.PIPE)
+    lines = {await asyncio.to_thread(supervisor.stderr.readline) for _ in range(2)}
+    assert lines == {b"rollout-x-0\n", b"rollout-x-1 --listen 0.0.0.0:7001 --metrics-port 9101\n"}
+
+
+@pytest.mark.parametrize("count", ["0", "all", "-1", "2000"])
+def test_a_number_of_instances_that_cannot_be_is_refused(count):
+    with pytest.raises(ValueError, match="write 1 to 1024, or devices"):
+        instance_count(count)
 
 
 def exits_told(fleet):

@@ -16,7 +16,7 @@ from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
-from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
+from headrace_schema.resources.fleet import DeviceView, GpuUseView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import CurvesView, FlowView
 from headrace_schema.resources.views import (
     CertificateView,
@@ -52,6 +52,8 @@ class FakeCoordinator:
         self.health = HealthView(status="ok")
         self.reads = self.past = self.suites = self.submissions = self
         self.run_changes = self.instance_changes = self.vitals = self
+        self.bounds: dict[str, Any] = {}
+        self.autoscaler = self
 
     async def check(self, asked: RunSpec | EvaluationSpec) -> Submission | None:
         """Raises `Impossible`; a submission of a run."""
@@ -148,6 +150,9 @@ class FakeCoordinator:
         found = [event for event in reversed(self.log[run_id]) if event.id < before]
         return found[:size], found[size - 1].id if len(found) > size else None
 
+    def instances_wanted(self):
+        return {"rollout": 2, "trainer": 1}
+
     def run_states(self) -> dict[str, int]:
         return Counter(run.state for run in self.records.values())
 
@@ -216,7 +221,9 @@ class FakeCoordinator:
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         self.run(run_id)
         policy = PolicyView(number=1, parent=0, ordinal=1, digest="d")
-        return [CheckpointView(name=f"step-{number}", version=policy, size_bytes=9) for number in (9, 4)]
+        return [
+            CheckpointView(name=f"lineage-1/step-{number}", version=policy, size_bytes=9) for number in (9, 4)
+        ]
 
     def instances(self) -> list[InstanceView]:
         return [
@@ -231,6 +238,8 @@ class FakeCoordinator:
                 capabilities={"engines": ["transformers"]},
                 run="",
                 resident_memory_bytes=1000,
+                busy_cores=0.5,
+                gpus=[GpuUseView(device="GPU-aa/gpu:0", busy=0.5, used_memory_bytes=9)],
                 last_heartbeat_age_s=0.5,
             )
             for number in range(3)

@@ -152,7 +152,7 @@ def test_keys_may_be_paths_and_a_row_without_an_answer_is_an_item(lines):
         ([{"role": "human", "content": "?"}], "has 'human' as role of messages[0]"),
         ([{"role": "user", "content": None}], "has None as content of messages[0]"),
         ([{"role": "assistant", "content": "!"}], "has no user's turn"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "images are not read yet"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "has parts of type image, and no image"),
         ([], "as 'messages'"),
     ],
 )

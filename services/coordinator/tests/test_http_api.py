@@ -223,7 +223,10 @@ async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, run_id):
     assert answer.headers["content-type"].startswith("text/plain")
     for line in (
         'headrace_runs{state="QUEUED"} 1.0',
+        'headrace_instances_wanted{kind="trainer"} 1.0',
         'headrace_instances{kind="rollout",state="READY"} 3.0',
+        'headrace_instance_busy_cores{instance="rollout-1",kind="rollout"} 0.5',
+        'headrace_gpu_busy_ratio{device="GPU-aa/gpu:0"} 0.5',
         'headrace_devices{state="LEASED"} 1.0',
         f'headrace_run_reward_mean{{run="{run_id}"}} 0.25',
         f'headrace_run_stage_seconds{{run="{run_id}",stage="generate"}} 1.0',

@@ -10,7 +10,7 @@ from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
+from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 
@@ -65,7 +65,7 @@ class ManagedLeases:
             self.clocks.monotonic += 1
             self.clocks.wall += 1
             if beats:
-                self.fleet.heartbeat("a", [1], 0)
+                self.fleet.heartbeat("a", [1], InstanceUsage())
             self.fleet.sweep_once()
 
     @property
@@ -109,13 +109,24 @@ async def test_a_step_of_the_wall_clock_ends_no_lease_and_no_silence(lease_manag
     assert lease_manager.held == set() and "a" in lease_manager.killed, "real silence still ends it"
 
 
+async def test_what_an_instance_uses_is_what_its_last_heartbeat_said(lease_manager):
+    lease_manager.live(1, beats=True)
+    usage = InstanceUsage(7, 1.25, (("GPU-aa/gpu:0", 0.5, 9),))
+    lease_manager.fleet.heartbeat("a", [1], usage)
+    (view,) = instance_views(lease_manager.fleet)
+    assert (view.resident_memory_bytes, view.busy_cores) == (7, 1.25)
+    assert [each.model_dump() for each in view.gpus] == [
+        {"device": "GPU-aa/gpu:0", "busy": 0.5, "used_memory_bytes": 9}
+    ]
+
+
 async def test_nothing_expires_before_a_ttl_has_passed_since_the_coordinator_stood_still(lease_manager):
     lease_manager.live(TTL + 5, beats=True)
     lease_manager.clocks.monotonic += 10 * TTL
     lease_manager.fleet.sweep_once()
     lease_manager.live(TTL - 2, beats=False)
     assert lease_manager.held == {1} and not lease_manager.killed, "it could not be heard"
-    lease_manager.fleet.heartbeat("a", [1], 0)
+    lease_manager.fleet.heartbeat("a", [1], InstanceUsage())
     lease_manager.live(TTL - 2, beats=False)
     assert lease_manager.held == {1} and not lease_manager.killed
     lease_manager.live(4, beats=False)

@@ -5,6 +5,7 @@ A case is a backend with its options and a model; what rank 0 finds is written t
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import socket
@@ -17,13 +18,17 @@ import msgspec
 import numpy as np
 import torch
 from headrace_modelkit.tensor_files import Box, TensorFiles
+from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import balance_loss_of, replays_routing
 from headrace_trainer.backends import build_backend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.pictures import place_images
+from headrace_trainer.learning.samples import Image, Rows, Sequence
+from PIL import Image as Pillow
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -56,6 +61,10 @@ class SavedState:
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
+    def moment_names(self) -> set[str]:
+        names = [name for name in self._file.names() if name.startswith("moments/")]
+        return {name.split("/", 2)[2] for name in names}
+
     def moment_kinds(self) -> set[str]:
         return {name.split("/")[1] for name in self._file.names() if name.startswith("moments/")}
 
@@ -71,12 +80,31 @@ class Walk:
         self.backend: Any = build_backend(config, self.algorithm, trainer_group)
         self.tensors: dict[str, torch.Tensor] = {}
         self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
+        self.codec = load_tokenizer(config.model) if case.get("images") else None
+        """With it, every other row has an image before its tokens."""
         self.grouped = case.get("grouped", False)
         """Whether a row has a whole group, which may be a tree, in place of one sequence."""
 
     def all_rows(self) -> Rows:
         groups = [[self.routed(sequence) for sequence in random_sequences(seed)] for seed in (2, 3)]
-        return groups if self.grouped else [[sequence] for group in groups for sequence in group]
+        if self.grouped:
+            return groups
+        sequences = [sequence for group in groups for sequence in group]
+        return [[self.pictured(each) if at % 2 == 0 else each] for at, each in enumerate(sequences)]
+
+    def pictured(self, sequence: Sequence) -> Sequence:
+        """With an image before its tokens, in a case with images."""
+        if self.codec is None or self.codec.images is None:
+            return sequence
+        file = io.BytesIO()
+        Pillow.linear_gradient("L").resize((16, 16)).save(file, "PNG")
+        image = Image(digest_bytes(file.getvalue()), file.getvalue())
+        tokens = [self.codec.images.token] * self.codec.images.read(image.data).tokens
+        before = place_images(tokens, [image], self.codec.images)
+        trained = [position + len(before) for position in sequence.trained]
+        return msgspec.structs.replace(
+            sequence, tokens=[*before, *sequence.tokens], trained=trained, images=(image,)
+        )
 
     def routed(self, sequence: Sequence) -> Sequence:
         """With experts drawn for each token but the last, where routes are replayed."""

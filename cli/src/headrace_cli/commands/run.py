@@ -288,7 +288,9 @@ def delete(
     """Delete an ended run with its checkpoints, export and files, for ever."""
     with connect(find_target(url, data_dir)) as client:
         found = client.get(run)
-        if not yes and not as_json:
+        if as_json and not yes:
+            raise user_error("--yes", "is missing, and with --json nobody is asked", "write --yes --json")
+        if not yes:
             kept = f"its checkpoints and files below {found.raw['run_directory']}"
             typer.confirm(f"Delete run {run} ({found.state}), {kept}, for ever?", abort=True, err=True)
         client.delete(run)
@@ -372,6 +374,32 @@ def trajectories(
     from headrace_cli.show.runs import trajectories_list
 
     console().print(trajectories_list(found, console().width) if found else "no settled trajectories")
+
+
+@app.command()
+def endpoint(
+    run: RunId,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the run is served.")] = 120.0,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print where clients speak with the policy of an online run: eval "$(headrace run endpoint RUN)"."""
+    import time
+
+    with connect(find_target(url, data_dir)) as client:
+        late = time.monotonic() + wait
+        base_url, key = client.endpoint(run)
+        while not base_url and time.monotonic() < late and not client.get(run).ended:
+            time.sleep(0.5)
+            base_url, key = client.endpoint(run)
+    if not base_url:
+        fix = f"look at it: headrace run show {run}"
+        raise user_error("RUN", "no rollout has the run open now, so nobody would answer", fix)
+    if as_json:
+        print_json({"base_url": base_url, "api_key": key})
+        return
+    typer.echo(f"export OPENAI_BASE_URL={base_url}\nexport OPENAI_API_KEY={key}")
 
 
 @app.command()

@@ -17,8 +17,8 @@ NARROW = 80
 
 
 def instances_table(instances: Sequence[Instance], coordinator: str = "", width: int = NARROW) -> Table:
-    """Service, instance, state, address, devices, memory; on a narrow terminal without service and address."""
-    own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "")]
+    """Service, instance, state, address, devices, memory, busy cores; on a narrow terminal without two of them."""
+    own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "", "")]
     rows = [
         (
             item.kind,
@@ -27,11 +27,12 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "", width:
             item.address,
             _devices(item.devices),
             _memory(item),
+            f"{item.busy_cores:.1f}",
         )
         for item in sorted(instances, key=lambda item: (item.kind, item.name))
     ]
-    headers = ("service", "instance", "state", "address", "devices", ">memory")
-    shown = [0, 1, 2, 3, 4, 5] if width >= NARROW else [1, 2, 4, 5]
+    headers = ("service", "instance", "state", "address", "devices", ">memory", ">cores")
+    shown = [0, 1, 2, 3, 4, 5, 6] if width >= NARROW else [1, 2, 4, 5, 6]
     every = [*(own if coordinator else []), *rows]
     return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
 

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import ModelSection
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +31,7 @@ from headrace_modelkit.errors import ModelNotReadable
 # transformers' functions and auto classes are not annotated.
 _Configs: Any = AutoConfig
 _Models: Any = AutoModelForCausalLM
+_VisionModels: Any = AutoModelForImageTextToText
 _Logging: Any = transformers_logging
 
 # A service's log is no place for progress bars.
@@ -57,10 +66,19 @@ def load_model(
             model = _with_weights(config, architecture, wanted)
         else:
             with no_init_weights():
-                model = _Models.from_config(architecture, dtype=wanted)
+                model = _models(architecture).from_config(architecture, dtype=wanted)
             model.tie_weights()
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
+
+
+def reads_images(architecture: PreTrainedConfig) -> bool:
+    """Whether a model takes images in its prompts."""
+    return architecture.model_type in VISION_FAMILIES
+
+
+def _models(architecture: PreTrainedConfig) -> Any:
+    return _VisionModels if reads_images(architecture) else _Models
 
 
 def _shorten(architecture: PreTrainedConfig, layers: int) -> None:
@@ -153,7 +171,7 @@ def _with_weights(
     else:
         # Never the pickled *.bin files that older directories hold.
         options["use_safetensors"] = True
-    model, report = _Models.from_pretrained(
+    model, report = _models(architecture).from_pretrained(
         config.path, config=architecture, dtype=dtype, output_loading_info=True, **options
     )
     if missing := sorted(report["missing_keys"]):

@@ -33,6 +33,7 @@ from headrace_modelkit.experts import (
     grouped_product,
 )
 from headrace_modelkit.loading import sync_directory
+from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
 """What a layer of experts is called: as a target, both of its tensors."""
@@ -210,20 +211,26 @@ def _merge(found_OI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scal
 
 
 def add_adapters(
-    model: PreTrainedModel, lora: LoraSection, seed: int, device: torch.device | None = None
+    model: PreTrainedModel,
+    lora: LoraSection,
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    vision: bool = False,
 ) -> None:
     """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0.
 
-    They are where their layers are, or on `device`: those of a model on meta have values elsewhere only.
+    `vision`: layers of a vision tower are among those that a target names. They are where their layers are, or on
+    `device`: those of a model on meta have values elsewhere only.
 
     Raises ValueError for a target that the model has not.
     """
-    if problem := targets_problem(model, lora):
+    if problem := targets_problem(model, lora, vision=vision):
         raise ValueError(problem)
     model.requires_grad_(False)
     generator = torch.Generator("cpu").manual_seed(seed)
     scale = lora.alpha / lora.rank
-    for name in _targeted(model, lora):
+    for name in _targeted(model, lora, vision=vision):
         owner, _, attribute = name.rpartition(".")
         holder = model.get_submodule(owner)
         layer = LoraLinear(getattr(holder, attribute), lora.rank, scale, generator, device)
@@ -235,9 +242,9 @@ def add_adapters(
         setattr(experts, f"{attribute}{ADAPTER}", beside)
 
 
-def targets_problem(model: PreTrainedModel, lora: LoraSection) -> str:
-    """What is wrong with the targets for this model, with the fix; empty: nothing."""
-    names = _linear_layers(model)
+def targets_problem(model: PreTrainedModel, lora: LoraSection, *, vision: bool = False) -> str:
+    """What is wrong with the targets for this model, with the fix; empty: nothing. `vision` as in `add_adapters`."""
+    names = _linear_layers(model, vision=vision)
     if not names:
         return "the model has no linear layer but its head; remove trainer.lora"
     if isinstance(lora.targets, str):
@@ -291,8 +298,8 @@ def standing_in(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[No
             layer._stand_ins.pop()
 
 
-def _targeted(model: PreTrainedModel, lora: LoraSection) -> list[str]:
-    names = _linear_layers(model)
+def _targeted(model: PreTrainedModel, lora: LoraSection, *, vision: bool) -> list[str]:
+    names = _linear_layers(model, vision=vision)
     if isinstance(lora.targets, str):
         return names
     return [name for name in names if any(_is(name, target) for target in lora.targets)]
@@ -317,12 +324,16 @@ def _is_of_experts(name: str, target: str) -> bool:
     return _is(name, target) or _is(name.rpartition(".")[0], target)
 
 
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of all but the head, which computes log-probs a tile at a time."""
+def _linear_layers(model: PreTrainedModel, *, vision: bool) -> list[str]:
+    """Names of all but the head, which computes log-probs a tile at a time, and, without `vision`, a vision tower's."""
     untyped: Any = model
-    head = untyped.get_output_embeddings()
+    left_out = {untyped.get_output_embeddings()}
+    if not vision and (tower := vision_tower(model)) is not None:
+        left_out |= {*tower.modules()}
     return [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in left_out
     ]
 
 

@@ -5,20 +5,28 @@ Knows no model weights and never changes how a model samples.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from headrace_schema.images import IMAGE_MARK
 from headrace_schema.sections.generating import ModelSection
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils.hub import cached_file
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture, location, reading
+from headrace_modelkit.vision import ImageReader, load_images
 
+PROCESSOR_TEMPLATE = "chat_template.json"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
+MARK = "\0"
+"""A byte that joins with nothing: behind it a text is as it is behind other text."""
 Measure = Callable[[str], int]
 
 
@@ -79,11 +87,19 @@ class TextCodec:
     `pad_id` may be one of them, so sequences are masked by length and never by id.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], pad_id: int) -> None:
+    def __init__(
+        self, tokenizer: Any, eos_ids: frozenset[int], pad_id: int, images: ImageReader | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.images = images
+        """What reads the images of prompts; None for a model that takes none."""
         self.eos_ids = eos_ids
         self.pad_id = pad_id
         self._lengths = TokenLengths(tokenizer)
+        self._first_space = tokenizer.convert_ids_to_tokens(self._ids("!", special=False))[0].startswith(
+            SPACE
+        )
+        """Whether a space is put before every text, as SentencePiece does for Llama 2."""
 
     def encode_prompt(
         self,
@@ -91,16 +107,25 @@ class TextCodec:
         text: str | None = None,
         prefill: str = "",
         arguments: Mapping[str, Any] | None = None,
+        images: Sequence[bytes] = (),
     ) -> list[int]:
         """Ids of a prompt: a chat through the template, or text as it is; `prefill` begins the answer.
 
-        `arguments` are given to the template beside the messages.
+        `arguments` are given to the template beside the messages. `images` are files, which stand where the messages
+        have IMAGE_MARK; each has as many image tokens as the model makes of it.
 
         The prefill is joined as text before tokenising, so that no token boundary is forced before it.
-        Raises ValueError when the tokenizer has no chat template, or both or neither form is given.
+        Raises ValueError when the tokenizer has no chat template, or both or neither form is given, or images cannot
+        be read or placed.
         """
         if (chat is None) == (text is None):
             raise ValueError("a prompt is either a chat or a text")
+        if images:
+            if self.images is None or chat is None:
+                raise ValueError("images need a vision-language model and a chat")
+            rendered = self.render([_with_images(message) for message in chat], arguments)
+            read = [self.images.read(data) for data in images]
+            return self.images.expand(self._ids(rendered + prefill, special=False), read)
         if chat is not None:
             return self._ids(self.render(chat, arguments) + prefill, special=False)
         return self._text_ids(f"{text}{prefill}")
@@ -112,7 +137,12 @@ class TextCodec:
 
     def encode_behind(self, text: str) -> list[int]:
         """Ids of a text that goes on behind other ids: the tokenizer puts nothing before it, and nothing behind."""
-        return self._ids(text, special=False)
+        ids = self._ids(text, special=False)
+        if not self._first_space:
+            return ids
+        mark = self._ids(MARK, special=False)
+        marked = self._ids(MARK + text, special=False)
+        return marked[len(mark) :] if marked[: len(mark)] == mark else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, for scorers and people; never turned back into ids."""
@@ -126,7 +156,7 @@ class TextCodec:
         text = self.decode(ids)
         return text, self._lengths.of(ids, text)
 
-    def render(self, chat: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+    def render(self, chat: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
         """The text that the chat template makes of messages; raises ValueError with the template's reason."""
         if not self.tokenizer.chat_template:
             raise ValueError(
@@ -158,6 +188,18 @@ class TextCodec:
         return ids
 
 
+def _with_images(message: Mapping[str, str]) -> dict[str, Any]:
+    """A message whose content has a part for each text and each image, as templates of vision-language models want."""
+    texts = message["content"].split(IMAGE_MARK)
+    if len(texts) == 1:
+        return dict(message)
+    parts: list[dict[str, str]] = []
+    for place, text in enumerate(texts):
+        parts += [{"type": "image"}] if place else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
+
+
 def load_tokenizer(config: ModelSection) -> TextCodec:
     """The model's tokenizer. Raises ModelNotReadable, also when nothing ends an answer."""
     architecture = load_architecture(config)
@@ -181,7 +223,22 @@ def load_tokenizer(config: ModelSection) -> TextCodec:
             f"model.path: {config.path!r} names no end-of-sequence id; set eos_token in tokenizer_config.json"
         )
     pad_id = tokenizer.pad_token_id
-    return TextCodec(tokenizer, eos_ids, pad_id if pad_id is not None else min(eos_ids))
+    images = load_images(config)
+    if images is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(config)
+    return TextCodec(tokenizer, eos_ids, pad_id if pad_id is not None else min(eos_ids), images)
+
+
+def _processor_template(config: ModelSection) -> str | None:
+    """The chat template of a vision-language model that was published beside its processor alone."""
+    with reading(config):
+        found = cached_file(
+            config.path,
+            PROCESSOR_TEMPLATE,
+            _raise_exceptions_for_missing_entries=False,
+            **location(config),
+        )
+        return json.loads(Path(found).read_text()).get("chat_template") if found else None
 
 
 def _generation_config(config: ModelSection) -> GenerationConfig | None:

@@ -154,7 +154,9 @@ class CheckpointNames:
                         f"the weights are not this model's: {piece.name} has shape {tuple(part.shape)}, not "
                         f"{piece.shape}"
                     )
-            found[name] = torch.cat([part.flatten(0, -2) for part in parts if part is not None]).view(shape)
+            rows = [part.flatten(0, -2) if part.dim() > 1 else part for part in parts if part is not None]
+            # One that has another name in files alone is shared, not copied.
+            found[name] = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(shape)
         return {**found, **left}
 
 

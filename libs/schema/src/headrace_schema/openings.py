@@ -44,6 +44,10 @@ class RolloutConfig(Opening):
     workflow: WorkflowChoice = "reasoning"
     environment: EnvironmentSection | None = None
     agent: AgentSection | None = None
+    endpoint_key: str = ""
+    """Of an online run: what its clients show."""
+    sampling: SamplingSection = SamplingSection()
+    group_size: Count = 1
     agent_rewards: bool = False
     """Some scorer takes the agent's own reward: a session that ends without one has failed."""
     prompt: PromptSection = PromptSection()
@@ -56,6 +60,8 @@ class RolloutConfig(Opening):
     """Trajectories carry the experts that their tokens were sent to."""
     longest_prompt: Tokens | None = None
     """Samples of a longer one, in tokens, end at once; held-out ones do not."""
+    images: bool = False
+    """Prompts have images."""
     raw_texts: bool = False
     """Trajectories carry their texts with special tokens: some scorer reads them."""
     seed: Seed = 0
@@ -87,6 +93,8 @@ class WarmupExample(Section):
     prefill: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
     answer: str
+    images: list[str] = Field(default_factory=list)
+    """Files in base64, in the order of their marks in the chat."""
 
     @model_validator(mode="after")
     def _one_prompt(self) -> WarmupExample:

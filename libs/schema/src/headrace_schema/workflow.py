@@ -92,9 +92,10 @@ class GraphSection(Section):
 
 
 CONVERSATIONS = "agentic"
+REASONING = "reasoning"
 """The built-in workflow of a language model that speaks with environments."""
 BUILT_IN = {
-    "reasoning": GraphSection(
+    REASONING: GraphSection(
         stages={
             "generate": GraphStage(service="rollout"),
             "score": GraphStage(service="reward"),

@@ -12,6 +12,7 @@ from headrace_servicekit.instance_config import InstanceConfig, parse_instance_c
 from headrace_servicekit.lease.devices import let_idle_threads_sleep
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.tracing import start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
@@ -39,9 +40,11 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
 async def _serve(config: InstanceConfig, mount: Mount) -> None:
     from headrace_servicekit.instance import Instance
 
+    start_tracing(config.otlp_endpoint, config.kind, config.name)
     instance = Instance(config)
     close = await mount(instance)
     try:
         await instance.run()
     finally:
         await close()
+        await asyncio.to_thread(stop_tracing)

@@ -22,6 +22,7 @@ from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
 from headrace_servicekit.lease.session import Session, SessionHooks
+from headrace_servicekit.lease.usage import Usage, gpu_use
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.errors import ServiceError
@@ -71,8 +72,8 @@ class Instance:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_call: asyncio.TimerHandle | None = None
         self._drains = False
-        self._process = psutil.Process()
         self._holder = LeaseHolder(config.incarnation, self.fence, boottime, self._callbacks, self._fail)
+        self._usage = Usage(self._devices, gpu_use)
 
     @property
     def weights(self) -> WeightStore:
@@ -203,7 +204,7 @@ class Instance:
         hooks = SessionHooks(
             self._registration,
             self._take_metrics,
-            self._resident_bytes,
+            self._usage,
             self.drain,
             self.open_runs.reports,
             lambda: sorted(self.lost_peers),
@@ -256,8 +257,8 @@ class Instance:
         self._metrics.clear()
         return taken
 
-    def _resident_bytes(self) -> int:
-        return int(self._process.memory_info().rss)
+    def _devices(self) -> list[str]:
+        return [device for lease in self._holder.state.held() for device in lease.devices]
 
     def _callbacks(self) -> LeaseCallbacks:
         return LeaseCallbacks(self.on_grant, self.on_revoke, self.on_quiesce)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from headrace_servicekit.lease.devices import detect_devices, full_names
 from headrace_servicekit.problems import explain
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.tracing import check_endpoint
 
 Kind = Literal["coordinator", "rollout", "trainer", "simulator", "reward"]
 
@@ -62,6 +63,9 @@ class InstanceConfig(BaseModel):
         None, ge=0, le=65535, description="port of the Prometheus figures; default: none"
     )
 
+    otlp_endpoint: str = Field(
+        "", description="OTLP collector of traces, http://HOST:PORT; empty: no traces (extra `tracing`)"
+    )
     drain_grace_s: float = Field(
         10.0,
         ge=0,
@@ -75,6 +79,11 @@ class InstanceConfig(BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return detect_devices() if value in (["auto"], ("auto",)) else value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint(cls, value: str) -> str:
+        return check_endpoint(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -53,6 +53,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--heartbeat", type=float, default=float(env("HEADRACE_HEARTBEAT_S", "5")), help="seconds"
     )
     parser.add_argument("--log-level", default=env("HEADRACE_LOG_LEVEL", "info"))
+    parser.add_argument(
+        "--otlp-endpoint",
+        default=env("HEADRACE_OTLP_ENDPOINT", ""),
+        help="OTLP collector of traces, http://HOST:PORT; default: none",
+    )
+    parser.add_argument(
+        "--autoscale",
+        default=env("HEADRACE_AUTOSCALE", ""),
+        help="KIND=LEAST:MOST,…: follow what runs want within these bounds; default: never",
+    )
+    parser.add_argument(
+        "--autoscale-cooldown",
+        type=float,
+        default=float(env("HEADRACE_AUTOSCALE_COOLDOWN_S", "300")),
+        help="seconds for which fewer must be wanted before there are fewer",
+    )
     parser.add_argument("--reflection", action="store_true", help="answer gRPC reflection")
     return parser.parse_args(argv)
 

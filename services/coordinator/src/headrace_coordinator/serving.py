@@ -20,14 +20,17 @@ from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.allocator import give_freed_memory_back, reuse_freed_memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_address
+from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracing, stop_tracing
 
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.app import Coordinator
+from headrace_coordinator.autoscaler import parse_bounds
 from headrace_coordinator.data.dataset import forget_items
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.fleet.sessions import FleetSettings
+from headrace_coordinator.projections.spans import TrajectorySpans
 from headrace_coordinator.store.base import DamagedStore, Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History
@@ -49,6 +52,15 @@ class Refusal(Exception):
 def _secret(path: Path | None) -> str | None:
     try:
         return read_token(path)
+    except ServiceError as error:
+        raise Refusal(error.message) from error
+
+
+def _trace(endpoint: str) -> None:
+    try:
+        start_tracing(check_endpoint(endpoint), "coordinator", "coordinator")
+    except ValueError as error:
+        raise Refusal(f"--otlp-endpoint (HEADRACE_OTLP_ENDPOINT): {error}") from error
     except ServiceError as error:
         raise Refusal(error.message) from error
 
@@ -78,6 +90,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
     http_token = _http_token(arguments)
+    try:
+        bounds = parse_bounds(arguments.autoscale)
+    except ValueError as error:
+        raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
+    _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
     event_log = EventLog(store, time.time, boottime, history=history)
@@ -88,8 +105,16 @@ async def serve(arguments: argparse.Namespace) -> None:
         lambda kind, address, incarnation: GrpcInstanceClient(kind, address, incarnation, token),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
-    coordinator = Coordinator(event_log, fleet, arguments.data_dir.resolve())
+    coordinator = Coordinator(
+        event_log,
+        fleet,
+        arguments.data_dir.resolve(),
+        bounds=bounds,
+        cooldown_s=arguments.autoscale_cooldown,
+    )
     coordinator.scheduler.after_run = give_back_memory
+    if is_tracing():
+        event_log.observers.append(TrajectorySpans().observe)
     lasting = {
         "event_log": event_log.run,
         "claim": lambda: event_log.keep_claim(CLAIM_RENEWAL_S),
@@ -97,11 +122,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         "schedule": coordinator.scheduler.run,
         "archive": coordinator.archive.run,
     }
+    if bounds:
+        lasting["autoscale"] = coordinator.autoscaler.run
     await coordinator.vitals.run(
         lasting, lambda: _serve(arguments, coordinator, event_log, (token, http_token))
     )
     event_log.mark()
     await store.close()
+    await asyncio.to_thread(stop_tracing)
 
 
 async def _serve(

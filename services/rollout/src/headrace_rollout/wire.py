@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ async def groups_of(
     return [
         Group(
             _ordinal("prompt_ordinal", message.prompt_ordinal),
-            prompt_ids(message.prompt, codec),
+            await _prompt_ids(message.prompt, codec),
             [
                 Sample(
                     _ordinal("samples.sample_index", sample.sample_index),
@@ -138,14 +139,26 @@ async def groups_of(
                 )
                 for sample in message.samples
             ],
+            tuple(image.data for image in message.prompt.images),
         )
         for message in messages
     ]
 
 
+async def _prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
+    """As `prompt_ids`; images are decoded in a thread."""
+    if prompt.images:
+        return await asyncio.to_thread(prompt_ids, prompt, codec)
+    return prompt_ids(prompt, codec)
+
+
 def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     """Ids of a prompt in any of its forms. Raises INVALID."""
     form = prompt.WhichOneof("form")
+    if prompt.images and (form != "chat" or codec.images is None):
+        raise invalid("prompt.images: give a chat, and a model that reads images")
+    if any(digest_bytes(image.data) != image.digest for image in prompt.images):
+        raise invalid("prompt.images: an image has not its digest")
     if form == "token_ids":
         return _ids("prompt.token_ids", prompt.token_ids.values)
     if form == "text":
@@ -155,7 +168,12 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     chat = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
     arguments = json_object("prompt.chat.template_arguments_json", prompt.chat.template_arguments_json)
     try:
-        return codec.encode_prompt(chat=chat, prefill=prompt.chat.prefill, arguments=arguments)
+        return codec.encode_prompt(
+            chat=chat,
+            prefill=prompt.chat.prefill,
+            arguments=arguments,
+            images=[image.data for image in prompt.images],
+        )
     except ValueError as error:
         raise invalid(str(error)) from error
 
@@ -201,6 +219,7 @@ def fill_trajectory(
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
+    trajectory.image_digests.extend(map(digest_bytes, output.images))
     # Before the texts, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     trajectory.completion_text = text

@@ -23,6 +23,7 @@ from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_modelkit.vision import ImageReader, load_images
 from headrace_modelkit.weights import CheckpointNames, load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
@@ -158,7 +159,13 @@ class AnswersRun(RunKind):
             self.vocabulary,
             self._route_width,
             by_turn=self._by_turn,
+            reader=self._images,
         )
+
+    @cached_property
+    def _images(self) -> ImageReader | None:
+        """What reads the images of prompts. Raises ModelNotReadable."""
+        return load_images(self._config.model)
 
     @cached_property
     def _by_turn(self) -> bool:
@@ -201,6 +208,8 @@ class AnswersRun(RunKind):
             if lora is not None:
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
             _keep_generation_config(config.model, directory)
+            if codec.images is not None:
+                codec.images.save(directory)
 
         codec = load_tokenizer(config.model)
         export_model(config.model, weights(), codec, target, beside=save_beside)
@@ -227,7 +236,7 @@ class AnswersRun(RunKind):
             )
         with torch.device("meta"):
             model = load_model(self._config.model, weights=False)
-        if problem := targets_problem(model, trainer.lora):
+        if problem := targets_problem(model, trainer.lora, vision=trainer.vision == "trained"):
             raise invalid(f"trainer.lora.targets: {problem}", key="trainer.lora.targets")
 
     def _check_experts(self, algorithm: Algorithm) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import InstanceDown
-from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor, open_reports
+from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor, open_reports
 
 from headrace_simulation.fleet.disk import Disk
 from headrace_simulation.fleet.instances import Instance
@@ -157,7 +157,7 @@ class Processes(ABC):
                 if instance.incarnation not in fleet.event_log.state.instances:
                     break
                 self._report(instance, fleet)
-                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
+                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), InstanceUsage())
                 for epoch in renewed:
                     instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
                 for epoch in stale:

@@ -7,6 +7,14 @@ from pydantic import Field
 from headrace_schema.resources.resource import Resource
 
 
+class GpuUseView(Resource):
+    """How busy a GPU is, whoever uses it."""
+
+    device: str
+    busy: float = Field(description="share of time in which it computed, from 0 to 1")
+    used_memory_bytes: int
+
+
 class InstanceView(Resource):
     """One running process of a service."""
 
@@ -19,7 +27,12 @@ class InstanceView(Resource):
     devices: list[str]
     capabilities: dict[str, list[str]]
     run: str
-    resident_memory_bytes: int
+    resident_memory_bytes: int = Field(description="of the process, without its children")
+    busy_cores: float = Field(
+        default=0.0,
+        description="cores that it and its children kept busy since the heartbeat before the last",
+    )
+    gpus: list[GpuUseView] = Field(default=[], description="use of the GPUs that it holds, where known")
     last_heartbeat_age_s: float
     silent_for_s: float = Field(
         default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
@@ -38,6 +51,24 @@ class HealthView(Resource):
     version: str = Field(default="", description="of the coordinator's package")
     time: float = Field(default=0.0, description="the coordinator's clock, in seconds since the epoch")
     grpc_port: int = Field(default=0, description="where instances register, at the same address")
+
+
+class ServiceView(Resource):
+    """How many instances of a kind there are and could be used, and who sets their number."""
+
+    kind: str
+    instances: int = Field(description="that are registered and not draining")
+    wanted: int = Field(description="what the runs of now could use, those that wait included")
+    least: int | None = Field(default=None, description="bounds of the autoscaling policy; null: it is off")
+    most: int | None = None
+    asked: int | None = Field(default=None, description="what the policy asked for last")
+    problem: str = Field(default="", description="why the last change was refused; empty: it was not")
+
+
+class ServiceListView(Resource):
+    """The services whose number of instances can be changed."""
+
+    services: list[ServiceView]
 
 
 class InstanceListView(Resource):

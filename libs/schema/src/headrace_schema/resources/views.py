@@ -21,6 +21,15 @@ class PolicyView(Resource):
     digest: str
 
 
+class EndpointView(Resource):
+    """Where clients of an online run speak with its policy, as with any OpenAI-compatible server."""
+
+    base_url: str = Field(
+        description="of the HTTP API: OPENAI_BASE_URL; empty: no rollout has the run open now"
+    )
+    api_key: str = Field(description="what clients show: OPENAI_API_KEY")
+
+
 class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
@@ -143,6 +152,10 @@ class RunView(Resource):
     warnings: list[str] = Field(
         default_factory=list,
         description="what makes it learn nothing, and where to look; empty: nothing known",
+    )
+    stalled: bool = Field(
+        default=False,
+        description="the step in hand stands still for many times as long as it should; see warnings",
     )
     policy: PolicyView | None
     warmup_steps: int
@@ -317,6 +330,9 @@ class TrajectoryView(Resource):
         default=[], description="all that was said in a conversation; empty of an answer"
     )
     masked: bool = Field(default=False, description="it counts in baselines, and its tokens carry no loss")
+    images: list[str] = Field(
+        default=[], description="small copies of the prompt's first four images, as data URLs"
+    )
 
 
 class TrajectoryListView(Resource):

@@ -140,6 +140,11 @@ class TrainerSection(Section):
         default=None,
         description="train adapters of low rank and no other weight; {} takes the defaults; default: train all weights",
     )
+    vision: Literal["frozen", "trained"] = Field(
+        default="frozen",
+        description="the vision tower of a vision-language model, its projection included; trained with lora: layers "
+        "of the tower get adapters too",
+    )
     backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()
 

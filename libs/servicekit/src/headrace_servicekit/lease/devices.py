@@ -20,6 +20,8 @@ from headrace_servicekit.lease.gpus import MAKERS, Gpu, find_gpus
 from headrace_servicekit.rpc.errors import ServiceError
 
 _NAME = re.compile(r"(?:([^/]+)/)?(?:(cpu):(\d+)|(gpu):(\d+(?:\.\d+)?))")
+PER_DEVICE = "devices"
+"""As the number of a container's instances: one for each of its devices."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPINS = "2000"
 """Two threads alone gain up to a half over none; two processes of two threads on the same two cores lose a fifth."""
@@ -30,6 +32,15 @@ def detect_devices() -> list[str]:
     if gpus := _gpus():
         return [gpu.name for gpu in gpus]
     return [f"{boot_id()}/cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
+
+
+def instance_count(text: str) -> int:
+    """Number of instances that --count or HEADRACE_COUNT asks for. Raises ValueError naming what is allowed."""
+    if text == PER_DEVICE:
+        return len(detect_devices())
+    if text.isascii() and text.isdecimal() and 0 < int(text) <= 1024:
+        return int(text)
+    raise ValueError(f"{text!r} is no number of instances; write 1 to 1024, or {PER_DEVICE}")
 
 
 def boot_id() -> str:

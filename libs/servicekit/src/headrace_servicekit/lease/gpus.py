@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,14 @@ class Gpu:
         return f"{self.uuid}/gpu:{self.number}"
 
 
+@dataclass(frozen=True)
+class GpuUse:
+    """How busy a GPU is, whoever uses it: the share of time in which it computed, and memory."""
+
+    busy: float
+    used_memory_bytes: int
+
+
 class Maker(Protocol):
     """One maker's GPUs on this machine."""
 
@@ -41,6 +50,9 @@ class Maker(Protocol):
 
     def variables(self, environ: Mapping[str, str]) -> Sequence[str]:
         """Values that narrow what a process sees, each of what the one before left."""
+
+    def use(self) -> dict[str, GpuUse]:
+        """Use of this machine's GPUs by UUID; may take a tenth of a second."""
 
 
 def find_gpus(environ: Mapping[str, str], makers: Sequence[Maker]) -> list[Gpu]:
@@ -104,6 +116,12 @@ class Nvidia:
             return [""]
         return [environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in environ]
 
+    def use(self) -> dict[str, GpuUse]:
+        """By nvidia-smi. A part of a divided GPU has no figures of its own."""
+        return parse_use(
+            self._ask("--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+        )
+
 
 class Amd:
     """The kernel's topology of compute devices."""
@@ -113,17 +131,9 @@ class Amd:
 
     def gpus(self) -> Sequence[Gpu]:
         """In the order of the topology's nodes, as ROCm numbers them."""
-        nodes = self._root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
-        found: list[Gpu] = []
-        renders: dict[Gpu, str] = {}
-        for file in sorted(nodes, key=lambda file: int(file.parent.name)):
-            facts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines() if " " in line)
-            if int(facts.get("simd_count", "0")):  # a node without is a CPU
-                gpu = Gpu(_amd_uuid(facts), str(len(found)))
-                renders[gpu] = facts.get("drm_render_minor", "")
-                found.append(gpu)
+        renders = dict(self._nodes())
         return _with_nodes(
-            self._root, found, lambda gpu: f"dev/dri/renderD{renders[gpu]}", "dev/dri/renderD*"
+            self._root, list(renders), lambda gpu: f"dev/dri/renderD{renders[gpu]}", "dev/dri/renderD*"
         )
 
     def variables(self, environ: Mapping[str, str]) -> Sequence[str]:
@@ -132,6 +142,26 @@ class Amd:
             (name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ), ""
         )
         return [environ[name] for name in ("ROCR_VISIBLE_DEVICES", of_hip) if name in environ]
+
+    def use(self) -> dict[str, GpuUse]:
+        """By the files of the kernel's driver."""
+        found = {}
+        for gpu, render in self._nodes():
+            folder = self._root / f"sys/class/drm/renderD{render}/device"
+            with suppress(OSError, ValueError):
+                busy = int((folder / "gpu_busy_percent").read_text()) / 100
+                found[gpu.uuid] = GpuUse(busy, int((folder / "mem_info_vram_used").read_text()))
+        return found
+
+    def _nodes(self) -> list[tuple[Gpu, str]]:
+        """Each GPU of the topology with the number of its render node."""
+        nodes = self._root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
+        found: list[tuple[Gpu, str]] = []
+        for file in sorted(nodes, key=lambda file: int(file.parent.name)):
+            facts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines() if " " in line)
+            if int(facts.get("simd_count", "0")):  # a node without is a CPU
+                found.append((Gpu(_amd_uuid(facts), str(len(found))), facts.get("drm_render_minor", "")))
+        return found
 
 
 MAKERS: tuple[Maker, ...] = (Nvidia(), Amd())
@@ -150,6 +180,17 @@ def parse_gpus(text: str) -> list[Gpu]:
             uuid = value
         elif key in ("Minor Number", "Device Minor") and value.isdigit() and uuid and "?" not in uuid:
             found.append(Gpu(uuid, value))
+    return found
+
+
+def parse_use(text: str) -> dict[str, GpuUse]:
+    """Lines `UUID, percent, MiB` of nvidia-smi; a GPU that does not tell both is left out."""
+    found = {}
+    for line in text.splitlines():
+        uuid, _, figures = line.partition(",")
+        with suppress(ValueError):
+            percent, used = map(int, figures.split(","))
+            found[uuid.strip()] = GpuUse(percent / 100, used << 20)
     return found
 
 

@@ -18,6 +18,7 @@ from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace_servicekit.lease import leases
 from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.lease.holder import LeaseHolder
+from headrace_servicekit.lease.usage import Usage
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
@@ -35,7 +36,7 @@ class SessionHooks:
 
     registration: Callable[[], fleet_pb2.RegisterRequest]
     take_metrics: Callable[[], list[common_pb2.StageMetrics]]
-    resident_bytes: Callable[[], int]
+    usage: Usage
     on_drain: Callable[[float], None]
     open_runs: Callable[[], list[common_pb2.OpenRunReport]]
     lost_peers: Callable[[], list[str]] = list
@@ -146,11 +147,16 @@ class Session:
                 pass
 
     def _heartbeat(self, sequence: int) -> fleet_pb2.SessionRequest:
-        registration = self._hooks.registration()
+        registration, usage = self._hooks.registration(), self._hooks.usage
         beat = fleet_pb2.Heartbeat(
             sequence=sequence,
             lease_epochs=self._holder.state.epochs(),
-            resident_memory_bytes=self._hooks.resident_bytes(),
+            resident_memory_bytes=usage.resident_bytes(),
+            busy_cores=usage.cores(),
+            gpus=[
+                fleet_pb2.GpuUse(device=name, busy=use.busy, used_memory_bytes=use.used_memory_bytes)
+                for name, use in usage.gpus().items()
+            ],
             metrics=self._hooks.take_metrics(),
             open_runs=self._hooks.open_runs(),
             lost_peers=self._hooks.lost_peers(),

@@ -1,6 +1,7 @@
-"""Entry point of a container: supervises one instance.
+"""Entry point of a container: supervises one instance, or several of one kind that share the container's devices.
 
 python -m headrace_servicekit.process.supervise --kind rollout -- python -m headrace_rollout --devices cpu:0
+python -m headrace_servicekit.process.supervise --kind trainer --count devices -- python -m headrace_trainer
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 
 from headrace_servicekit.instance_config import read_token
 from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.supervisor import Supervisor, stop_grace_s
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.server import split_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +46,9 @@ async def _supervise(arguments: argparse.Namespace, token: str | None) -> int:
         arguments.host,
         arguments.coordinator,
         token,
-        lambda kind, index, incarnation: arguments.command,
+        lambda kind, index, incarnation: [*arguments.command, *_ports(index)],
         arguments.log_dir,
-        name=lambda kind, index: arguments.name or f"{kind}-{arguments.host}",
+        name=lambda kind, index: _name(arguments, kind, index),
         echo=True,
     )
 
@@ -56,19 +59,44 @@ async def _supervise(arguments: argparse.Namespace, token: str | None) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    supervisor.set_count(arguments.kind, 1)
+    supervisor.set_count(arguments.kind, arguments.count)
     await supervisor.start()
     await asked_to_stop.wait()
     return 1 if await supervisor.stop(arguments.grace) else 0
 
 
+def _name(arguments: argparse.Namespace, kind: str, index: int) -> str:
+    if arguments.count == 1:
+        return str(arguments.name or f"{kind}-{arguments.host}")
+    return f"{arguments.name}-{index}" if arguments.name else f"{kind}-{index}-{arguments.host}"
+
+
+def _ports(index: int) -> list[str]:
+    """Flags of all instances but the first: ports next to those that HEADRACE_LISTEN and HEADRACE_METRICS_PORT name."""
+    flags: list[str] = []
+    listen, metrics = os.environ.get("HEADRACE_LISTEN", ""), os.environ.get("HEADRACE_METRICS_PORT", "")
+    if index and listen:
+        host, port = split_address(listen)
+        flags += ["--listen", f"{host}:{int(port) and int(port) + index}"]
+    if index and metrics.isdecimal():
+        flags += ["--metrics-port", str(int(metrics) and int(metrics) + index)]
+    return flags
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     environment = os.environ.get
     token_file = environment("HEADRACE_TOKEN_FILE")
-    parser = argparse.ArgumentParser(prog="headrace-supervise", description="Supervises one instance.")
+    parser = argparse.ArgumentParser(
+        prog="headrace-supervise", description="Supervises instances of one kind."
+    )
     parser.add_argument("--kind", required=True, choices=[*KINDS, "coordinator"])
     parser.add_argument("--name", default=environment("HEADRACE_NAME", ""), help="default: KIND-HOST")
     parser.add_argument("--host", default=environment("HEADRACE_HOST") or socket.gethostname())
+    parser.add_argument(
+        "--count",
+        default=environment("HEADRACE_COUNT", "1"),
+        help="number of instances, which share the devices, or 'devices': one for each (HEADRACE_COUNT)",
+    )
     parser.add_argument("--coordinator", default=environment("HEADRACE_COORDINATOR", ""), help="host:port")
     parser.add_argument("--token-file", type=Path, default=Path(token_file) if token_file else None)
     parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()) / "headrace-logs")
@@ -79,6 +107,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("command", nargs="+", help="the instance's command, after --")
     arguments = parser.parse_args(argv)
+    try:
+        arguments.count = instance_count(arguments.count)
+    except ValueError as error:
+        parser.error(f"--count (HEADRACE_COUNT): {error}")
     if arguments.grace is None:
         arguments.grace = stop_grace_s(arguments.kind)
     return arguments

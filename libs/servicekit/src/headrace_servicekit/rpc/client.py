@@ -13,13 +13,14 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc._cython import cygrpc
 from headrace.common.v1 import weights_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
+
+from headrace_servicekit.tracing import outgoing
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -98,7 +99,7 @@ def service_config() -> str:
 
 
 class _Method:
-    """A multi-callable that adds the token and the default deadline to each call."""
+    """A multi-callable that adds the token, the trace and the default deadline to each call."""
 
     def __init__(
         self, inner: Callable[..., Any], token: str | None, default_deadline_s: float | None
@@ -116,7 +117,7 @@ class _Method:
         **options: Any,
     ) -> Any:
         limit = timeout if timeout is not None else self._default_deadline_s
-        merged = (*(metadata or ()), *self._metadata)
+        merged = (*(metadata or ()), *outgoing(), *self._metadata)
         return self._inner(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
 
 
@@ -135,7 +136,7 @@ class _CoreCall:
     async def send_serialized_message(self, message: bytes) -> None:
         try:
             await self._inner.send_serialized_message(message)
-        except cygrpc.InternalError:
+        except grpc.aio.InternalError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_WAIT_S):
                     await self._inner.status()

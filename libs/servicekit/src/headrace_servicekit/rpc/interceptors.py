@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
+from headrace_servicekit.tracing import incoming, is_tracing, span
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _logger = get_logger(__name__)
@@ -123,7 +124,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         run = getattr(getattr(request, "header", None), "run", "")
         set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
-            with admission() as call:
+            with self._traced(method, context, run), admission() as call:
                 yield call
         except ServiceError as error:
             code = error.code.name
@@ -147,6 +148,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             self._leave(work)
             RPCS.labels(self._instance, method, code).inc()
             RPC_SECONDS.labels(self._instance, method).observe(time.perf_counter() - started)
+
+    def _traced(self, method: str, context: Any, run: str) -> AbstractContextManager[Any]:
+        """A span, where the caller has a trace."""
+        caller = incoming(context.invocation_metadata()) if is_tracing() else ""
+        return span(method.lstrip("/"), caller, instance=self._instance, run=run) if caller else nullcontext()
 
     def _enter(self, work: bool) -> None:
         self._in_flight += work

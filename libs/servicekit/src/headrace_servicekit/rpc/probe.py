@@ -1,6 +1,8 @@
 """Asks a server's gRPC health service and says so by exit status: the health check of a container.
 
 python -m headrace_servicekit.rpc.probe [HOST:PORT]
+
+Without an address it asks every server that HEADRACE_LISTEN and HEADRACE_COUNT name.
 """
 
 from __future__ import annotations
@@ -12,20 +14,26 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace_servicekit.lease.devices import instance_count
+
 TIMEOUT_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the server at the address, by default where HEADRACE_LISTEN says, is SERVING, else 1."""
+    """0 when each server is SERVING, else 1."""
     arguments = sys.argv[1:] if argv is None else argv
-    address = arguments[0] if arguments else _own_address(os.environ.get("HEADRACE_LISTEN", ""))
+    addresses = arguments[:1] or _own_addresses(os.environ.get("HEADRACE_LISTEN", ""))
+    return int(not all(_serves(address) for address in addresses))
+
+
+def _serves(address: str) -> bool:
     try:
         status = _ask(address)
     except grpc.RpcError as error:
         print(f"{address}: {error.code().name} {error.details()}")
-        return 1
+        return False
     print(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
-    return int(status != health_pb2.HealthCheckResponse.SERVING)
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _ask(address: str) -> int:
@@ -35,10 +43,14 @@ def _ask(address: str) -> int:
     return int(answer.status)
 
 
-def _own_address(listen: str) -> str:
-    """Where this host reaches its own server: the same port, at the loopback for one that listens everywhere."""
+def _own_addresses(listen: str) -> list[str]:
+    """Where this host reaches its own servers: the same ports, at the loopback for those that listen everywhere."""
     host, _, port = listen.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "::", "[::]") else listen
+    host = "127.0.0.1" if host in ("", "0.0.0.0", "::", "[::]") else host
+    return [
+        f"{host}:{int(port) + index}"
+        for index in range(instance_count(os.environ.get("HEADRACE_COUNT", "1")))
+    ]
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ..., begins_sibling: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text")
+    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,7 @@ class Trajectory(_message.Message):
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     RAW_PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
@@ -329,7 +330,8 @@ class Trajectory(_message.Message):
     conversation: Conversation
     raw_prompt_text: str
     raw_completion_text: str
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ...) -> None: ...
+    image_digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Conversation(_message.Message):
     __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages")
@@ -448,6 +450,14 @@ class Lease(_message.Message):
     mode: LeaseMode
     expected_bytes: int
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., expected_bytes: _Optional[int] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("digest", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "party")

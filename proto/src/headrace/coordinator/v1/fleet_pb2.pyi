@@ -98,20 +98,34 @@ class SessionRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., lease_released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics", "open_runs", "lost_peers")
+    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics", "open_runs", "lost_peers", "busy_cores", "gpus")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     OPEN_RUNS_FIELD_NUMBER: _ClassVar[int]
     LOST_PEERS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_CORES_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     lease_epochs: _containers.RepeatedScalarFieldContainer[int]
     resident_memory_bytes: int
     metrics: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
     open_runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenRunReport]
     lost_peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., open_runs: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., lost_peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    busy_cores: float
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuUse]
+    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., open_runs: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., lost_peers: _Optional[_Iterable[str]] = ..., busy_cores: _Optional[float] = ..., gpus: _Optional[_Iterable[_Union[GpuUse, _Mapping]]] = ...) -> None: ...
+
+class GpuUse(_message.Message):
+    __slots__ = ("device", "busy", "used_memory_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    USED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    busy: float
+    used_memory_bytes: int
+    def __init__(self, device: _Optional[str] = ..., busy: _Optional[float] = ..., used_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("grace",)

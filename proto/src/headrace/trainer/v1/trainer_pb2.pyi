@@ -202,12 +202,14 @@ class LearnRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[SettledGroup, _Mapping]]] = ...) -> None: ...
 
 class SettledGroup(_message.Message):
-    __slots__ = ("prompt_ordinal", "members")
+    __slots__ = ("prompt_ordinal", "members", "images")
     PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     prompt_ordinal: int
     members: _containers.RepeatedCompositeFieldContainer[SettledTrajectory]
-    def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[SettledTrajectory, _Mapping]]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[SettledTrajectory, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[_common_pb2.Image, _Mapping]]] = ...) -> None: ...
 
 class SettledTrajectory(_message.Message):
     __slots__ = ("trajectory", "reward", "turn_rewards", "masked", "oldest_version")

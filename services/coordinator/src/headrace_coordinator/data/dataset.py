@@ -6,6 +6,7 @@ Knows no events.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -120,6 +121,10 @@ class Dataset:
         epoch, position = divmod(drawn, len(self._parts[part]))
         return self._item(self._order(part, epoch)[position])
 
+    def spread(self, most: int) -> list[DataItem]:
+        """At most so many training items, at even distances in the order of their keys' hashes."""
+        return [self._item(number) for number in self._train[:: -(-len(self._train) // most) or 1].tolist()]
+
     def chance(self, prompt_ordinal: int, attempt: int) -> float:
         """A number in [0, 1) that is the same for ever."""
         return self._draw(f"chance {prompt_ordinal} {attempt}") / 2**128
@@ -182,6 +187,11 @@ class Dataset:
         """Raises `Impossible` naming `key` when `text` uses fields that the items lack."""
         self._prompter.check(text, key)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether some item, of the sets too, has an image."""
+        return bool(self._items.pictured) or any(each.has_images for each, _ in self.sets.values())
+
     def unanswered(self) -> int:
         """Training items without an answer, which a supervised warm-up cannot use."""
         return int((~self._items.answered[self._train]).sum())
@@ -199,6 +209,7 @@ class Dataset:
                 "prefill": content.prefill,
                 "arguments": content.arguments,
                 "answer": item.answer,
+                "images": [base64.b64encode(image).decode() for image in content.images],
             }
             size += len(json.dumps(example))
             if size <= WARMUP_BYTES:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_schema.images import IMAGE_MARK
+from headrace_servicekit.rpc.digests import digest_bytes
+
 
 @dataclass(frozen=True)
 class DataItem:
@@ -15,6 +18,7 @@ class DataItem:
 
     `fields` are what a prompt template may use beside {question}; `metadata` travels to the scorers as JSON.
     `messages` are a conversation, {role, content}, whose last turn is the question; none where that is plain text.
+    `images` are files, in the order of their marks in the texts; without marks they stand before the question.
     `id` tells the item apart from others; without one, what the prompt shows of it does.
     """
 
@@ -24,11 +28,20 @@ class DataItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] = ()
     id: str = ""
+    images: tuple[bytes, ...] = ()
 
     @property
     def key(self) -> str:
-        """The id, else the canonical question."""
-        return f"id {self.id}" if self.id else canonical(self.question)
+        """The id, else the canonical question and what tells its images apart."""
+        if self.id:
+            return f"id {self.id}"
+        return "\n".join([canonical(self.question), *map(digest_bytes, self.images)])
+
+    @property
+    def marks(self) -> int:
+        """Places for images in its texts."""
+        texts = [turn["content"] for turn in self.messages] or [self.question]
+        return sum(text.count(IMAGE_MARK) for text in texts)
 
     def told_apart(self, shown: Iterable[str]) -> str:
         """The key, and what a prompt shows beside the question: earlier turns and these fields."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_coordinator.data.items import DataItem
 
@@ -78,12 +79,16 @@ class PackedItems:
         """Items with earlier turns."""
         self.system_messages = 0
         """Items that begin with a system message of their own."""
+        self.pictured: Counter[tuple[int, int]] = Counter()
+        """How many items with images have so many marks for them in their texts, and so many images."""
         parts, answered = array("i"), bytearray()
         shapes: Counter[tuple[str, ...]] = Counter()
         keys, rows = bytearray(), bytearray()
-        self._rows, self._keys = Records(), Records()
+        self._rows, self._keys, self._images = Records(), Records(), Records()
+        self._places: dict[str, int] = {}
+        """Where each image is, by its digest."""
         for item in items:
-            row, key = _packed(item), item.key.encode()
+            row, key = _packed(item, [self._kept(image) for image in item.images]), item.key.encode()
             self._rows.append(row)
             self._keys.append(key)
             keys += hash_of(key)
@@ -92,6 +97,8 @@ class PackedItems:
             parts.append(part if isinstance(part, int) else 0)
             answered.append(bool(item.answer))
             shapes[tuple(item.fields)] += 1
+            if item.images:
+                self.pictured[item.marks, len(item.images)] += 1
             if item.messages:
                 self.conversations += len(item.messages) > 1
                 self.system_messages += item.messages[0]["role"] == "system"
@@ -99,6 +106,7 @@ class PackedItems:
             self.fields.update(dict.fromkeys(names, count))
         self._rows.flush()
         self._keys.flush()
+        self._images.flush()
         self.key_hashes = np.frombuffer(bytes(keys), WORDS)
         self.row_hashes = np.frombuffer(bytes(rows), WORDS)
         """Of everything that an item has."""
@@ -110,8 +118,17 @@ class PackedItems:
         return len(self.key_hashes)
 
     def __getitem__(self, number: int) -> DataItem:
-        question, answer, fields, metadata, messages, own_id = json.loads(self._rows.read(number))
-        return DataItem(question, answer, fields, metadata, tuple(messages), own_id)
+        question, answer, fields, metadata, messages, own_id, images = json.loads(self._rows.read(number))
+        files = tuple(self._images.read(self._places[digest]) for digest in images)
+        return DataItem(question, answer, fields, metadata, tuple(messages), own_id, files)
+
+    def _kept(self, image: bytes) -> str:
+        """The digest of an image, which is kept once however many items have it."""
+        digest = digest_bytes(image)
+        if digest not in self._places:
+            self._places[digest] = len(self._places)
+            self._images.append(image)
+        return digest
 
     def key(self, number: int) -> bytes:
         """`DataItem.key` of an item, in UTF-8."""
@@ -132,8 +149,8 @@ def in_order(hashes: np.ndarray) -> np.ndarray:
     return np.lexsort((hashes["low"], hashes["high"]))
 
 
-def _packed(item: DataItem) -> bytes:
-    row = [item.question, item.answer, item.fields, item.metadata, item.messages, item.id]
+def _packed(item: DataItem, images: list[str]) -> bytes:
+    row = [item.question, item.answer, item.fields, item.metadata, item.messages, item.id, images]
     try:
         return _encode(row)
     except UnicodeEncodeError:  # Halves of surrogate pairs, which a source of one's own may have.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
+from headrace_schema.images import IMAGE_MARK
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.sections.generating import PromptSection
 
@@ -20,13 +21,15 @@ DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 class PromptContent:
     """A prompt before tokenisation: chat messages ({role, content}) with a prefill, or else plain text.
 
-    `arguments` are what the chat template is given beside the messages.
+    `arguments` are what the chat template is given beside the messages. `images` are files; the messages have as many
+    marks for them.
     """
 
     chat: list[dict[str, str]] | None
     text: str | None
     prefill: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Prompter:
         self._prefill = self._parse(section.prefill, "data.prompt.prefill")
         self._system = None if section.system is None else self._parse(section.system, "data.prompt.system")
         self._check_conversations(items)
+        self._check_images(items)
 
     @property
     def shown(self) -> list[str]:
@@ -92,7 +96,9 @@ class Prompter:
         messages = [*map(dict, item.messages[:-1]), {"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        return PromptContent(messages, None, begun, self._section.template_arguments)
+        if item.images and not any(IMAGE_MARK in message["content"] for message in messages):
+            messages[-1]["content"] = IMAGE_MARK * len(item.images) + text
+        return PromptContent(messages, None, begun, self._section.template_arguments, item.images)
 
     def _parse(self, text: str, key: str) -> Template:
         everywhere = {name for name, count in self._fields.items() if count == self._count}
@@ -104,6 +110,32 @@ class Prompter:
         if have:
             return f"{self._count - have} of {self._count} items have no field {name!r}"
         return f"items have no field {name!r}"
+
+    def _check_images(self, items: PackedItems) -> None:
+        """Each item has an image for each mark of its texts and of the templates."""
+        if not items.pictured:
+            return
+        if not self._section.chat:
+            reason = "items have images, which only a chat template places"
+            raise Impossible([problem("data.prompt.chat", reason, "leave it out")])
+        written = sum(
+            literal.count(IMAGE_MARK)
+            for template in (self._template, *([self._system] if self._system else []))
+            for literal, _ in template.parts
+        )
+        for own, images in items.pictured:
+            if own + written not in (0, images):
+                reason = f"it has {written} marks {IMAGE_MARK}, and there are items with {images} images"
+                more = f", for which their own texts have {own}" if own else ""
+                fix = "write one for each image, or none: then they stand before the question"
+                raise Impossible([problem("data.prompt.template", reason + more, fix)])
+        if written and items.pictured.total() < len(items):
+            reason = (
+                f"it has a mark {IMAGE_MARK}, and {len(items) - items.pictured.total()} items have no image"
+            )
+            raise Impossible(
+                [problem("data.prompt.template", reason, "leave it out: images come first then")]
+            )
 
     def _check_conversations(self, items: PackedItems) -> None:
         if not items.conversations:

@@ -30,6 +30,8 @@ from headrace_coordinator.domain.run_states import (
 )
 from headrace_coordinator.domain.totals import Totals
 
+STALLED = "progress"
+"""Of the warning, among those of a run, that its step stands still."""
 EVALUATED_KEPT = 256
 """Names of evaluations that are kept: a rewind abandons fewer."""
 SWITCH_SHARE = 1.0
@@ -131,7 +133,7 @@ class RunState(msgspec.Struct):
     ranks_reason: str = ""
     """Why they were changed last."""
     warnings: dict[str, str] = {}
-    """What makes it learn nothing, by what that is about."""
+    """What makes it learn nothing, by what that is about; with STALLED, that its step stands still."""
     deaths: dict[str, ev.DeathCharged] = {}
     """The last death of a shared instance that was charged to it, by kind of instance."""
     regrouped_at: float = 0.0

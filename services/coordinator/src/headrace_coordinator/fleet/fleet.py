@@ -21,6 +21,7 @@ from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.sessions import (
     FleetSettings,
     ForeignInstance,
+    InstanceUsage,
     OpenReport,
     Session,
     Supervisor,
@@ -58,6 +59,8 @@ class Fleet:
         self._silent_since: dict[str, float] = {}
         self._suspects: dict[str, set[str]] = {}
         """Who says of whom that it is lost, by the incarnation that says so."""
+        self.endpoints: dict[str, dict[str, str]] = {}
+        """Of online runs: where clients reach each rollout, by run and incarnation."""
         self._last_exit = float("-inf")
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
@@ -119,11 +122,11 @@ class Fleet:
             self.event_log.wake()
 
     def heartbeat(
-        self, incarnation: str, epochs: Iterable[int], resident: int
+        self, incarnation: str, epochs: Iterable[int], usage: InstanceUsage
     ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
         if session := self.sessions.get(incarnation):
-            session.heard_at, session.resident_memory_bytes = self.event_log.monotonic(), resident
+            session.heard_at, session.usage = self.event_log.monotonic(), usage
         renewed = self.lease_manager.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 

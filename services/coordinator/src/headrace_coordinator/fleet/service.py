@@ -29,7 +29,7 @@ from typing_extensions import override
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.sessions import ForeignInstance, Supervisor, open_reports
+from headrace_coordinator.fleet.sessions import ForeignInstance, InstanceUsage, Supervisor, open_reports
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -119,9 +119,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "heartbeat":
                 beat = message.heartbeat
                 _check_reports("heartbeat.open_runs", beat.open_runs)
-                renewed, stale = self._fleet.heartbeat(
-                    message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
-                )
+                renewed, stale = self._fleet.heartbeat(message.incarnation, beat.lease_epochs, _usage(beat))
                 self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
                 self._fleet.suspected(message.incarnation, beat.lost_peers[:MAX_NAMES])
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
@@ -277,6 +275,11 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
         return pb.SuperviseResponse(kill=pb.Kill(instance=instance, incarnation=incarnation, reason=reason))
     request_id, kind, count = body
     return pb.SuperviseResponse(scale=pb.Scale(request_id=request_id, kind=NUMBERS[kind], count=count))
+
+
+def _usage(beat: pb.Heartbeat) -> InstanceUsage:
+    gpus = [(gpu.device, gpu.busy, gpu.used_memory_bytes) for gpu in beat.gpus[:MAX_NAMES]]
+    return InstanceUsage(beat.resident_memory_bytes, beat.busy_cores, tuple(gpus))
 
 
 @contextlib.asynccontextmanager

@@ -44,12 +44,21 @@ def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenRepor
     ]
 
 
+class InstanceUsage(msgspec.Struct, frozen=True):
+    """What an instance uses, as its last heartbeat said."""
+
+    resident_memory_bytes: int = 0
+    busy_cores: float = 0.0
+    gpus: tuple[tuple[str, float, int], ...] = ()
+    """(device, busy share, bytes used) of each GPU that it holds."""
+
+
 class Session(msgspec.Struct):
     """The open session of one instance."""
 
     send: Callable[[str, Any], None]
     heard_at: float
-    resident_memory_bytes: int = 0
+    usage: InstanceUsage = InstanceUsage()
     drain_sent: bool = False
 
 

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.tensorboard import EventFile, evaluation_scalars, step_scalars
+from headrace_coordinator.projections.thumbnails import thumbnails
 from headrace_coordinator.projections.timeline import Part, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 
@@ -29,6 +30,7 @@ QUEUE_LENGTH = 1024
 SEEN_KEPT, SEEN_BYTES = 1024, 1 << 20
 USUAL = TrackingSection()
 Work = Callable[[], None]
+Images = tuple[bytes, ...]
 
 
 class _MetricsKey(msgspec.Struct, frozen=True):
@@ -78,9 +80,11 @@ class RunProjection:
         line = _MetricsKey("evaluation", view.step, view.version, view.kind)
         self._put(lambda: self._write_metrics(line, view, evaluation_scalars(view)))
 
-    def trajectories(self, views: list[SettledTrajectory]) -> None:
-        """Adds settled trajectories; the file keeps a sample of them."""
-        self._put(lambda: self._write_trajectories(views))
+    def trajectories(
+        self, views: list[SettledTrajectory], images: Mapping[int, Images] | None = None
+    ) -> None:
+        """Adds settled trajectories; the file keeps a sample of them. `images` are those of prompts by ordinal."""
+        self._put(lambda: self._write_trajectories(views, images or {}))
 
     def timeline(self, part: Part) -> None:
         """Adds a part of the timeline."""
@@ -151,10 +155,13 @@ class RunProjection:
             del self._seen[next(iter(self._seen))]
         self._board.write(time.time(), view.step, scalars)
 
-    def _write_trajectories(self, views: list[SettledTrajectory]) -> None:
+    def _write_trajectories(self, views: list[SettledTrajectory], images: Mapping[int, Images]) -> None:
         if self._trajectories is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._trajectories = TrajectoryFile(self.directory, *self._limits)
+        if images:
+            small = {ordinal: thumbnails(own) for ordinal, own in images.items()}
+            views = [msgspec.structs.replace(each, images=small[each.prompt_ordinal]) for each in views]
         self._trajectories.append(views)
 
     def _write_timeline(self, part: Part) -> None:

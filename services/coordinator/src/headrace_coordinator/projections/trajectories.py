@@ -70,6 +70,7 @@ class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     stage_rewards: dict[str, float] = {}
     messages: list[Message] = []
     masked: bool = False
+    images: list[str] = []
 
 
 encode_line = msgspec.json.Encoder().encode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -11,6 +11,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.tracing import is_tracing, record
 
 from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.data.dataset import Dataset
@@ -58,7 +59,9 @@ class Projection(Protocol):
     def evaluation(self, view: EvaluationView) -> None:
         """Writes one evaluation."""
 
-    def trajectories(self, views: list[SettledTrajectory]) -> None:
+    def trajectories(
+        self, views: list[SettledTrajectory], images: Mapping[int, tuple[bytes, ...]] | None = None
+    ) -> None:
         """Writes the settled trajectories of one step."""
 
     def timeline(self, part: Part) -> None:
@@ -212,6 +215,10 @@ class RunContext:
         """The prompt of a prompt ordinal."""
         return self.modality.prompt(self.item(prompt))
 
+    def images(self, prompt: int) -> list[common.Image]:
+        """The images of a prompt, as its trainer gets them."""
+        return list(self.prompt(prompt).images) if self.item(prompt).images else []
+
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""
         return self.item(prompt).question
@@ -232,6 +239,8 @@ class RunContext:
     def keep_time(self, kind: Kind, step: int, timer: StepTimer) -> None:
         """Adds the timer's spans to the timeline, with the leases that ended; the timer restarts."""
         clock = self.event_log.now() - self.event_log.monotonic()
+        for stage, devices, start, end in timer.spans() if is_tracing() else ():
+            record(stage, start + clock, end + clock, devices=devices, run=self.run_id)
         self.projection.timeline(
             Part(
                 kind=kind,

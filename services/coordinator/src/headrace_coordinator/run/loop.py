@@ -10,6 +10,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from headrace_servicekit.tracing import open_scope, trace
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.scheduling import plan_admission
@@ -22,6 +24,7 @@ from headrace_coordinator.run.devices.autoplan import Autoplan
 from headrace_coordinator.run.evaluation.evaluate import TooFewAnswers, evaluate
 from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
+from headrace_coordinator.run.standstill import while_it_progresses
 from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
@@ -67,6 +70,7 @@ class RunLoop:
 
     async def run(self) -> None:
         """Works until the run pauses, yields or ends, then closes and releases everything by `leave`."""
+        open_scope()
         await leave(self.context, self._checkpointer, await self._work())
         self.context.keep_time("leave", self.context.state.ledger.step, self._timer)
 
@@ -172,7 +176,9 @@ class RunLoop:
     async def _step(self, pipeline: Pipeline) -> None:
         await self.context.prepare_items()
         step = Step(pipeline)
-        self._published = await self._while_it_progresses(step.run())
+        number = self.context.state.ledger.step + 1
+        with trace(f"step {number}", run=self.context.run_id, step=number):
+            self._published = await while_it_progresses(self.context, step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
         self._autoplan.observe(step.view, step.learned_after_s)
@@ -218,7 +224,8 @@ class RunLoop:
                 acting = [*context.workers.rollouts, *context.workers.repliers]
                 devices = {device for worker in acting for device in worker.devices}
                 try:
-                    with self._timer.stage("evaluate", sorted(devices)):
+                    named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
+                    with named, self._timer.stage("evaluate", sorted(devices)):
                         view = await evaluate(context, self._published, kind, prefill)
                 except TooFewAnswers as missing:
                     if not ordinal:  # Nothing was trained yet.
@@ -352,23 +359,6 @@ class RunLoop:
             self._move(run_states.RECOVERING, f"{misfit}; takes turns on the devices that are left")
         context.workers.adopt_leases()
         return True
-
-    async def _while_it_progresses(self, step: Coroutine[Any, Any, Published]) -> Published:
-        """Runs a step, however long it takes; raises `WaitTimeout` when it makes no progress for step_timeout_s."""
-        task, limit = asyncio.ensure_future(step), self.context.spec.limits.step_timeout_s
-        try:
-            while True:
-                before = self.context.state.ledger.progress
-                await asyncio.wait({task}, timeout=limit)
-                if task.done():
-                    return task.result()
-                if self.context.state.ledger.progress == before:
-                    raise WaitTimeout(
-                        f"step {self.context.state.ledger.step + 1} made no progress for {limit:.0f} s"
-                    )
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _recover(self, fault: Exception) -> Outcome | None:
         """Prepares to go on after a fault; an outcome where the spec is wrong, or the run has recovered too often."""

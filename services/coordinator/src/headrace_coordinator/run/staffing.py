@@ -14,6 +14,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.run.modality import Modality
 from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.workers.clients import RewardClient
@@ -212,12 +213,20 @@ class Staffing:
             replies_elsewhere=elsewhere,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
+            images=self._modality.has_images,
             raw_texts="tokens" in self._fitted.reward.give,
+            group_size=self._fitted.algorithm.group_size,
+            endpoint_key=endpoint_key(self.workers.state.directory) if self._online else "",
             agent_rewards=any(
                 scorer.name == "episode" for found in self._fitted.reward.sets().values() for scorer in found
             ),
         )
         return config.model_dump_json()
+
+    @property
+    def _online(self) -> bool:
+        agent = self.workers.spec.agent
+        return agent is not None and agent.online is not None
 
     def _trainer_config(self) -> str:
         more: dict[str, Any] = {

@@ -59,6 +59,8 @@ class EventLog:
     ) -> None:
         self.state = State()
         self.history = history or History()
+        self.observers: list[Callable[[ev.Event], None]] = []
+        """Called with each new event, in the task that posts it."""
         self.store_trouble = ""
         self.loss = ""
         """What the store has lost, as this start found; "" where it has lost nothing."""
@@ -158,6 +160,8 @@ class EventLog:
             if ev.is_public(event):
                 self.history.posted(event.run, self._sequence)
             self._pending.append((self._sequence, ev.encode(event), event))
+            for observe in self.observers:
+                observe(event)
         if events:
             if self._linger is None:
                 self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)

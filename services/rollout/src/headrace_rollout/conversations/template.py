@@ -73,7 +73,7 @@ class TurnTemplate:
         Raises ValueError with the template's reason, Rewritten where these messages make it rewrite the turn.
         """
         text = self._behind(messages, tools, STAND_IN) if self._chat else _contents(messages)
-        ids: list[int] = self._codec.tokenizer.encode(text, add_special_tokens=False) if text else []
+        ids = self._codec.encode_behind(text)
         # The end of the turn is there already where the policy has sampled it.
         ended = bool(spoken) and spoken[-1] in self._codec.eos_ids and ids[:1] == [spoken[-1]]
         return ids[1:] if ended else ids

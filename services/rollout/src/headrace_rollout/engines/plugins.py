@@ -22,6 +22,7 @@ TRANSFORMERS = Plugin(
         "score_processed",
         "suspend_frees_memory",
         "routed_experts",
+        "images",
         *_DISTRIBUTIONS,
     ),
 )
@@ -30,7 +31,14 @@ VLLM = Plugin(
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
-    features=("resume_from_prefix", "inflight_update", "tensor_parallel", "routed_experts", *_DISTRIBUTIONS),
+    features=(
+        "resume_from_prefix",
+        "inflight_update",
+        "tensor_parallel",
+        "routed_experts",
+        "images",
+        *_DISTRIBUTIONS,
+    ),
 )
 SGLANG = Plugin(
     "headrace_rollout.engines.hosted.building:build_sglang",

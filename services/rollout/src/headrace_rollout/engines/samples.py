@@ -112,6 +112,8 @@ class Group:
     prompt_ordinal: int
     prompt_ids: Sequence[int]
     samples: Sequence[Sample]
+    images: tuple[bytes, ...] = ()
+    """Files, in the order in which `prompt_ids` has their tokens: as many for each as the model makes of it."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class TrajectoryUpdate:
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
     said: Said | None = None
     """Of a conversation that has ended."""
+    images: tuple[bytes, ...] = ()
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,5 +182,7 @@ class Stream:
     chunk_tokens: int = 0
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
+    goes_on: bool = False
+    """Whether later samples of a slot begin with what its earlier ones came to, as turns of a conversation do."""
     moving: threading.Event = field(default_factory=threading.Event)
     """Set when its samples go on elsewhere: updates of those that stop may carry their caches."""

@@ -99,6 +99,7 @@ class Bounds:
             sample.greedy,
             len(prefix.token_ids) if prefix else 0,
             sample.cache if prefix else None,
+            group.images,
         )
 
     def ended(self, trajectory: RunningTrajectory) -> Finish | None:
@@ -128,6 +129,8 @@ class RunningTrajectory:
     greedy: bool = False
     sent: int = 0
     cache: CachedContext | None = None
+    images: tuple[bytes, ...] = ()
+    """Of the prompt."""
 
     @property
     def distribution(self) -> Distribution:
@@ -178,6 +181,7 @@ class RunningTrajectory:
             else None,
             greedy=self.greedy,
             cache=cache,
+            images=self.images if ended else (),
         )
 
     def untouched(self, policy: Policy, *, finish: Finish | None = None) -> TrajectoryUpdate:

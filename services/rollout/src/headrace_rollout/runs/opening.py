@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, reply_model, role_model
+from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.workflow import CONVERSATIONS
@@ -36,11 +38,19 @@ from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Authority, Engine, EngineConfig, Policy, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
 from headrace_rollout.exchanges.engine import ExchangeEngine
 from headrace_rollout.exchanges.exchange import Rules
-from headrace_rollout.runs.opened import ConversationRun, OpenedRun, RobotRun, TextRun
+from headrace_rollout.runs.opened import (
+    RETENTION_BYTES,
+    ConversationRun,
+    OnlineRun,
+    OpenedRun,
+    Retention,
+    RobotRun,
+    TextRun,
+)
 from headrace_rollout.wire import duration_of, refusals, weights_of
 
 if TYPE_CHECKING:
@@ -98,6 +108,8 @@ def _text_run(
         require_engine(chosen.name, engine)
         if config.routed_experts:
             _require_routes(chosen.name, engine, config)
+        if config.images:
+            _require_images(chosen.name, engine, codec, config)
         return engine
 
     if config.reply is not None:
@@ -111,7 +123,39 @@ def _text_run(
             engine = EngineBeside(engine, [*frozen.values()])
         pools = Pools(blobs, token, config.environment.step_timeout_s)
         return ConversationRun(name, config, engine, codec, policy.template, pools, others)
+    if config.agent is not None and config.agent.online is not None:
+        return _online_run(name, config, config.agent, build(settings), codec)
     return TextRun(name, config, build(settings), codec)
+
+
+def _online_run(
+    name: str, config: RolloutConfig, agent: AgentSection, engine: Engine, codec: TextCodec
+) -> OnlineRun:
+    from headrace_rollout.endpoint.desk import Desk
+    from headrace_rollout.endpoint.session import Terms
+
+    assert agent.online is not None
+    template, sampling = TurnTemplate(codec, config.prompt), config.sampling
+    template.check()
+    retention = Retention(RETENTION_BYTES)
+    stream = Stream(
+        0,
+        Distribution(temperature=sampling.temperature),
+        sampling.max_new_tokens,
+        config.seed,
+        lambda _: None,
+        lambda _: None,
+        tuple(sampling.stop),
+    )
+    terms = Terms(
+        name, stream, codec, template, agent.online.max_turns, engine.max_context_tokens, agent.tool_calls
+    )
+
+    def kept(key: SlotKey) -> bool:
+        return retention.has(key.prompt_ordinal, key.sample_index)
+
+    desk = Desk(config.endpoint_key, agent.online, terms, config.group_size, kept)
+    return OnlineRun(name, config, engine, codec, desk, retention=retention)
 
 
 def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any) -> Player:
@@ -171,6 +215,17 @@ def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
         reason, fix = "an exchange with a reply is put together without routes", "leave it or reply out"
     if reason:
         raise PluginError([KeyProblem(key, reason, fix)])
+
+
+def _require_images(name: str, engine: Engine, codec: TextCodec, config: RolloutConfig) -> None:
+    """Raises PluginError where model or engine cannot read the images of prompts."""
+    if codec.images is None:
+        families = ", ".join(VISION_FAMILIES)
+        reason = f"the data has images, and {config.model.path!r} is of no family whose images are read ({families})"
+        raise PluginError([KeyProblem("model.path", reason, "name a vision-language model")])
+    if not engine.capabilities.images:
+        reason = f"the data has images, and {name} takes none"
+        raise PluginError([KeyProblem("rollout.engine", reason, "use the engine transformers")])
 
 
 def _robot_run(

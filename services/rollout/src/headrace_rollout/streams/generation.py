@@ -105,6 +105,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
                     group.prompt_ids,
                     Finish.PROMPT_TOO_LONG,
                     whole=Prefix([], [], []),
+                    images=group.images,
                 )
 
     @override

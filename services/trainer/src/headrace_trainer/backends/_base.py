@@ -125,6 +125,9 @@ class StateReader(Protocol):
     def moment_kinds(self) -> set[str]:
         """Kinds of optimizer moments that there are."""
 
+    def moment_names(self) -> set[str]:
+        """Names of the weights that have moments."""
+
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps behind the moments."""

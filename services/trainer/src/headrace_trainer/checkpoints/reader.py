@@ -65,6 +65,10 @@ class TensorReader(StateReader):
         return kinds - {CRITIC_KIND, ADAPTER_KIND}
 
     @override
+    def moment_names(self) -> set[str]:
+        return {name.partition("/")[2] for name in self._optimizer.names() if "/" in name}
+
+    @override
     def critic_weight(self, name: str, box: Box | None = None) -> Tensor:
         return self._tensor(self._optimizer, f"{CRITIC_KIND}/{name}", box)
 

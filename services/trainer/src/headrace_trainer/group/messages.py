@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from headrace_trainer.learning.samples import CreditData, EpisodeData, Rows
+from headrace_trainer.learning.samples import CreditData, EpisodeData, Image, Rows, Sequence
 
 
 def _kind(name: str) -> str:
@@ -185,3 +185,42 @@ class Header(msgspec.Struct, frozen=True):
     step: int
     attempt: int
     round: AnyRound
+    images: dict[str, bytes] = {}
+    """Of `packed`: files by digest."""
+
+
+def packed(header: Header) -> Header:
+    """The header with each image of its sequences once, whichever of them have it: as it travels."""
+    images = {
+        image.digest: image.data
+        for rows in _works(header.round)
+        for row in rows
+        for sequence in row
+        for image in sequence.images
+    }
+    if not images:
+        return header
+    return _with_data(msgspec.structs.replace(header, images=images), dict.fromkeys(images, b""))
+
+
+def unpacked(header: Header) -> Header:
+    """The header that was packed."""
+    if not header.images:
+        return header
+    return _with_data(msgspec.structs.replace(header, images={}), header.images)
+
+
+def _works(round: AnyRound) -> list[Rows]:
+    if isinstance(round, MicroRound):
+        return round.work
+    return [round.work] if isinstance(round, CountRound | InferRound) else []
+
+
+def _with_data(header: Header, data: dict[str, bytes]) -> Header:
+    def of_sequence(sequence: Sequence) -> Sequence:
+        images = tuple(Image(image.digest, data[image.digest]) for image in sequence.images)
+        return msgspec.structs.replace(sequence, images=images) if images else sequence
+
+    works = [[[of_sequence(each) for each in row] for row in rows] for rows in _works(header.round)]
+    work = works if isinstance(header.round, MicroRound) else works[0]
+    return msgspec.structs.replace(header, round=msgspec.structs.replace(header.round, work=work))

@@ -87,7 +87,7 @@ class Rounds(StepRounds):
         of_rank = self.rank.replica_of
 
         def encoded() -> list[bytes]:
-            once = [_ENCODER.encode(header) for header in headers]
+            once = [_ENCODER.encode(messages.packed(header)) for header in headers]
             return [once[replica] for replica in of_rank]
 
         return self._lead(headers[of_rank[0]], encoded)
@@ -120,7 +120,7 @@ class Rounds(StepRounds):
                     raise
                 why = ranks.lost or f"the leader is gone: {error}"
                 raise RoundLost(f"generation {ranks.generation} is over: {why}") from error
-            header = _DECODER.decode(data)
+            header = messages.unpacked(_DECODER.decode(data))
             if isinstance(header.round, messages.LeaveRound):
                 return
             with self._running(header), suppress(Quiesced):

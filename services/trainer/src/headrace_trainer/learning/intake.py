@@ -212,7 +212,9 @@ class Intake:
         for member in group.members:
             for line in member.lines(self.trained(member)):
                 engine = member.engine_log_probs[line.part]
-                found.append(Sequence(line.tokens, line.trained, engine, routes=member.routes))
+                found.append(
+                    Sequence(line.tokens, line.trained, engine, routes=member.routes, images=member.images)
+                )
             if self.bootstraps(member):
                 found[-1] = _with_end(found[-1])
         return found
@@ -243,6 +245,7 @@ class Intake:
                     self._algorithm.token_weight(len(line.trained)) * share,
                     {name: values[line.part] for name, values in kept.items()},
                     member.routes,
+                    member.images,
                 )
                 for line in lines
             ]
@@ -258,7 +261,13 @@ class Intake:
 def _with_end(read: Sequence) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
     tokens, trained, log_probs = read.tokens, read.trained, read.engine_log_probs
-    return Sequence([*tokens, 0], [*trained, len(tokens)], [*log_probs, math.nan], routes=read.routes)
+    return Sequence(
+        [*tokens, 0],
+        [*trained, len(tokens)],
+        [*log_probs, math.nan],
+        routes=read.routes,
+        images=read.images,
+    )
 
 
 def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | None:

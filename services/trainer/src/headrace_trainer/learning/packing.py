@@ -25,8 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.experts import OWN, ExpertShape, Routing
+from headrace_modelkit.vision import ImageReader, Pictures
 from torch import Tensor
 
+from headrace_trainer.learning.pictures import lay_out
 from headrace_trainer.learning.planning import PrefixTree
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.learning.segments import Segment, Segments, runs_of
@@ -164,6 +166,8 @@ class MicroBatch:
     mine_U: Tensor | None = None
     """Where ranks divide a row: numbers of the pairs that are here, of all `pairs` of the micro-batch."""
     pairs: int = 0
+    pictures: Pictures | None = None
+    """Images and positions, for a model that takes images."""
 
     def tell(self, routing: Routing) -> None:
         """Sets what the routers of a forward over this micro-batch are told of its nodes."""
@@ -200,7 +204,16 @@ class MicroBatch:
         paths = None if self.paths is None else self.paths.to(device)
         segments = None if self.segments is None else self.segments.to(device)
         nodes = None if self.nodes is None else self.nodes.to(device)
-        return replace(self, columns_K=columns_K, paths=paths, segments=segments, nodes=nodes, **moved)
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return replace(
+            self,
+            columns_K=columns_K,
+            paths=paths,
+            segments=segments,
+            nodes=nodes,
+            pictures=pictures,
+            **moved,
+        )
 
 
 def pack(
@@ -210,11 +223,13 @@ def pack(
     attends: Attends = Attends.MASK,
     multiple: int = 1,
     experts: ExpertShape | None = None,
+    images: ImageReader | None = None,
 ) -> MicroBatch:
     """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
 
     `shared` says that sequences of a row may have a tree in common, `attends` what the model can be told about it.
-    Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any.
+    Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any, and `images` reads
+    those of its prompts, if it takes any.
     """
     trees = [PrefixTree() for _ in rows]
     sequences = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
@@ -228,8 +243,13 @@ def pack(
     (rows_U, nodes_U, targets_U), index_K = _distinct(np.concatenate(predicted, axis=1))
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
+    own = [sequence for _, sequence in sequences]
+    pictures = None if images is None else lay_out(own, paths, laid_out.starts, shape, images)
+    tokens_RL = laid_out.tokens_RL
+    if images is not None:  # the model knows no numbers below 0
+        tokens_RL = tokens_RL.where(tokens_RL >= 0, images.token)
     return MicroBatch(
-        tokens_RL=laid_out.tokens_RL,
+        tokens_RL=tokens_RL,
         positions_RL=laid_out.positions_RL,
         mask_R1LL=laid_out.mask_R1LL,
         paths=laid_out.paths,
@@ -245,6 +265,7 @@ def pack(
         nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts)
         if experts
         else None,
+        pictures=pictures,
     )
 
 

@@ -26,6 +26,13 @@ Columns = dict[str, list[float]]
 """Name of a column, such as old_log_probs → a value for each trained token of a sequence."""
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: its file, and that one's digest."""
+
+    digest: str
+    data: bytes
+
+
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One token sequence as a rank works on it.
 
@@ -33,7 +40,8 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
     `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
     `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
-    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none.
+    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images` are
+    those of the prompt; their tokens are numbers below 0, by which two of them are told apart (`vision.place_id`).
     """
 
     tokens: list[int]
@@ -43,6 +51,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 0.0
     columns: Columns = {}
     routes: bytes = b""
+    images: tuple[Image, ...] = ()
 
 
 Rows = list[list[Sequence]]
@@ -77,6 +86,8 @@ class Member:
     masked: bool = False
     routes: bytes = b""
     """As `Sequence.routes`."""
+    images: tuple[Image, ...] = ()
+    """As `Sequence.images`."""
     turn_rewards: tuple[float, ...] = ()
     """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
     turn_tokens: tuple[int, ...] = ()

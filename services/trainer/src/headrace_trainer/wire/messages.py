@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TypedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypedDict
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
-from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
+from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
 from headrace_servicekit.rpc.routes import unpack_routes
 
@@ -19,8 +20,12 @@ from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
 from headrace_trainer.checkpoints.asides import SetAside
 from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import invalid
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.pictures import place_images
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Image, Member, Sequence
 from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
+
+if TYPE_CHECKING:
+    from headrace_modelkit.vision import ImageReader
 
 _SETTLED = frozenset(
     {
@@ -65,10 +70,11 @@ def read_group(
     route_width: int = 0,
     *,
     by_turn: bool = False,
+    reader: ImageReader | None = None,
 ) -> Group:
     """A settled group. `route_width` are the bytes of a token's routes, 0 where they are not replayed.
 
-    `by_turn`: its members come with rewards by turn.
+    `by_turn`: its members come with rewards by turn. `reader` reads the images of its prompt.
 
     Raises Refusal INVALID or DIGEST_MISMATCH.
     """
@@ -78,14 +84,46 @@ def read_group(
         _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width, by_turn=by_turn)
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
+    if message.images or any(each.trajectory.image_digests for each in message.members):
+        members = _with_images(message, members, reader)
     if len({member.sample_index for member in members}) != len(members):
         raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
     keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
+def _with_images(
+    message: trainer_pb2.SettledGroup, members: tuple[Member, ...], reader: ImageReader | None
+) -> tuple[Member, ...]:
+    """The members with the images of their prompt, and numbers of their own for its image tokens."""
+    where = f"prompt {message.prompt_ordinal}"
+    if reader is None:
+        raise invalid(f"{where} has images, and the run's model reads none")
+    digests = [image.digest for image in message.images]
+    if digests != [digest_bytes(image.data) for image in message.images]:
+        raise invalid(f"{where}: an image has not its digest", "DIGEST_MISMATCH")
+    images = tuple(Image(image.digest, image.data) for image in message.images)
+    told = {each.trajectory.sample.sample_index: each.trajectory for each in message.members}
+    found = []
+    for member in members:
+        if list(told[member.sample_index].image_digests) != digests:
+            raise invalid(
+                f"{where}: sample {member.sample_index} was made with other images", "DIGEST_MISMATCH"
+            )
+        try:
+            prompt = member.tokens[: member.trained[0]] if member.trained else member.tokens
+            placed = place_images(prompt, images, reader)
+        except ValueError as error:
+            raise invalid(f"{where}: {error}") from error
+        tokens = [*placed, *member.tokens[len(placed) :]]
+        found.append(replace(member, tokens=tokens, images=images))
+    return tuple(found)
+
+
 def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
+    if message.image_digests:
+        raise invalid(f"{_name(message)} has a prompt with images, which are not sent to be scored")
     tokens, trained, log_probs, _, siblings = _read_tokens(message, _name(message), sampling, vocabulary)
     if siblings:
         raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")

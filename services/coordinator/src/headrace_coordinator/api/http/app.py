@@ -18,14 +18,15 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.tracing import TRACEPARENT, is_tracing, span
 from prometheus_client import Counter, Histogram
 from pydantic.json_schema import models_json_schema
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import ANSWERS, NO_HEAD, add_error_handlers, error_response
-from headrace_coordinator.api.http.routes.dashboard import is_page, link_routes, page_routes
+from headrace_coordinator.api.http.routes.dashboard import DOWNLOAD, Links, is_page, link_routes, page_routes
 from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
 from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
@@ -40,6 +41,8 @@ VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
 OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
+CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
+"""Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""
 REQUESTS = Counter(
     "headrace_http_requests", "HTTP requests by route and status", ["method", "route", "status"]
 )
@@ -74,10 +77,11 @@ def make_app(
     app.include_router(overview_routes(coordinator, runs_directory))
     app.include_router(fleet_routes(coordinator, runs_directory.parent / "logs"))
     app.include_router(service_routes(coordinator))
-    app.include_router(link_routes(token))
+    links = Links()
+    app.include_router(link_routes(token, links))
     app.include_router(page_routes())
     app.include_router(plan_routes())
-    app.add_middleware(Guard, token=token)
+    app.add_middleware(Guard, token=token, links=links)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
@@ -116,8 +120,8 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 class Guard:
     """ASGI middleware in front of every route: refuses who may not call, and counts requests."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, token: str | None, links: Links) -> None:
+        self._app, self._links = app, links
         self._token = token.encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,11 +140,19 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(scope)
+        headers = Headers(scope=scope)
+        if is_tracing() and (scope["method"] in CHANGES or TRACEPARENT in headers):
+            with span(f"{scope['method']} {scope['path']}", headers.get(TRACEPARENT, "")):
+                await self._answer(scope, receive, counted, refusal)
+        else:
+            await self._answer(scope, receive, counted, refusal)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, refusal: Response | None) -> None:
         if scope["method"] == "HEAD" and scope["path"] not in NO_HEAD:
             scope["method"] = "GET"
-            await (refusal or self._app)(scope, receive, _without_body(counted))
+            await (refusal or self._app)(scope, receive, _without_body(send))
         else:
-            await (refusal or self._app)(scope, receive, counted)
+            await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -148,6 +160,9 @@ class Guard:
         if path in OPEN_PATHS or (self._token is not None and is_page(path)):
             return None
         if self._token is not None:
+            code = QueryParams(scope["query_string"]).get("code")
+            if code and DOWNLOAD.fullmatch(path) and self._links.redeem(code, path):
+                return None
             return self._without_token(headers)
         host = headers.get("host", "")
         if not _is_here(host):

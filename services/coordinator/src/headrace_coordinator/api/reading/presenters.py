@@ -37,7 +37,7 @@ from headrace_coordinator.domain.ledger.slot_index import (
     SETTLED,
 )
 from headrace_coordinator.domain.ledger.versions import Version
-from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
+from headrace_coordinator.domain.runs import STALLED, RunState, SuiteEvaluation
 from headrace_coordinator.store.run_files import Item
 
 LISTS_OF_SLOTS = ("trained", "dropped")
@@ -66,6 +66,7 @@ def run_view(
         finished_at=run.finished_at or None,
         waiting_for=waiting_for,
         warnings=list(run.warnings.values()),
+        stalled=STALLED in run.warnings,
         policy=policy_view(base) if base else None,
         warmup_steps=run.warmup_steps,
         layout=run.layout,

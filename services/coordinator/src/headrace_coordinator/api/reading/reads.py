@@ -8,9 +8,9 @@ from itertools import islice
 from typing import TypeVar
 
 from headrace_schema.problems import nearest
-from headrace_schema.resources.fleet import DeviceView, InstanceView, LeaseView
+from headrace_schema.resources.fleet import DeviceView, GpuUseView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
-from headrace_schema.resources.views import RunView
+from headrace_schema.resources.views import EndpointView, RunView
 
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.labels import Labels
@@ -19,8 +19,11 @@ from headrace_coordinator.api.reading.presenters import flow_view, run_summary_v
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.leases import LeaseTable
+from headrace_coordinator.domain.devices.wanted import instances_wanted
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import InstanceUsage
+from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.scheduler import Scheduler
 from headrace_coordinator.store.event_log import EventLog
 
@@ -57,6 +60,16 @@ class Reads:
         place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
         return self._labels.shown(view)
+
+    def endpoint(self, run_id: str) -> EndpointView:
+        """Where clients of an online run speak with its policy; NOT_FOUND for another run."""
+        run = self.find(run_id)
+        if not (run.spec.get("agent") or {}).get("online"):
+            raise Refused("NOT_FOUND", f"run {run_id} is not online: no client speaks with it (agent.online)")
+        granted = run.grant.rollouts if run.grant is not None else ()
+        urls = self._fleet.endpoints.get(run_id, {})
+        found = [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
+        return EndpointView(base_url=found[0] if found else "", api_key=endpoint_key(run.directory))
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
@@ -136,6 +149,10 @@ class Reads:
             spark = self._sparks.keep(run, await self._event_log.history.read(run.id, read_spark))
         return run_summary_view(run, spark)
 
+    def instances_wanted(self) -> dict[str, int]:
+        """How many instances of each kind the runs of now could use; see `domain.devices.wanted`."""
+        return instances_wanted(self._event_log.state)
+
     def run_states(self) -> dict[str, int]:
         """How many runs there are by state."""
         state = self._event_log.state
@@ -191,6 +208,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
     views = []
     for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
+        usage = session.usage if session else InstanceUsage()
         silent_s = fleet.silent_for(state.incarnation)
         views.append(
             InstanceView(
@@ -203,7 +221,12 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
                 devices=state.devices,
                 capabilities=state.capabilities,
                 run=fleet.run_of(state.incarnation),
-                resident_memory_bytes=session.resident_memory_bytes if session else 0,
+                resident_memory_bytes=usage.resident_memory_bytes,
+                busy_cores=round(usage.busy_cores, 2),
+                gpus=[
+                    GpuUseView(device=device, busy=busy, used_memory_bytes=used)
+                    for device, busy, used in usage.gpus
+                ],
                 last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
                 silent_for_s=silent_s,
             )

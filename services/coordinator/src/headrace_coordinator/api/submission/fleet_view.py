@@ -128,9 +128,20 @@ def _head_size(path: str) -> int:
 
 def text_config(path: str) -> Mapping[str, Any]:
     """A local model's configuration, of its language part; empty for an id, and for what a rule finds wrong."""
+    config = _config(path)
+    found = config.get("text_config", config)
+    return found if isinstance(found, dict) else {}
+
+
+def model_type(path: str) -> str:
+    """The family of a local model, by its configuration; empty where `text_config` is."""
+    found = _config(path).get("model_type")
+    return found if isinstance(found, str) else ""
+
+
+def _config(path: str) -> Mapping[str, Any]:
     try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-        found = config.get("text_config", config)
+        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return {}

@@ -6,20 +6,24 @@ import re
 from collections.abc import Callable, Iterator
 
 from headrace_schema.from_json_schema import check_options
-from headrace_schema.problems import choose, problem
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import REASONING
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
 from headrace_coordinator.api.submission.device_rules import devices, instances
-from headrace_coordinator.api.submission.fleet_view import EXTRAS
+from headrace_coordinator.api.submission.fleet_view import EXTRAS, model_type
 from headrace_coordinator.api.submission.submission import Submission
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
 IN_FLIGHT = "inflight_update"
 """Feature of an engine whose answers go on with another version."""
+IMAGES = "images"
+"""Feature of an engine that takes images in prompts."""
 OFF_POLICY = "off_policy"
 """Feature of algorithms that correct for samples of older versions."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
@@ -56,6 +60,33 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
             f"rollout.engine: {name} installs a version between answers only",
             "set rollout.install: abort_and_resume or drain",
         )
+
+
+def images(submission: Submission) -> Iterator[KeyProblemView]:
+    """Data with images in a run some part of which takes none."""
+    spec, fleet, data = submission.spec, submission.fleet, submission.data
+    if data is None or isinstance(data, Impossible) or not data.has_images:
+        return
+    if spec.workflow != REASONING:
+        reason = "the data has images, which prompts of its conversations do not carry"
+        yield problem("workflow", reason, f"set workflow: {REASONING}, or leave the images out")
+    if spec.reply is not None:
+        yield problem("reply", "the data has images, and a reply is made of text alone", "leave it out")
+    engine, known = submission.engine, fleet.names("rollout", "engines")
+    if engine in known and not fleet.offers(engine, IMAGES):
+        fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]
+        reason = f"the data has images, and {engine} takes none here"
+        yield problem("rollout.engine", reason, f"set rollout.engine: {' or '.join(fit) or 'transformers'}")
+    if spec.trainer.backend != "fsdp":
+        reason = f"the data has images, and {spec.trainer.backend} trains on text alone"
+        yield problem(
+            "trainer.backend", reason, "set trainer.backend: fsdp, and leave trainer.backend_options out"
+        )
+    for key, model in (("model.path", spec.model), ("trainer.reference.path", spec.trainer.reference)):
+        kind = model_type(model.path) if model is not None else ""
+        if kind and kind not in VISION_FAMILIES:
+            reason = f"the data has images, and {kind} is no family whose images are read"
+            yield problem(key, reason, f"name a model of {' or '.join(VISION_FAMILIES)}")
 
 
 def answers(submission: Submission) -> Iterator[KeyProblemView]:
@@ -196,7 +227,7 @@ def _stem(name: str) -> str:
     return _VERSION.sub("", name.partition("/")[0])
 
 
-OF_FLEET: tuple[Rule, ...] = (engine, answers, names, staleness, options, tasks, instances, devices)
+OF_FLEET: tuple[Rule, ...] = (engine, images, answers, names, staleness, options, tasks, instances, devices)
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,

@@ -12,6 +12,7 @@ from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunV
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine
+from headrace_coordinator.api.submission.foresight import foreseen
 from headrace_coordinator.api.submission.hardware_defaults import (
     Default,
     hardware_defaults,
@@ -96,8 +97,9 @@ class Submission:
 
     @property
     def note(self) -> str:
-        """What was decided for the spec: why it takes that engine where it is left to the fleet, and defaults."""
-        return "; ".join(filter(None, (self._choice[1], told(self._defaults))))
+        """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
+        seen = foreseen(self.spec, self.data) if isinstance(self.data, Dataset) and not self.evaluated else ""
+        return "; ".join(filter(None, (self._choice[1], told(self._defaults), seen)))
 
     @property
     def settled(self) -> RunSpec:

@@ -8,7 +8,7 @@ const KINDS = ["rollout", "trainer", "reward", "simulator"];
 
 export async function show(root, place, signal) {
   const well = h("p", { class: "muted", role: "status" });
-  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Drain", "Run", "Devices", "Memory", "Host", "Address"]);
+  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Drain", "Run", "Devices", "Memory", "Busy", "Host", "Address"]);
   const [leases, leaseRows] = table("Leases", ["Epoch", "State", "Instance", "Run", "Stage", "Devices", "Expires in"]);
   const hosts = h("div");
   const noInstances = empty("No instance is registered. Start a fleet with ", h("code", {}, "headrace up"), ".");
@@ -69,7 +69,7 @@ export async function show(root, place, signal) {
     return h("tr", {}, h("th", { scope: "row" }, each.name), h("td", {}, chip(each.state), each.silent > 0 && h("div", { class: "why" }, `silent for ${duration(each.silent)}`)),
       h("td", {}, h("button", { type: "button", class: "quiet", disabled: each.state !== "READY", "data-focus": `drain ${each.name}`, "aria-label": `Drain ${each.name}`, onclick: () => drain(each.name, each.run) }, "Drain…")),
       h("td", {}, runLink(each.run)), h("td", {}, each.devices.map(shortDevice).join(", ") || "–"),
-      h("td", {}, each.memory), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)));
+      h("td", {}, each.memory), h("td", {}, each.busy), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)));
   }
 
   function leaseRow(each) {
@@ -92,7 +92,7 @@ export async function show(root, place, signal) {
     well.textContent = state.status === "ok" ? `Coordinator: ok, epoch ${state.coordinator_epoch}, event loop ${state.loop_lag_ms.toFixed(0)} ms late at most` : `Coordinator: unhealthy: ${state.reason}`;
     well.className = state.status === "ok" ? "muted" : "bad";
     for (const field of fields) field.update(found.filter((each) => each.kind === field.kind && each.state !== "LOST").length);
-    const shown = found.slice(0, 100).map((each) => ({ name: each.name, incarnation: each.incarnation, state: each.state, run: each.run, devices: each.devices, host: each.host, address: each.address, memory: bytes(each.resident_memory_bytes), silent: Math.round(each.silent_for_s) }));
+    const shown = found.slice(0, 100).map((each) => ({ name: each.name, incarnation: each.incarnation, state: each.state, run: each.run, devices: each.devices, host: each.host, address: each.address, memory: bytes(each.resident_memory_bytes), busy: `${each.busy_cores.toFixed(1)} cores`, silent: Math.round(each.silent_for_s) }));
     keyed(instanceRows, shown, (each) => each.incarnation, instanceRow);
     instances.hidden = !found.length;
     noInstances.hidden = Boolean(found.length);
@@ -165,15 +165,16 @@ function shortHost(name) {
 }
 
 function devices(root, found, instances) {
+  const use = new Map(instances.flatMap((each) => each.gpus.map((gpu) => [gpu.device, `${(100 * gpu.busy).toFixed(0)}% busy, ${bytes(gpu.used_memory_bytes)} in use`])));
   const hostOf = new Map(instances.flatMap((each) => each.devices.map((device) => [device, each.host])));
   const groups = new Map();
   for (const device of found.slice(0, 256)) {
     const host = hostOf.get(device.name) ?? device.name.split("/")[0];
-    groups.set(host, [...(groups.get(host) ?? []), device]);
+    groups.set(host, [...(groups.get(host) ?? []), { ...device, use: use.get(device.name) }]);
   }
   const items = [...groups].map(([host, list]) => ({ host, list }));
   keyed(root, items.length ? items : [{ host: "", list: [] }], (item) => item.host, ({ host, list }) => host
     ? h("div", {}, h("h3", { title: host }, `Host ${shortHost(host)}`), h("ul", { class: "devices" }, list.map((device) =>
-      h("li", { class: device.state.toLowerCase() }, h("b", {}, shortDevice(device.name)), " ", device.state, h("div", { class: "why" }, [device.holder, device.reason].filter(Boolean).join(": "))))))
+      h("li", { class: device.state.toLowerCase() }, h("b", {}, shortDevice(device.name)), " ", device.state, h("div", { class: "why" }, [[device.holder, device.reason].filter(Boolean).join(": "), device.use].filter(Boolean).join(", "))))))
     : empty("There is no device."));
 }

@@ -1,6 +1,6 @@
 // What proves a run's updates: counts of the slot ledger, certificates by version with rewinds, checkpoints.
 
-import { get } from "../api.js";
+import { get, post } from "../api.js";
 import { empty, facts, h, table } from "../dom.js";
 import { bytes, number, plural } from "../format.js";
 
@@ -59,14 +59,25 @@ export async function proof(root, context) {
     ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Log-prob mismatch", "KL to the trainer"], rows)[0]);
   }
 
+  // A link shows no token: a click gets one that is good once.
+  function download(address) {
+    const link = h("a", { href: "#", download: "", onclick: async (event) => {
+      event.preventDefault();
+      const made = await post(`/v1/links?download=${encodeURIComponent(address)}`);
+      location.assign(made.path);
+    } }, "Download");
+    return link;
+  }
+
   async function saved() {
     const page = await get(`${path}/checkpoints`, signal, { page_size: 100 });
     if (!page.checkpoints.length) return checkpoints.replaceChildren(empty("There is no checkpoint yet."));
-    checkpoints.replaceChildren(table("Checkpoints", ["Name", "Steps in it", "Version", "Size", "Digest", "Go on from it", "As a model"], page.checkpoints.map((each) =>
+    checkpoints.replaceChildren(table("Checkpoints", ["Name", "Steps in it", "Version", "Size", "Digest", "Go on from it", "As a model", "Files"], page.checkpoints.map((each) =>
       h("tr", {}, h("td", {}, each.name), h("td", {}, `${each.step}`), h("td", {}, `${each.version.number}`), h("td", {}, bytes(each.size_bytes)), h("td", {}, h("code", {}, each.version.digest.slice(0, 12))),
         h("td", {}, h("a", { href: `#/submit?from=${encodeURIComponent(context.run.id)}&at=${each.step}` }, `Fork at step ${each.step}…`)),
-        h("td", {}, h("code", {}, `headrace run export ${context.run.id} --at ${each.step}`)))))[0],
-    h("p", { class: "muted" }, "They lie below ", h("code", {}, `${context.run.run_directory}/checkpoints`), context.run.export_path && [", the exported model in ", h("code", {}, context.run.export_path)], "."));
+        h("td", {}, h("code", {}, `headrace run export ${context.run.id} --at ${each.step}`)),
+        h("td", {}, download(`${path}/checkpoints/${each.name}`)))))[0],
+    h("p", { class: "muted" }, "They lie below ", h("code", {}, `${context.run.run_directory}/checkpoints`), context.run.export_path && [", the exported model in ", h("code", {}, context.run.export_path), " (", download(`${path}/export`), ")"], "."));
   }
 
   await load();

@@ -94,8 +94,8 @@ export async function trajectories(root, context) {
   function line(each) {
     const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
-        h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), each.completion.slice(0, 160) || "(nothing)"),
-        h("span", { class: "muted" }, `${plural(each.tokens, "token")}, ${each.finish_reason}`)));
+        h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
+        h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
     return details;
   }
 
@@ -115,22 +115,47 @@ function rewardChip(reward) {
   return h("span", { class: `chip reward ${reward > 0.5 ? "succeeded" : reward > 0 ? "paused" : "failed"}` }, number(reward));
 }
 
+// What the rollout says of a robot's episode: {return, success, steps, error}; null for an answer in words.
+function episode(each) {
+  try {
+    const found = JSON.parse(each.completion);
+    return found && ["return", "success", "steps"].every((key) => key in found) ? found : null;
+  } catch {
+    return null;
+  }
+}
+
+function said(each) {
+  const found = episode(each);
+  if (!found) return each.completion;
+  if (found.error) return `episode lost: ${found.error}`;
+  const ended = found.success === null ? "ended" : found.success ? "succeeded" : "did not succeed";
+  return `episode ${ended} after ${plural(found.steps, "step")}, return ${number(found.return)}`;
+}
+
+function unit(each) {
+  return episode(each) ? "action" : "token";
+}
+
 function body(each, action) {
   const parts = Object.entries(each.parts);
+  const robot = episode(each);
   return h("div", { class: "body" },
-    h("h4", {}, each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
-    each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
+    h("h4", {}, robot || each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
+    each.images?.length ? h("p", {}, each.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the prompt` }))) : null,
+    robot ? [h("h4", {}, "Episode"), h("p", {}, said(each))]
+      : each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
     each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,
-    h("h4", {}, "Reference"), h("pre", { class: "text" }, each.reference || "(none)"),
+    robot ? null : [h("h4", {}, "Reference"), h("pre", { class: "text" }, each.reference || "(none)")],
     facts([
       ["Reward", number(each.reward)],
       ...(each.advantage === null || each.advantage === undefined ? [] : [["Advantage", number(each.advantage)]]),
       ...parts.map(([name, value]) => [`Scorer ${name}`, number(value)]),
-      ["Tokens", `${each.tokens}`],
+      [robot ? "Actions" : "Tokens", `${each.tokens}`],
       ["Finish reason", each.finish_reason],
       ["Attempt", `${each.attempt}`],
       ["Trained on version", `${each.version}`],
-      ["Sampled by", each.versions?.length ? each.versions.map(([version, count]) => `version ${version} (${plural(count, "token")})`).join(", ") : "–"],
+      ["Sampled by", each.versions?.length ? each.versions.map(([version, count]) => `version ${version} (${plural(count, unit(each))})`).join(", ") : "–"],
     ]), action);
 }
 
@@ -140,16 +165,16 @@ function logProbs(each) {
   const mean = known.reduce((sum, value) => sum + value, 0) / (known.length || 1);
   const lowest = values.indexOf(Math.min(...known));
   const told = h("p", { class: "muted", "aria-live": "off" });
-  const rest = () => { told.textContent = `mean ${number(mean)}, lowest ${number(values[lowest])} at token ${lowest + 1}${each.tokens > values.length ? `; the first ${values.length} of ${each.tokens} tokens` : ""}`; };
+  const rest = () => { told.textContent = `mean ${number(mean)}, lowest ${number(values[lowest])} at ${unit(each)} ${lowest + 1}${each.tokens > values.length ? `; the first ${values.length} of ${plural(each.tokens, unit(each))}` : ""}`; };
   rest();
   const versionAt = (index) => {
     let left = index;
     for (const [version, count] of each.versions ?? []) { if (left < count) return version; left -= count; }
     return "?";
   };
-  const cells = strip(values, `log-prob of each token: ${told.textContent}`, (index) => {
-    told.textContent = `token ${index + 1}: log-prob ${number(values[index])}, version ${versionAt(index)}`;
+  const cells = strip(values, `log-prob of each ${unit(each)}: ${told.textContent}`, (index) => {
+    told.textContent = `${unit(each)} ${index + 1}: log-prob ${number(values[index])}, version ${versionAt(index)}`;
   });
   cells.addEventListener("pointerleave", rest);
-  return h("div", {}, h("h4", {}, "Log-prob of each token, nats"), h("div", { class: "strips" }, cells), told);
+  return h("div", {}, h("h4", {}, `Log-prob of each ${unit(each)}, nats`), h("div", { class: "strips" }, cells), told);
 }

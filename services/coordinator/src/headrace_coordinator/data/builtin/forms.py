@@ -8,28 +8,26 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from headrace_schema.images import IMAGE_MARK
 from headrace_schema.problems import choose, nearest, show
 
+from headrace_coordinator.data.builtin.bad_row import BadRow
+from headrace_coordinator.data.builtin.pictures import check_together, image_of, images_of, looks_like_image
 from headrace_coordinator.data.items import DataItem
 
 Row = Mapping[str, Any]
 Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
 LETTERS = "ABCD"
 ROLES = ("system", "user", "assistant", "tool")
+IMAGE_KEYS = ("images", "image")
+"""Columns that are images in data sets of others; the forms verl and trl read them without being told."""
 FEW_CHARACTERS = 1 << 20
 MOST_NESTED = 100
 """Objects and lists in each other; the reward service reads twice as many."""
 _PLAIN = frozenset({str, int, bool, type(None)})
-
-
-class BadRow(ValueError):
-    """What is wrong with a row, and how to mend it."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.reason, self.fix = reason, fix
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,87 @@ class Keys:
     question: str = ""
     answer: str = ""
     id: str = ""
+    images: str = ""
 
 
-def item_of(row: Row, form: Form, keys: Keys) -> DataItem:
-    """The item of a row; other texts and numbers of the row are template fields. Raises `BadRow`."""
+def item_of(row: Row, form: Form, keys: Keys, folder: Path | None = None) -> DataItem:
+    """The item of a row; other texts and numbers of the row are template fields. Raises `BadRow`.
+
+    Paths of images are relative to `folder`.
+    """
+    row, images = _without_images(row, form, keys, folder)
     item = _READERS[form](row, keys)
+    if images:
+        item = replace(item, images=tuple(images))
+        _check_marks(item)
     return replace(item, id=text_of(row, keys.id)) if keys.id else item
+
+
+def _without_images(row: Row, form: Form, keys: Keys, folder: Path | None) -> tuple[Row, list[bytes]]:
+    """The row without its images, which no template and no scorer reads; parts of messages that are images are marks.
+
+    Raises `BadRow`, also for images that nobody asked for.
+    """
+    nested = any(isinstance(value, (list, tuple)) for value in row.values())
+    key = keys.images or next((each for each in IMAGE_KEYS if looks_like_image(row.get(each))), "")
+    if key and not keys.images and form not in ("verl", "trl"):
+        raise BadRow(f"has images under {key!r}, which no option names", f"set data.options.images: {key}")
+    if not key and not nested:
+        return row, []
+    if key and key not in row:
+        raise BadRow(f"has no key {key!r}", choose(key, row, extra="or write null there: no image"))
+    images = images_of(row[key], key, folder) if key else []
+    own: list[bytes] = []
+    changed = {name: value for name, value in row.items() if name != key}
+    for name, value in row.items():
+        if name != key and _has_image_parts(value):
+            changed[name] = [_with_marks(turn, f"{name}[{at}]", folder, own) for at, turn in enumerate(value)]
+    if own and images:
+        reason = f"has images in its messages and under {key!r}"
+        raise BadRow(reason, f"leave {key!r} out, or write parts of messages without images of their own")
+    check_together(own)
+    if not images and not own and any(map(_has_image_parts, row.values())):
+        raise BadRow(
+            "has parts of type image, and no image", "give each its image, or name data.options.images"
+        )
+    return changed, images or own
+
+
+def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes]) -> Row:
+    """A message whose parts that are images are marks; what they hold is added to `images`."""
+    parts = turn.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return turn
+    content = ""
+    for at, part in enumerate(parts):
+        if not _is_image_part(part):
+            content += str(part.get("text") or "") if isinstance(part, Mapping) else str(part)
+            continue
+        content += IMAGE_MARK
+        given = part.get("image_url") or part.get("image") or part.get("url") or part.get("path")
+        if given is not None:  # else one of the row's own images
+            images.append(image_of(given, f"{place}.content[{at}]", folder))
+    return {**turn, "content": content}
+
+
+def _has_image_parts(value: Any) -> bool:
+    """Whether it is a conversation some message of which has parts that are images."""
+    return _is_conversation(value) and any(
+        isinstance(turn.get("content"), (list, tuple)) and any(map(_is_image_part, turn["content"]))
+        for turn in value
+    )
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _check_marks(item: DataItem) -> None:
+    if item.marks not in (0, len(item.images)):
+        raise BadRow(
+            f"has {item.marks} marks {IMAGE_MARK} in its text for {len(item.images)} images",
+            "write one for each, or none: then the images stand before the question",
+        )
 
 
 def _plain(row: Row, keys: Keys) -> DataItem:
@@ -209,7 +282,9 @@ def _message(turn: Row, place: str) -> dict[str, str]:
     ):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        raise BadRow(f"has {show(content)} as content of {place}", "write text; images are not read yet")
+        raise BadRow(
+            f"has {show(content)} as content of {place}", "write text, or parts of type text and image"
+        )
     return {"role": role, "content": content}
 
 

@@ -42,6 +42,7 @@ class HuggingFace(RowSource):
             enumerate(self._rows()),
             lambda number: f"row {number} of {self.dataset} ({self.split})",
             DATASET_KEY,
+            Path(self.dataset).expanduser(),
         )
 
     def _rows(self) -> Any:
@@ -49,9 +50,10 @@ class HuggingFace(RowSource):
         local = Path(self.dataset).expanduser()
         where = str(local) if local.is_dir() else self.dataset
         try:
-            return datasets.load_dataset(
+            found = datasets.load_dataset(
                 where, self.name, split=self.split, revision=None if local.is_dir() else self.revision
             )
+            return _with_files(datasets, found)
         except datasets.exceptions.DatasetNotFoundError as error:
             fix = "check the id, the revision and HF_TOKEN, or name a local directory"
             raise Impossible([problem(DATASET_KEY, _one_line(error), fix)]) from error
@@ -68,6 +70,17 @@ class HuggingFace(RowSource):
         if "BuilderConfig" in text or "Config name is missing" in text:
             return problem("data.options.name", text, "set it to one of those")
         return problem(DATASET_KEY, text, "check the id and the connection, or name a local directory")
+
+
+def _with_files(datasets: Any, rows: Any) -> Any:
+    """The rows with the files of their images: decoded ones would be written anew."""
+    for name, feature in rows.features.items():
+        inner = getattr(feature, "feature", None)
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(inner, datasets.Image):
+            rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return rows
 
 
 def _one_line(error: Exception) -> str:

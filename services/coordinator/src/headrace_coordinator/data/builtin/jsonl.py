@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from headrace_schema.images import MOST_PROMPT_IMAGE_BYTES
 from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
 from typing_extensions import override
@@ -20,6 +21,8 @@ READ_BYTES = 1 << 20
 event loop, which wakes, finds it taken again, and begins to wait anew.
 """
 LINE_BYTES = 1024 * 1024
+IMAGE_LINE_BYTES = 2 * MOST_PROMPT_IMAGE_BYTES
+"""Of a line with images in base64."""
 PATH_KEY = "data.options.path"
 
 
@@ -40,16 +43,17 @@ class Jsonl(RowSource):
     @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
-        return self.row_items(self._rows(), self._place, PATH_KEY)
+        folder = Path(self.path).expanduser().parent
+        return self.row_items(self._rows(), self._place, PATH_KEY, folder)
 
     def _rows(self) -> Iterator[tuple[int, Row]]:
         try:
             with Path(self.path).expanduser().open("rb", buffering=READ_BYTES) as file:
-                number = 0
-                while line := file.readline(LINE_BYTES + 1):
+                number, most = 0, IMAGE_LINE_BYTES if self.images else LINE_BYTES
+                while line := file.readline(most + 1):
                     number += 1
-                    if len(line) > LINE_BYTES:
-                        self._wrong(number, f"is longer than {LINE_BYTES} bytes", "shorten or split it")
+                    if len(line) > most:
+                        self._wrong(number, f"is longer than {most} bytes", "shorten or split it")
                     if line.strip():
                         yield number, self._row(number, line)
         except OSError as error:

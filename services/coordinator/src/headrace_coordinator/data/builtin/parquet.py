@@ -15,7 +15,7 @@ from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
 
 PATH_KEY = "data.options.path"
-ROWS = 1024  # read at once: memory is bounded by a batch, not by a file
+ROWS, IMAGE_ROWS = 1024, 64  # read at once: memory is bounded by a batch, not by a file
 
 
 class Parquet(RowSource):
@@ -38,7 +38,7 @@ class Parquet(RowSource):
         pq = _pyarrow()
         for file in self._files():
             rows = enumerate(self._rows(pq, file), 1)
-            yield from self.row_items(rows, partial(_place, file), PATH_KEY)
+            yield from self.row_items(rows, partial(_place, file), PATH_KEY, file.parent)
 
     def _rows(self, pq: Any, file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowException
@@ -46,7 +46,7 @@ class Parquet(RowSource):
         try:
             with pq.ParquetFile(file) as table:
                 first = 1
-                for batch in table.iter_batches(batch_size=ROWS):
+                for batch in table.iter_batches(batch_size=IMAGE_ROWS if self.images else ROWS):
                     yield from self._values(batch, file, first)
                     first += len(batch)
         except (OSError, ArrowException) as error:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, NoReturn, Self
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, row_bytes, share_of
+from headrace_coordinator.data.builtin.bad_row import BadRow
+from headrace_coordinator.data.builtin.forms import Form, Keys, Row, item_of, row_bytes, share_of
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
 
@@ -55,6 +57,11 @@ class RowSource(DataSource):
     id: str = Field(
         default="", description="key that tells items apart; default: what the prompt shows of a row"
     )
+    images: str = Field(
+        default="",
+        description="key of a row's image or list of images: paths, bytes, base64, or what `datasets` has; default: "
+        "none, those in parts of messages, and of the forms verl and trl `images` or `image`",
+    )
     longest_question: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0,
         description="characters of the longest question; rows with longer ones are left out; 0: all",
@@ -68,17 +75,24 @@ class RowSource(DataSource):
         return dict(self._left_out)
 
     def row_items(
-        self, rows: Iterable[tuple[int, Row]], place: Callable[[int], str], key: str
+        self,
+        rows: Iterable[tuple[int, Row]],
+        place: Callable[[int], str],
+        key: str,
+        folder: Path | None = None,
     ) -> Iterator[DataItem]:
-        """The items of numbered rows but those that are left out. `Impossible` names `key` and the row's `place`."""
-        keys = Keys(self.question, self.answer, self.id)
+        """The items of numbered rows but those that are left out. `Impossible` names `key` and the row's `place`.
+
+        Paths of images are relative to `folder`.
+        """
+        keys = Keys(self.question, self.answer, self.id, self.images)
         form, all_kept = self.form, not self.longest_question and self.pass_rate is None
         for number, row in rows:
             try:
-                if (size := row_bytes(row)) > ROW_BYTES:
+                if (size := row_bytes(self._texts(row))) > ROW_BYTES:
                     reason = f"has {size:,} bytes of text and numbers, and {ROW_BYTES:,} travel"
                     raise BadRow(reason, "shorten it, or remove the row")
-                item = item_of(row, form, keys)
+                item = item_of(row, form, keys, folder)
                 unwanted = "" if all_kept else self._unwanted(item, row)
             except BadRow as bad:
                 self.wrong(key, place(number), bad.reason, bad.fix)
@@ -86,6 +100,12 @@ class RowSource(DataSource):
                 self._left_out[unwanted] += 1
             else:
                 yield item
+
+    def _texts(self, row: Row) -> Row:
+        """The row without its images, which have bounds of their own."""
+        if not self.images:
+            return row
+        return {name: value for name, value in row.items() if name != self.images}
 
     def wrong(self, key: str, place: str, reason: str, fix: str) -> NoReturn:
         """Raises `Impossible` for a row."""

@@ -24,6 +24,7 @@ from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused,
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
+from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.trajectories import failure_of, said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
@@ -137,7 +138,8 @@ async def _assignments(
         )
         for index in mine
     ]
-    yield rollout.AssignGroups(groups=groups)
+    for message in by_size(rollout.AssignGroups(groups=groups)):
+        yield message
 
 
 def _key(sample: common.SlotKey) -> tuple[int, int]:

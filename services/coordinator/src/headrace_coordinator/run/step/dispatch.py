@@ -7,7 +7,7 @@ that were stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -24,6 +24,25 @@ from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+
+IMAGE_BYTES = 16 << 20
+"""Of the images of a message, unless those of a single prompt are more: gRPC refuses messages of 64 MiB."""
+
+
+def by_size(message: rollout.AssignGroups) -> Iterator[rollout.AssignGroups]:
+    """The same groups in messages of about IMAGE_BYTES of images; a message without images as it is."""
+    if not any(group.prompt.images for group in message.groups):
+        yield message
+        return
+    part, size = rollout.AssignGroups(), 0
+    for group in message.groups:
+        own = sum(len(image.data) for image in group.prompt.images)
+        if part.groups and size + own > IMAGE_BYTES:
+            yield part
+            part, size = rollout.AssignGroups(), 0
+        part.groups.add().CopyFrom(group)
+        size += own
+    yield part
 
 
 class Dispatch:
@@ -49,7 +68,8 @@ class Dispatch:
             live = sum(workers.usable(each) for each in workers.rollouts) + len(self._attempt.joining)
             room, below = worker.max_concurrency, self._credit(worker)
             if work := plan_dispatch(index, self._order, worker.incarnation, room, live, below):
-                yield await self._assign(worker, work)
+                for part in by_size(await self._assign(worker, work)):
+                    yield part
             else:
                 await asyncio.shield(news)
 
@@ -65,14 +85,28 @@ class Dispatch:
         attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
         is_baseline = self._context.workers.leader.is_baseline
         message = rollout.AssignGroups()
+        agent = self._context.spec.agent
+        online = agent is not None and agent.online is not None
         for prompt, samples in work:
-            group = message.groups.add(prompt_ordinal=prompt, prompt=self._context.prompt(prompt))
+            group = message.groups.add(
+                prompt_ordinal=prompt,
+                prompt=self._context.prompt(prompt),
+                oldest_version=self._oldest(prompt) if online else 0,
+            )
             for sample in samples:
                 resume = self._prefixes.get((prompt, sample))
                 group.samples.add(
                     sample_index=sample, attempt=next(attempts), resume=resume, greedy=is_baseline(sample)
                 )
         return message
+
+    def _oldest(self, prompt: int) -> int:
+        """Number of the oldest version whose tokens a prompt's step may learn from."""
+        lineage, ahead = self._context.state.lineage, self._ledger.step_of(prompt) - self._ledger.step
+        base, most = lineage.base, self._context.spec.algorithm.max_staleness - ahead
+        numbers = lineage.chain(lineage.head)
+        fit = [n for n in numbers if base is not None and base.ordinal - lineage.versions[n].ordinal <= most]
+        return min(fit, default=lineage.head + 1)
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)

@@ -137,7 +137,8 @@ async def learn_requests(attempt: AttemptState, prompts: list[int]) -> AsyncIter
         raise MessagesLost(f"{lost} settled trajectories are lost with their producer")
     request, size = trainer.LearnRequest(), 0
     for prompt in prompts:
-        group = request.groups.add(prompt_ordinal=prompt)
+        group = request.groups.add(prompt_ordinal=prompt, images=attempt.context.images(prompt))
+        size += sum(len(image.data) for image in group.images)
         for slot in attempt.ledger.group(prompt):
             trajectory = attempt.trajectories[slot.key]
             _fill(group.members.add(), attempt, trajectory, messages[slot.key])

@@ -255,6 +255,7 @@ class Requests:
             seed=seed_of(trajectory),
             eos_ids=sorted(self._bounds.eos_ids),
             cache_salt=policy.digest,
+            images=trajectory.images,
         )
 
     async def _run(self, sample: RequestedTrajectory) -> None:

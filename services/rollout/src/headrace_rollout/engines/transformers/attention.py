@@ -28,12 +28,13 @@ class Parts:
 
 def attend_by_parts(model: PreTrainedModel) -> bool:
     """Lets `model` take Parts from its cache; False where its layers use attention of their own."""
-    own = model.config._attn_implementation
+    text = model.config.get_text_config()
+    own = text._attn_implementation
     if not model._supports_attention_backend or own not in ("sdpa", "eager"):
         return False
     AttentionInterface.register(_PREFIX + own, _attend)
     AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    model.config._attn_implementation = _PREFIX + own
+    text._attn_implementation = _PREFIX + own  # a vision tower keeps its own
     return True
 
 

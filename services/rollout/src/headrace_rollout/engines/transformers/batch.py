@@ -19,7 +19,9 @@ _TOKEN_STEP = 64
 
 
 class Batch:
-    """Rows 0 to `count` run; `length` counts cached tokens, `sampled` the answer's, prefix included."""
+    """Rows 0 to `count` run; `length` counts cached tokens, `sampled` the answer's, prefix included; `shift` is what
+    images add to a token's position.
+    """
 
     def __init__(self, rows: int) -> None:
         self.trajectories: list[RunningTrajectory] = []
@@ -27,8 +29,8 @@ class Batch:
         """Of each row's cached tokens, in pieces; empty lists where none are recorded."""
         self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
         self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
-        self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back = (
-            np.zeros(rows, dtype=np.int64) for _ in range(6)
+        self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back, self.shift = (
+            np.zeros(rows, dtype=np.int64) for _ in range(7)
         )
         self.seed, self.prompt, self.sample = (np.zeros(rows, dtype=np.int64) for _ in range(3))
         self.has_stop = np.zeros(rows, dtype=bool)
@@ -40,8 +42,18 @@ class Batch:
         """Running rows."""
         return len(self.trajectories)
 
-    def join(self, trajectory: RunningTrajectory, length: int, vocabulary: int, routes: bytes = b"") -> None:
-        """Adds a row whose context of `length` tokens is cached, with these routes."""
+    def join(
+        self,
+        trajectory: RunningTrajectory,
+        length: int,
+        vocabulary: int,
+        routes: bytes = b"",
+        shift: int = 0,
+    ) -> None:
+        """Adds a row whose context of `length` tokens is cached, with these routes.
+
+        `shift`: what images add to the number of tokens before a token to make its position.
+        """
         row, prefix = self.count, trajectory.prefix
         self.trajectories.append(trajectory)
         self.routes.append([routes])
@@ -55,6 +67,7 @@ class Batch:
             trajectory.sent,
             trajectory.limit,
         )
+        self.shift[row] = shift
         # Without chunks nothing is sent before the end.
         self.chunk[row] = trajectory.stream.chunk_tokens or np.iinfo(np.int64).max // 2
         self.seed[row] = trajectory.stream.seed

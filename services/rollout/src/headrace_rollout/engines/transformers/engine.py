@@ -36,6 +36,7 @@ CAPABILITIES = Capabilities(
     score_processed=True,
     suspend_frees_memory=True,
     routed_experts=True,
+    images=True,
 )
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ class TransformersEngine(ThreadedHolder, Engine):
     def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
         device = config.devices[0] if config.devices else HOST
-        self._model = PolicyModel(config.model, device, routed_experts=config.routed_experts)
+        self._model = PolicyModel(
+            config.model, device, routed_experts=config.routed_experts, images=config.codec.images
+        )
         super().__init__(self._model, "decode")
         self._decoder = Decoder(
             self._model, config.codec, config.max_concurrency, self.figures, self._threads, kv_cache_bytes
@@ -130,6 +133,7 @@ class TransformersEngine(ThreadedHolder, Engine):
 
     def _begin_with(self, policy: Policy) -> None:
         self._decoder.oldest = policy.number
+        self._decoder.kept.clear()
 
     def _living(self) -> int:
         return self._decoder.living

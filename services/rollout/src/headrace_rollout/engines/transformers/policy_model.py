@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,15 @@ from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_modelkit.products import WideLayers
+from headrace_modelkit.vision import (
+    ImageReader,
+    Pictures,
+    Pixels,
+    Span,
+    language_inputs,
+    rope_positions,
+    rope_shift,
+)
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,22 +35,33 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.attention import attend_by_parts
-from headrace_rollout.engines.transformers.cache import SlotCache
+from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.kept import Extension
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 # Padded tokens of one scoring pass.
 PASS_TOKENS = 4096
+Images = tuple[bytes, ...]
+"""Files of the images of a context."""
 
 
 class PolicyModel(HeldModel):
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
-    def __init__(self, config: ModelSection, device: torch.device, *, routed_experts: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelSection,
+        device: torch.device,
+        *,
+        routed_experts: bool = False,
+        images: ImageReader | None = None,
+    ) -> None:
         architecture = load_architecture(config)
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
         self.device = HOST
+        self._images = images
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
         # Experts are computed as the trainer computes them, whether their routes are wanted or not.
@@ -83,20 +104,68 @@ class PolicyModel(HeldModel):
             self.cache.learn()
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
 
-    def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
-        """(P, D) hidden states at each context's last token; the cache stores what its plan says."""
+    def prefill(self, contexts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> Tensor:
+        """(P, D) hidden states at each context's last token; the cache stores what its plan says.
+
+        `images` are those of each context, whose prompt has their tokens first.
+        """
         lengths = [len(context) for context in contexts]
         # Causal attention never looks right, so padding behind a context needs no mask.
-        hidden_PTD = self.hidden(padded(contexts, self.device), past_key_values=self.cache)
+        tokens_PT = padded(contexts, self.device)
+        pictures = self._pictures(tokens_PT.shape[1], contexts, images) if any(images) else None
+        hidden_PTD = self.hidden(tokens_PT, pictures, past_key_values=self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
-    def decode(self, tokens_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> Tensor:
-        """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens."""
+    def shift(self, context: Sequence[int], images: Images) -> int:
+        """What is added to the index of a token behind a context with images to get its position."""
+        return rope_shift(self._spans(context, images)) if images else 0
+
+    def _spans(self, context: Sequence[int], images: Images) -> list[Span]:
+        assert self._images is not None
+        read = [self._images.read(data) for data in images]
+        # What was sampled may hold the image token too: a prompt's come first.
+        return self._images.spans(context, read, prefix=True)
+
+    def _pictures(self, length: int, contexts: Sequence[Sequence[int]], images: Sequence[Images]) -> Pictures:
+        assert self._images is not None
+        found: list[tuple[NDArray[np.int64], Pixels]] = []
+        positions_3PT = np.zeros((3, len(contexts), length), np.int64)
+        for row, (context, own) in enumerate(zip(contexts, images, strict=True)):
+            spans = self._spans(context, own) if own else []
+            positions_3PT[:, row] = rope_positions(length, spans)
+            for span in spans:
+                found.append((np.arange(span.image.tokens) + row * length + span.start, span.image))
+        return Pictures.of(found, positions_3PT, self._images.blank()).to(self.device)
+
+    def extend(
+        self, contexts: Sequence[Sequence[int]], known: Sequence[PromptKeys]
+    ) -> tuple[Tensor, list[PromptKeys]]:
+        """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
+        new = [context[keys.length :] for context, keys in zip(contexts, known, strict=True)]
+        lengths, extension = list(map(len, new)), Extension(known, self.device)
+        position_NT, mask = extension.inputs(lengths, self._model.dtype)
+        hidden_NTD = self.hidden(
+            padded(new, self.device), position_ids=position_NT, attention_mask=mask, past_key_values=extension
+        )
+        last = torch.tensor([length - 1 for length in lengths], device=self.device)
+        hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
+        return hidden_ND, extension.keys(lengths)
+
+    def decode(
+        self,
+        tokens_N: NDArray[np.int64],
+        length_N: NDArray[np.int64],
+        shift_N: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens.
+
+        `shift_N`: where images make positions other than the number of tokens before.
+        """
         plan = self.cache.decode(length_N, self.device, self._model.dtype)
         hidden_N1D = self.hidden(
             torch.from_numpy(tokens_N[plan.order]).to(self.device)[:, None],
-            position_ids=plan.position_N[:, None],
+            position_ids=self._positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
@@ -106,12 +175,25 @@ class PolicyModel(HeldModel):
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
         return hidden_N1D[:, 0].index_select(0, back)
 
-    def hidden(self, tokens_NT: Tensor, **arguments: Tensor | SlotCache) -> Tensor:
+    def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
+        if shift_N is None or not shift_N.any():
+            return plan.position_N[:, None]
+        shifted_N = plan.position_N + torch.from_numpy(shift_N[plan.order]).to(self.device)
+        return shifted_N[None, :, None].expand(3, -1, -1)
+
+    def hidden(
+        self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache | Extension
+    ) -> Tensor:
         """(N, T, D) hidden states before the head."""
         if self._routing is not None and self._records:
             self._routing.recorded = []
-        found: Tensor = self._model.base_model(
-            input_ids=tokens_NT, use_cache="past_key_values" in arguments, **arguments
+        body: Any = self._model.base_model
+        inputs: dict[str, Any] = {"input_ids": tokens_NT}
+        if pictures is not None:
+            inputs = language_inputs(body, tokens_NT, pictures)
+            body = body.language_model
+        found: Tensor = body(
+            **inputs, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
         return found
 

@@ -64,6 +64,11 @@ class Admission:
     waiting: Waiting
     members: list[RunningTrajectory]
 
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Of the prompt."""
+        return self.members[0].images
+
 
 class JoinQueue:
     """Waiting contexts in order."""

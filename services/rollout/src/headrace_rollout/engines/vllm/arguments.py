@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_modelkit.loading import context_limit, load_architecture
+from headrace_schema.images import MOST_IMAGES
 from vllm import AsyncEngineArgs
 
 from headrace_rollout.engines.base import EngineConfig
@@ -56,7 +57,10 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         load_format="dummy",
         logprobs_mode="processed_logprobs",
         # Requests are token ids, and no file beside the model may change how they are sampled.
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=config.codec.images is None,  # its processor of images wants one
+        **(
+            {} if config.codec.images is None else {"limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0}}
+        ),
         generation_config="vllm",
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,

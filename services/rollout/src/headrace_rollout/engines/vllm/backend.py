@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
+from headrace_modelkit.vision import decode_image
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
@@ -42,6 +44,7 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
+        images=find_spec("torchvision") is not None,  # transformers' processors need it inside of vLLM
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
@@ -97,7 +100,12 @@ class VllmBackend(Backend):
         params = _sampling(request.distribution, request.max_new_tokens)
         params.stop_token_ids = list(request.eos_ids)
         params.seed = request.seed if request.distribution.temperature else None
-        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.cache_salt}
+        prompt: dict[str, Any] = {
+            "prompt_token_ids": list(request.token_ids),
+            "cache_salt": request.cache_salt,
+        }
+        if request.images:
+            prompt |= await asyncio.to_thread(self._with_images, request)
         try:
             async with aclosing(self._engine.generate(prompt, params, request.request_id)) as outputs:
                 async for output in outputs:
@@ -108,6 +116,14 @@ class VllmBackend(Backend):
                         yield Tokens(ids, _log_probs(ids, made.logprobs), routes=routes)
         except _REFUSALS as error:
             raise BackendFailed(one_line(error)) from error
+
+    def _with_images(self, request: Request) -> dict[str, Any]:
+        """The request's images, and its ids with one token for each: vLLM's own processor expands them again."""
+        reader = self._config.codec.images
+        assert reader is not None, "checked as the run opened"
+        ids = reader.collapse(request.token_ids, [reader.read(image) for image in request.images])
+        images = [decode_image(image) for image in request.images]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     @override
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ FIXED_ARGUMENTS = frozenset(
         "weight_transfer_config",
         "enable_sleep_mode",
         "skip_tokenizer_init",
+        "limit_mm_per_prompt",
         "generation_config",
     }
 )

@@ -13,6 +13,7 @@ from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
+from headrace_modelkit.vision import ImageReader, load_images
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
@@ -66,6 +67,8 @@ class FsdpModels(FsdpState):
         self._dirty = False
         """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
+        self._images: ImageReader | None = None
+        """What reads the images of prompts, where the model takes any."""
         self._square_nodes = math.inf
         """Length at which attention costs as much as all else."""
         self._reference: Reference | None = None
@@ -163,6 +166,7 @@ class FsdpModels(FsdpState):
                 _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
+        self._images = load_images(self._config.model)
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
@@ -257,6 +261,7 @@ class FsdpModels(FsdpState):
             attends=self._attends,
             multiple=self._options.context_parallel,
             experts=self._expert_shape,
+            images=self._images,
         )
         if (context := self._context) is not None:
             batch = context.divided(batch)

@@ -11,6 +11,7 @@ from headrace_modelkit.critic import Critic
 from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.logprobs import Head
+from headrace_modelkit.vision import language_inputs, vision_tower
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -30,6 +31,9 @@ class Policy(nn.Module):
         self.critic = critic
         self.routing = routing
         """What its routers are told, of a model with experts."""
+        tower = vision_tower(model)
+        self.sees = tower is not None and any(own.requires_grad for own in tower.parameters())
+        """Whether gradients go into its vision tower."""
         self.context: ContextGroup | None = None
         """The ranks that divide the micro-batches it gets; set by who divides them."""
 
@@ -72,9 +76,12 @@ class Policy(nn.Module):
         # Only bodies whose attention takes them are given any.
         told = {"paths": batch.paths, "segments": batch.segments, "context": self.context}
         options = {name: value for name, value in told.items() if value is not None}
+        inputs = {"input_ids": batch.tokens_RL, "position_ids": batch.positions_RL}
+        if batch.pictures is not None:
+            inputs = language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
+            body = body.language_model
         hidden_RLD: Tensor = body(
-            input_ids=batch.tokens_RL,
-            position_ids=batch.positions_RL,
+            **inputs,
             attention_mask=batch.mask_R1LL,
             use_cache=False,
             **options,

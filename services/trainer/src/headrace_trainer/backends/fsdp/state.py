@@ -18,6 +18,7 @@ from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.lora import add_adapters
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import Tensors, slices
+from headrace_modelkit.vision import freeze_vision
 from headrace_schema.sections.learning import LoraSection
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -128,6 +129,7 @@ class FsdpState(LanguageModel, AdaptingBackend):
             model, source, types = self._read_model()
         else:
             model = empty_model(self._config.model, dtype=torch.float32)
+            self._freeze(model)
         self._shard(model, self._empty_critic())
         if self._lora:
             self._fill_weights(source, types)
@@ -212,13 +214,20 @@ class FsdpState(LanguageModel, AdaptingBackend):
         """
         section = self._config.model
         model = empty_model(section)
+        self._freeze(model)
         source, types = open_source(self._ranks, section, model), types_of(model)
         if self._lora:
             self._base_facts = None
             if self._ranks.leads and source is not None:
                 self._base_facts = base_facts(self._config, weights_digest(source, model))
-            add_adapters(model, self._lora, self._config.seed, torch.device("cpu"))
+            vision = self._config.trainer.vision == "trained"
+            add_adapters(model, self._lora, self._config.seed, torch.device("cpu"), vision=vision)
         return model, source, types
+
+    def _freeze(self, model: PreTrainedModel) -> None:
+        """What of a model learns nothing, whether adapters learn or its own weights."""
+        if self._config.trainer.vision == "frozen":
+            freeze_vision(model, self._dtype)
 
     def _empty_critic(self) -> Critic | None:
         """The critic whose body, if it has one, lies on meta."""

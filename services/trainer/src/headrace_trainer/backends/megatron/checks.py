@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace_modelkit.loading import load_architecture, reads_images
 from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
@@ -22,6 +23,9 @@ def check_run(options: MegatronOptions, config: TrainerConfig, algorithm: Algori
             f"headrace-trainer[megatron] there, {ELSE}",
             key="trainer.backend",
         )
+    if reads_images(load_architecture(config.model)):
+        reason = f"megatron trains on text alone, and {config.model.path!r} is a vision-language model"
+        raise invalid(f"trainer.backend: {reason}; set trainer.backend: fsdp", key="trainer.backend")
     layout = Layout.of(options, config.trainer.ranks)
     if options.sequence_parallel and options.tensor_parallel == 1:
         key = "trainer.backend_options.sequence_parallel"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace_modelkit.critic import Critic
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.lora import add_adapters, is_adapter
+from headrace_modelkit.vision import vision_tower
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection
@@ -20,7 +21,8 @@ ALPHA = "alpha"
 
 
 def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora or algorithm.options.critic.
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora, trainer.vision or
+    algorithm.options.critic.
 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
@@ -33,12 +35,27 @@ def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None)
             "the checkpoint has adapters, and this run trains all weights; give trainer.lora as it was, or export the "
             "checkpoint's model and name that as model.path",
         )
+    if lora is None and (tower := vision_tower(model)) is not None:
+        own_tower = {*tower.parameters()}
+        _check_vision(reader, {name for name, p in model.named_parameters() if p in own_tower}, config)
     if lora is not None:
-        add_adapters(model, lora, config.seed)
+        add_adapters(model, lora, config.seed, vision=config.trainer.vision == "trained")
         own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model) if is_adapter(name)}
         _check_adapters(reader, own, lora)
     if critic is not None:
         _check_critic(reader.critic_shapes(), critic)
+
+
+def _check_vision(reader: StateReader, tower: set[str], config: TrainerConfig) -> None:
+    """A vision tower that was frozen has no moments to go on with, and one that learned has some."""
+    learned = bool(tower & reader.moment_names())
+    if learned != (config.trainer.vision == "trained"):
+        was = "trained" if learned else "frozen"
+        raise _mismatch(
+            "trainer.vision",
+            f"the checkpoint's vision tower was {was}; set trainer.vision: {was}, or export the checkpoint's model and "
+            "name that as model.path",
+        )
 
 
 def check_state_shapes(

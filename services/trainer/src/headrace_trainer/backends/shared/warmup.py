@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import TrainerConfig, WarmupExample
+from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_trainer.errors import invalid
+from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.planning import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Image, Rows, Sequence
 
 
 class SupervisedBatches:
@@ -65,7 +68,11 @@ class SupervisedBatches:
 
 
 def _sequence(codec: TextCodec, example: WarmupExample) -> Sequence:
-    prompt = codec.encode_prompt(example.chat, example.text, example.prefill, example.arguments)
+    files = [base64.b64decode(image) for image in example.images]
+    prompt = codec.encode_prompt(example.chat, example.text, example.prefill, example.arguments, images=files)
     answer = codec.encode_answer(example.answer)
     trained = list(range(len(prompt), len(prompt) + len(answer)))
-    return Sequence([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0)
+    images = tuple(Image(digest_bytes(data), data) for data in files)
+    if images and codec.images is not None:
+        prompt = place_images(prompt, images, codec.images)
+    return Sequence([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0, images=images)

@@ -1,4 +1,4 @@
-"""The files of the dashboard and of /docs, and one-time links to the dashboard.
+"""The files of the dashboard and of /docs, and one-time links to the dashboard and to downloads.
 
 Files are read once and served with a policy under which nothing else runs. They hold no data, so they need no token;
 what they show they ask of the API, with the user's token. Who has the token gets a code, and a browser that shows the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from functools import cache
@@ -23,8 +24,11 @@ from starlette.exceptions import HTTPException
 
 from headrace_coordinator.api.http.errors import error_response
 from headrace_coordinator.api.http.requests import known_parameters, view_response
+from headrace_coordinator.api.refusal import Refused
 
 FOLDER = "/dashboard/"
+OPEN = "/open"
+DOWNLOAD = re.compile(r"/v1/runs/[^/?#]+/(?:export|checkpoints/[^?#]+)")
 DOCS = "/docs"
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -37,10 +41,9 @@ POLICY = "; ".join(
     [
         *("default-src 'self'", "object-src 'none'", "base-uri 'none'"),
         *("form-action 'none'", "frame-ancestors 'none'"),
+        "img-src 'self' data:",  # images of prompts, and icons in Swagger UI's stylesheet
     ]
 )
-# Swagger UI's stylesheet holds its icons.
-DOCS_POLICY = f"{POLICY}; img-src 'self' data:"
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -89,63 +92,67 @@ def page_routes() -> APIRouter:
 
     @routes.api_route(DOCS, methods=["GET", "HEAD"])
     async def get_docs(request: Request) -> Response:
-        return _answer(request, "index.html", "api_reference", DOCS_POLICY)
+        return _answer(request, "index.html", "api_reference")
 
     @routes.api_route(DOCS + "/{name:path}", methods=["GET", "HEAD"])
     async def get_docs_file(request: Request, name: str) -> Response:
-        return _answer(request, name, "api_reference", DOCS_POLICY)
+        return _answer(request, name, "api_reference")
 
     return routes
 
 
-def _answer(request: Request, name: str, folder: str = "dashboard", policy: str = POLICY) -> Response:
+def _answer(request: Request, name: str, folder: str = "dashboard") -> Response:
     found = page_files(folder)
     if name not in found:
         raise HTTPException(404)
     content, media_type, tag = found[name]
-    headers = HEADERS | {"ETag": tag, "Content-Security-Policy": policy}
+    headers = HEADERS | {"ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)
 
 
 class Links:
-    """Codes that are good once and for `LIFE_S` seconds."""
+    """Codes that are good once, for one path and for `LIFE_S` seconds."""
 
     def __init__(self) -> None:
-        self._expiries: dict[str, float] = {}
+        self._links: dict[str, tuple[str, float]] = {}
 
-    def make(self) -> str:
-        """A new code."""
-        if len(self._expiries) >= MAX_LINKS:
-            self._expiries.pop(next(iter(self._expiries)))
+    def make(self, path: str) -> str:
+        """A new code for a path."""
+        if len(self._links) >= MAX_LINKS:
+            self._links.pop(next(iter(self._links)))
         code = secrets.token_urlsafe(24)
-        self._expiries[code] = time.monotonic() + LIFE_S
+        self._links[code] = (path, time.monotonic() + LIFE_S)
         return code
 
-    def redeem(self, code: str) -> bool:
-        """Whether the code is good; it is used up."""
-        found = [known for known in self._expiries if hmac.compare_digest(known.encode(), code.encode())]
-        return bool(found) and self._expiries.pop(found[0]) > time.monotonic()
+    def redeem(self, code: str, path: str) -> bool:
+        """Whether the code is good for a path; it is used up."""
+        found = [known for known in self._links if hmac.compare_digest(known.encode(), code.encode())]
+        target, expiry = self._links.pop(found[0]) if found else ("", 0.0)
+        return target == path and expiry > time.monotonic()
 
 
-def link_routes(token: str | None) -> APIRouter:
-    """Makes and follows links; without a token a link is the dashboard's plain address."""
+def link_routes(token: str | None, links: Links) -> APIRouter:
+    """Makes and follows links; without a token a link is the plain address."""
     routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
-    links = Links()
 
     @routes.post("/v1/links", response_model=LinkView, status_code=201)
-    async def create_link() -> Response:
-        """A path that opens the dashboard, once, in a browser that does not have the token."""
-        path = f"/open?code={links.make()}" if token else "/"
+    async def create_link(download: str = "") -> Response:
+        """A path that opens the dashboard, or a download, once, in a browser that does not show the token."""
+        if download and not DOWNLOAD.fullmatch(download):
+            raise Refused(
+                "INVALID", f"{download[:200]!r} is no download: give a run's export or a checkpoint"
+            )
+        path = f"{download or OPEN}?code={links.make(download or OPEN)}" if token else download or "/"
         response = view_response(LinkView(path=path, expires_in_s=LIFE_S))
         response.status_code = 201
         return response
 
-    @routes.get("/open", response_class=Response, status_code=303)
+    @routes.get(OPEN, response_class=Response, status_code=303)
     async def open_link(code: str = "", run: str = "") -> Response:
         """Leads to `/#token=…`, or to the page of a run. A fragment is sent to no server. Needs no token."""
-        if token and not links.redeem(code):
+        if token and not links.redeem(code, OPEN):
             return error_response(
                 "UNAUTHENTICATED", "this link was used or has expired; `headrace open` makes a new one"
             )

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
     DeletedView,
+    EndpointView,
     EvaluationView,
     RunListView,
     RunView,
@@ -22,6 +24,7 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
+from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
 from headrace_coordinator.api.http.requests import (
@@ -39,6 +42,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.projections.reading import Filter, Order, PageTokenError, read_trajectories
 
 if TYPE_CHECKING:
@@ -48,6 +52,12 @@ NOTE = "Headrace-Note"
 """Header of what the fleet decides of a checked spec, and why."""
 DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"model": RunSpec, "description": "Only checked: the spec with every default."}
+}
+
+
+Code = Annotated[str, Query(description="of a link that POST /v1/links makes, in place of the token")]
+TAR_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {}}, "description": "The tar file."}
 }
 
 
@@ -175,6 +185,11 @@ def _reads(routes: APIRouter, coordinator: Coordinator) -> None:
         """One run: its state, what it waits for, its evaluations and its counts."""
         return view_response(coordinator.reads.run(run_id))
 
+    @routes.get("/{run_id}/endpoint", response_model=EndpointView)
+    async def get_endpoint(run_id: str) -> Response:
+        """Where clients of an online run speak with its policy, and the key that they show."""
+        return view_response(coordinator.reads.endpoint(run_id))
+
     @routes.get("/{run_id}/metrics", response_model=StepListView)
     async def list_steps(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Committed steps of the live lineage, oldest first."""
@@ -222,6 +237,27 @@ def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) 
         found = await coordinator.past.checkpoints(run_id)
         shown, token = page(found, lambda checkpoint: checkpoint.name, page_size, page_token)
         return view_response(CheckpointListView(checkpoints=shown, next_page_token=token))
+
+    @routes.get("/{run_id}/checkpoints/{name:path}", response_class=StreamingResponse, responses=TAR_ANSWER)
+    async def get_checkpoint(run_id: str, name: str, code: Code = "") -> Response:
+        """All files of a durable checkpoint, as a tar file."""
+        names = [checkpoint.name for checkpoint in await coordinator.past.checkpoints(run_id)]
+        if name not in names:
+            have = f"it has {', '.join(names[:5])}" if names else "it has none"
+            raise Refused("NOT_FOUND", f"run {run_id} has no checkpoint {name!r}; {have}")
+        folder = Path(coordinator.reads.run(run_id).run_directory) / "checkpoints" / name
+        return await folder_answer(
+            folder, f"{run_id}-{name.replace('/', '-')}", f"checkpoint {name} of run {run_id}"
+        )
+
+    @routes.get("/{run_id}/export", response_class=StreamingResponse, responses=TAR_ANSWER)
+    async def get_export(run_id: str, code: Code = "") -> Response:
+        """The exported model of a run that has ended with one, as a tar file."""
+        path = coordinator.reads.run(run_id).export_path
+        if not path:
+            hint = f"headrace run export {run_id} makes one of a checkpoint"
+            raise Refused("NOT_FOUND", f"run {run_id} has no exported model; {hint}")
+        return await folder_answer(Path(path), f"{run_id}-export", f"the export of run {run_id}")
 
     @routes.get("/{run_id}/certificates", response_model=CertificateListView)
     async def list_certificates(

@@ -101,9 +101,27 @@ class _FleetCollector(Collector):
         memory = GaugeMetricFamily(
             "headrace_instance_resident_memory_bytes", "Resident memory", labels=["instance", "kind"]
         )
+        cores = GaugeMetricFamily(
+            "headrace_instance_busy_cores", "Cores kept busy", labels=["instance", "kind"]
+        )
+        busy = GaugeMetricFamily(
+            "headrace_gpu_busy_ratio", "Share of time in which it computed", labels=["device"]
+        )
+        used = GaugeMetricFamily("headrace_gpu_used_memory_bytes", "Memory in use", labels=["device"])
         for item in instances:
             memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
-        yield memory
+            cores.add_metric([item.name, item.kind], item.busy_cores)
+        # Instances that take turns on a GPU both tell of it.
+        for gpu in {gpu.device: gpu for item in instances for gpu in item.gpus}.values():
+            busy.add_metric([gpu.device], gpu.busy)
+            used.add_metric([gpu.device], gpu.used_memory_bytes)
+        yield from (memory, cores, busy, used)
+        wanted = GaugeMetricFamily(
+            "headrace_instances_wanted", "Instances that the runs of now could use", labels=["kind"]
+        )
+        for kind, count in self._reads.instances_wanted().items():
+            wanted.add_metric([kind], count)
+        yield wanted
         yield from _run_families(runs)
 
 
@@ -116,6 +134,8 @@ def _counted(name: str, text: str, labels: list[str], values: Iterable[tuple[str
 
 def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
     figures = {
+        "headrace_run_running": "1 while the run trains, else 0",
+        "headrace_run_stalled": "1 while the step in hand stands still, else 0",
         "headrace_run_step": "Committed steps",
         "headrace_run_recoveries": "Recoveries",
         "headrace_run_reward_mean": "Mean reward of the last step",
@@ -140,6 +160,8 @@ def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
 
 def _figures(run: RunView) -> dict[str, float]:
     found = {
+        "headrace_run_running": float(run.state == "RUNNING"),
+        "headrace_run_stalled": float(run.stalled),
         "headrace_run_step": float(run.step),
         "headrace_run_recoveries": float(run.recoveries),
         "headrace_run_max_staleness": float(run.counts.max_staleness),

@@ -33,7 +33,7 @@ def attend_to_trees(model: PreTrainedModel) -> bool:
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
-    model.config._attn_implementation = NAME
+    model.config.get_text_config()._attn_implementation = NAME  # a vision tower keeps its own
     return True
 
 

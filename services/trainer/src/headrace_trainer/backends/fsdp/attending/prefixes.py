@@ -40,7 +40,7 @@ def attends_along_paths(config: TrainerConfig, bodies: Iterable[PreTrainedModel]
 
 def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> str:
     """Why the model would not follow a tree's attention mask; empty when it does."""
-    implementation = getattr(architecture, "_attn_implementation", "")
+    implementation = getattr(architecture.get_text_config(), "_attn_implementation", "")
     if implementation != "sdpa":
         # Only sdpa takes a mask of four dimensions as it is.
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"

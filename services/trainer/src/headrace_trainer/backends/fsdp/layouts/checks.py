@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from headrace_modelkit.critic import critic_section
 from headrace_modelkit.experts import expert_shape
-from headrace_modelkit.loading import load_architecture, load_model
+from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
@@ -26,10 +26,24 @@ CONTEXT = "trainer.backend_options.context_parallel"
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
     check_layout(options, config, algorithm)
+    if reads_images(load_architecture(config.model)):
+        _check_vision(options, config, algorithm)
     if options.compile:
         _check_compile(config)
     if options.context_parallel > 1:
         _check_context(options.context_parallel, config, algorithm)
+
+
+def _check_vision(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
+    what = f"{config.model.path!r} is a vision-language model"
+    if options.context_parallel > 1:
+        raise invalid(f"{CONTEXT}: {what}, whose rows ranks cannot divide; leave it out", key=CONTEXT)
+    if algorithm.critic is not None and algorithm.critic.own_model:
+        key = "algorithm.options.critic"
+        raise invalid(
+            f"{key}: {what}, beside which a critic has no model of its own; take one that is a head of the policy",
+            key=key,
+        )
 
 
 def _check_compile(config: TrainerConfig) -> None:

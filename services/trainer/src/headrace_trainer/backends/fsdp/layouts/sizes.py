@@ -16,6 +16,7 @@ from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
 from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
+from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
@@ -82,8 +83,11 @@ class Sizes:
         """Raises ModelNotReadable."""
         with torch.device("meta"):
             policy = load_model(config.model, weights=False)
+            if config.trainer.vision == "frozen":
+                freeze_vision(policy, DTYPES[config.model.dtype])
             if config.trainer.lora is not None:
-                add_adapters(policy, config.trainer.lora, config.seed)
+                vision = config.trainer.vision == "trained"
+                add_adapters(policy, config.trainer.lora, config.seed, vision=vision)
             bodies: list[nn.Module] = [policy]
             layers = layers_of(policy)
             plan = algorithm.critic
@@ -189,7 +193,8 @@ def _tokens(config: TrainerConfig) -> int:
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
     if (lora := config.trainer.lora) is not None:
-        add_adapters(model, _in_any_layer(lora, model), config.seed)
+        vision = config.trainer.vision == "trained"
+        add_adapters(model, _in_any_layer(lora, model, vision=vision), config.seed, vision=vision)
     take_routers(
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
@@ -208,13 +213,14 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _in_any_layer(lora: LoraSection, model: PreTrainedModel) -> LoraSection:
+def _in_any_layer(lora: LoraSection, model: PreTrainedModel, *, vision: bool) -> LoraSection:
     """Targets that a model with fewer layers has: of a layer that it has not, those of the same name in all layers."""
     if isinstance(lora.targets, str):
         return lora
     alone = {target: lora.model_copy(update={"targets": [target]}) for target in lora.targets}
     found = [
-        target.rpartition(".")[2] if targets_problem(model, own) else target for target, own in alone.items()
+        target.rpartition(".")[2] if targets_problem(model, own, vision=vision) else target
+        for target, own in alone.items()
     ]
     return lora.model_copy(update={"targets": found})
 

@@ -1,0 +1,149 @@
+"""Images of a row as files: paths, bytes, base64, and what `datasets` and Pillow have.
+
+Each is decoded once, to be sure. Knows no prompt. Pillow is an extra, imported when a row has an image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace_schema.images import (
+    MOST_IMAGE_BYTES,
+    MOST_IMAGE_PIXELS,
+    MOST_IMAGE_RATIO,
+    MOST_IMAGES,
+    MOST_PROMPT_IMAGE_BYTES,
+)
+from headrace_schema.problems import Impossible, problem, show
+
+from headrace_coordinator.data.builtin.bad_row import BadRow
+
+MODES = ("1", "L", "P", "RGB")
+"""Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
+Row = Mapping[str, Any]
+
+
+def looks_like_image(value: Any) -> bool:
+    """Whether a value can be nothing but an image, or a list of them: no text."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(looks_like_image, value))
+    if isinstance(value, Mapping):
+        return bool(value) and set(value) <= {"bytes", "path"}
+    return isinstance(value, (bytes, bytearray)) or hasattr(value, "getbands")
+
+
+def images_of(value: Any, key: str, folder: Path | None) -> list[bytes]:
+    """The files of a value: an image, a list of them, or None for none. Paths are relative to `folder`.
+
+    Raises `BadRow`.
+    """
+    values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if len(values) > MOST_IMAGES:
+        raise BadRow(
+            f"has {len(values)} images under {key!r}, and a prompt takes {MOST_IMAGES}", "leave some out"
+        )
+    found = [
+        image_of(each, key if len(values) == 1 else f"{key}[{at}]", folder) for at, each in enumerate(values)
+    ]
+    check_together(found)
+    return found
+
+
+def check_together(images: Sequence[bytes]) -> None:
+    """Raises `BadRow` for images that one message does not carry."""
+    if (size := sum(map(len, images))) > MOST_PROMPT_IMAGE_BYTES:
+        reason = f"has {size:,} bytes of images, and a prompt takes {MOST_PROMPT_IMAGE_BYTES:,}"
+        raise BadRow(reason, "make them smaller, or write them as JPEG")
+
+
+def image_of(value: Any, key: str, folder: Path | None) -> bytes:
+    """The file of an image, decoded once. Raises `BadRow`, naming `key`."""
+    data = _bytes_of(value, key, folder)
+    if len(data) > MOST_IMAGE_BYTES:
+        reason = f"has an image of more bytes under {key!r} than the {MOST_IMAGE_BYTES:,} that travel"
+        raise BadRow(reason, "make it smaller, or write it as JPEG")
+    _check(data, key)
+    return data
+
+
+def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
+    if isinstance(value, Mapping):  # of `datasets`, and a part of a message
+        given = value.get("bytes")
+        return _bytes_of(value.get("path") or value.get("url") if given is None else given, key, folder)
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if hasattr(value, "getbands"):  # an image of Pillow
+        written = io.BytesIO()
+        value.save(written, "PNG")
+        return written.getvalue()
+    if not isinstance(value, str) or not value:
+        raise BadRow(f"has {show(value)} as image {key!r}", "give a path, base64 or bytes")
+    if value.startswith(("http://", "https://")):
+        raise BadRow(f"has a URL as image {key!r}", "download it, and give its path")
+    head, comma, rest = value.partition(",")
+    if value.startswith("data:") and comma and head.endswith(";base64"):
+        return _from_base64(rest, key)
+    path = Path(value.removeprefix("file://")).expanduser()
+    path = path if path.is_absolute() or folder is None else folder / path
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_IMAGE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        if len(value) > 256 or "." not in value:
+            return _from_base64(value, key)
+        why = getattr(error, "strerror", None) or error
+        raise BadRow(
+            f"has an image {key!r} that cannot be read: {path}: {why}",
+            "name a file that the coordinator's host has; paths are relative to the file of the rows",
+        ) from error
+
+
+def _from_base64(text: str, key: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        shown = text if len(text) <= 60 else f"{text[:57]}…"
+        reason = f"has {shown!r} as image {key!r}, which is no file here and no base64"
+        raise BadRow(reason, "give a path that the coordinator's host has, or base64") from error
+
+
+def _check(data: bytes, key: str) -> None:
+    """Raises `BadRow` for what is no whole image, for one that is too large, and for one that is not plainly RGB."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        reason = f"images need a package that is not installed ({error})"
+        fix = "pip install 'headrace-coordinator[vision]'"
+        raise Impossible([problem("data.options.images", reason, fix)]) from error
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height, mode = *image.size, image.mode
+            if width * height > MOST_IMAGE_PIXELS:
+                reason = (
+                    f"has an image {key!r} of {width} x {height} pixels, and {MOST_IMAGE_PIXELS:,} are read"
+                )
+                raise BadRow(reason, "make it smaller")
+            if max(width, height) > MOST_IMAGE_RATIO * min(width, height):
+                reason = f"has an image {key!r} of {width} x {height} pixels, which no model reads"
+                raise BadRow(reason, f"keep its longer side below {MOST_IMAGE_RATIO} times the shorter one")
+            image.load()
+            if mode not in MODES and not _opaque(image):
+                reason = f"has an image {key!r} of mode {mode}, which does not say what it looks like in RGB"
+                raise BadRow(reason, 'convert it: image.convert("RGB")')
+            if getattr(image, "n_frames", 1) > 1:
+                raise BadRow(f"has an image {key!r} of {image.n_frames} frames", "give one of them")  # type: ignore[attr-defined]
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, BadRow):
+            raise
+        reason = f"has an image {key!r} that is broken ({' '.join(str(error).split())[:200]})"
+        raise BadRow(reason, "write it anew as PNG or JPEG, or remove the row") from error
+
+
+def _opaque(image: Any) -> bool:
+    """Whether it has an alpha channel in which nothing is transparent."""
+    return bool(image.mode == "RGBA" and image.getextrema()[3] == (255, 255))

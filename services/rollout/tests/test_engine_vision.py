@@ -1,0 +1,152 @@
+"""The built-in engine with images in prompts, against a forward of transformers that computes positions itself."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from collector import Collector
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.loading import load_model
+from headrace_modelkit.presets.tiny_vision import write_tiny_vision
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_rollout.engines.base import EngineConfig, Policy
+from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey
+from headrace_rollout.engines.transformers.engine import TransformersEngine
+from headrace_rollout.wire import groups_of
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.sections.generating import ModelSection
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError
+from model_weights import weights_of_model
+from PIL import Image
+
+
+def png(seed: int, width: int = 16) -> bytes:
+    file = io.BytesIO()
+    values = np.random.default_rng(seed).integers(0, 255, (16, width, 3), dtype=np.uint8)
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def section(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_vision(directory, family=request.param, initializer_range=0.2)
+    return ModelSection(path=str(directory), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference(section):
+    return load_model(section)
+
+
+@pytest.fixture(scope="module")
+def codec(section):
+    return load_tokenizer(section)
+
+
+@pytest.fixture
+async def engine(section, codec, reference):
+    engine = TransformersEngine(EngineConfig(section, codec, 6))
+    await engine.install(Policy(1, "a"), weights_of_model(reference))
+    yield engine
+    await engine.close()
+
+
+def group_of(codec, ordinal: int, text: str, *images: bytes, samples: int = 3, prefix=None) -> Group:
+    ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=images)
+    return Group(ordinal, ids, [Sample(index, 1, prefix) for index in range(samples)], images)
+
+
+def expected(reference, codec, group: Group, answer: list[int]) -> list[float]:
+    """Log-probs of an answer by transformers alone: its own positions, its own placing of features."""
+    ids = torch.tensor([[*group.prompt_ids, *answer]])
+    inputs = {}
+    if group.images:
+        images = [codec.images.read(data) for data in group.images]
+        kinds = (ids == codec.images.token).int()
+        kinds[:, len(group.prompt_ids) :] = 0
+        inputs = {
+            "mm_token_type_ids": kinds,
+            "pixel_values": torch.cat([image.values_PC for image in images]),
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
+        }
+    with torch.no_grad():
+        found = reference(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    start = len(group.prompt_ids)
+    return [float(found[start + at - 1, token]) for at, token in enumerate(answer)]
+
+
+async def test_log_probs_are_those_of_transformers_for_prompts_with_and_without_images(
+    engine, codec, reference
+):
+    groups = [
+        group_of(codec, 0, "<image>which?", png(1)),
+        group_of(codec, 1, "<image>which?", png(2)),  # the same ids, another image
+        group_of(codec, 2, "a<image>b<image>c", png(3, 32), png(1)),
+        group_of(codec, 3, "no image"),
+    ]
+    collector = Collector()
+    await engine.submit(collector.stream(max_new_tokens=12), groups)
+    ended = await collector.wait_ended(12)
+    told = 0
+    for key, output in ended.items():
+        group = groups[key.prompt_ordinal]
+        assert output.images == group.images
+        answer = list(output.whole.token_ids)
+        if (
+            codec.images.token in answer
+        ):  # transformers' own forward places features by id, and cannot take one more
+            answer = answer[: answer.index(codec.images.token)]
+        own = expected(reference, codec, group, answer)
+        assert output.whole.log_probs[: len(answer)] == pytest.approx(own, abs=1e-4), key
+        told += len(answer)
+    assert told > 60
+    first, second = (
+        [ended[SlotKey(ordinal, at)].whole.log_probs[0] for at in range(3)] for ordinal in (0, 1)
+    )
+    assert first != second
+
+
+async def test_an_answer_goes_on_behind_tokens_of_another_engine_that_hold_the_image_token(
+    engine, codec, reference
+):
+    given = [codec.images.token, 5, 6]
+    group = group_of(codec, 0, "<image>which?", png(1), samples=1)
+    if reference.config.model_type == "qwen2_5_vl":  # transformers places features by id: give it none more
+        given = [4, 5, 6]
+    prefix = Prefix(given, [-1.0] * 3, [(1, 3)])
+    collector = Collector()
+    await engine.submit(
+        collector.stream(max_new_tokens=8),
+        [Group(0, group.prompt_ids, [Sample(0, 1, prefix)], group.images)],
+    )
+    (output,) = (await collector.wait_ended(1)).values()
+    answer = list(output.whole.token_ids)
+    assert answer[:3] == given and len(answer) > 3
+    if codec.images.token not in given:
+        own = expected(reference, codec, group, answer)
+        assert output.whole.log_probs[3:] == pytest.approx(own[3:], abs=1e-4)
+
+
+def assignment(*images: common_pb2.Image, text: str = "<image>which?") -> rollout_pb2.GroupAssignment:
+    chat = rollout_pb2.ChatPrompt(messages=[common_pb2.ChatMessage(role="user", content=text)])
+    prompt = rollout_pb2.Prompt(chat=chat, images=images)
+    return rollout_pb2.GroupAssignment(prompt=prompt, samples=[rollout_pb2.SampleAssignment(attempt=1)])
+
+
+async def test_images_come_once_for_a_group_and_are_checked(codec):
+    data = png(1)
+    (group,) = await groups_of(
+        [assignment(common_pb2.Image(digest=digest_bytes(data), data=data))], codec, None
+    )
+    assert group.images == (data,) and list(group.prompt_ids).count(codec.images.token) == 4
+    with pytest.raises(ServiceError, match="has not its digest"):
+        await groups_of([assignment(common_pb2.Image(digest="0", data=data))], codec, None)
+    cut = data[:50]
+    with pytest.raises(ServiceError, match="cannot be read"):
+        await groups_of([assignment(common_pb2.Image(digest=digest_bytes(cut), data=cut))], codec, None)

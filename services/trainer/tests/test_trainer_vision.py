@@ -1,0 +1,291 @@
+"""A backend over prompts with images: log-probs and gradients against a forward of transformers for each sequence."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from backend_cases import walk_cases
+from backend_ranks import SavedState
+from headrace.common.v1 import common_pb2
+from headrace_modelkit.loading import load_model
+from headrace_modelkit.presets.tiny_vision import write_tiny_vision
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_modelkit.vision import vision_tower
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
+from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS
+from headrace_trainer.backends.shared.warmup import SupervisedBatches
+from headrace_trainer.errors import Refusal
+from headrace_trainer.group.messages import Header, InferRound, MicroRound, packed, unpacked
+from headrace_trainer.kinds import run_kind
+from headrace_trainer.learning.pictures import place_images
+from headrace_trainer.learning.samples import Image, Sequence
+from PIL import Image as Pillow
+from safetensors.torch import save_file
+from state_parts import whole_state
+from trainer_calls import settled_group
+
+
+def png(seed: int, width: int = 16) -> bytes:
+    file = io.BytesIO()
+    values = np.random.default_rng(seed).integers(0, 255, (16, width, 3), dtype=np.uint8)
+    Pillow.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def directory(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_vision(directory, family=request.param, initializer_range=0.2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def codec(directory):
+    return load_tokenizer(ModelSection(path=str(directory), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def groups(codec) -> list[list[Sequence]]:
+    """Two prompts of the same text and different images, one of two images, one of none; answers begin alike."""
+    texts = [
+        ("<image>which?", (png(1),)),
+        ("<image>which?", (png(2),)),
+        ("a<image>b<image>c", (png(3, 32), png(1))),
+        ("no image", ()),
+    ]
+    return [group_of(codec, text, images, seed) for seed, (text, images) in enumerate(texts)]
+
+
+def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list[Sequence]:
+    drawn = random.Random(seed)
+    ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=files)
+    images = tuple(Image(digest_bytes(data), data) for data in files)
+    prompt = place_images(ids, images, codec.images)
+    found = []
+    for length in (3, 5, 4):
+        answer = [7, *(drawn.randrange(3, 30) for _ in range(length))]
+        trained = list(range(len(prompt), len(prompt) + len(answer)))
+        advantages = [drawn.gauss(0, 1)] * len(answer)
+        found.append(
+            Sequence([*prompt, *answer], trained, [-1.0] * len(answer), advantages, 1.0, images=images)
+        )
+    return found
+
+
+def expected(model: Any, codec: Any, sequence: Sequence) -> torch.Tensor:
+    """(K,) log-probs of the trained tokens by transformers alone."""
+    ids = torch.tensor([[max(token, -1) for token in sequence.tokens]])
+    kinds = (ids < 0).int()
+    ids = ids.where(ids >= 0, codec.images.token)
+    images = [codec.images.read(image.data) for image in sequence.images]
+    inputs = {}
+    if images:
+        inputs = {
+            "mm_token_type_ids": kinds,
+            "pixel_values": torch.cat([image.values_PC for image in images]),
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
+        }
+    found_LV = model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    rows = torch.tensor(sequence.trained) - 1
+    return found_LV[rows, ids[0, sequence.trained]]
+
+
+def every(groups: Iterable[list[Sequence]]) -> list[Sequence]:
+    return [sequence for group in groups for sequence in group]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda groups: groups,
+        lambda groups: [every(groups)],
+        lambda groups: [[each] for each in every(groups)],
+    ],
+    ids=["a row a group", "one row", "a row a sequence"],
+)
+def test_log_probs_are_those_of_transformers_in_any_packing(make_backend, directory, codec, groups, rows):
+    backend = make_backend(model={"path": str(directory)})
+    assert backend.shares_prefixes
+    model = load_model(ModelSection(path=str(directory), dtype="float32"))
+    found = backend.infer(rows(groups), [OLD_LOG_PROBS])
+    with torch.no_grad():
+        own = [expected(model, codec, sequence) for sequence in every(groups)]
+    for columns, expected_K in zip(found, own, strict=True):
+        assert columns[OLD_LOG_PROBS] == pytest.approx(expected_K.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relative_l2, vision):
+    backend = make_backend(model={"path": str(directory)}, trainer={"vision": vision})
+    model: Any = load_model(ModelSection(path=str(directory), dtype="float32"))
+    total = sum(
+        -(torch.tensor(each.advantages) * expected(model, codec, each)).sum() for each in every(groups)
+    )
+    total.backward()
+    tower = {name for name, _ in vision_tower(model).named_parameters(prefix="model.visual")}
+    own = {name: p.grad for name, p in model.named_parameters() if vision == "trained" or name not in tower}
+    assert backend.micro(groups).finite
+    found = backend.reduced_gradient(1.0)
+    assert found.keys() == own.keys()
+    assert relative_l2(found, own) <= 1e-5
+
+
+def test_a_frozen_tower_is_published_and_saved_as_it_was_read(make_backend, directory, groups):
+    backend = make_backend(model={"path": str(directory), "dtype": "bfloat16"})
+    before = {name: value.clone() for name, value in backend.weights()}
+    assert backend.micro(groups).finite and backend.commit(10.0, 1e-2).finite
+    after = dict(backend.weights())
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved and not any("visual" in name for name in moved)
+    assert {str(value.dtype) for name, value in after.items() if "visual" in name} == {"torch.bfloat16"}
+
+
+def test_a_state_goes_on_and_one_with_another_tower_is_refused(
+    make_backend, trainer_group, directory, groups, tmp_path
+):
+    section = {"path": str(directory), "dtype": "bfloat16"}
+    backend = make_backend(model=section)
+    assert backend.micro(groups).finite and backend.commit(10.0, 1e-2).finite
+    weights = {
+        f"weights/{name}": value for name, value in whole_state(trainer_group, backend.weight_parts()).items()
+    }
+    moments = {
+        f"moments/{name}": value for name, value in whole_state(trainer_group, backend.moment_parts()).items()
+    }
+    save_file({name: value.contiguous() for name, value in (weights | moments).items()}, tmp_path / "state")
+    reader = SavedState(tmp_path / "state")
+    other = make_backend(model=section)
+    other.check_state(reader)
+    other.load_state(reader)
+    assert other.infer(groups, [OLD_LOG_PROBS]) == backend.infer(groups, [OLD_LOG_PROBS])
+    trained = make_backend(model=section, trainer={"vision": "trained"})
+    with pytest.raises(Refusal, match="the checkpoint's vision tower was frozen"):
+        trained.check_state(reader)
+
+
+def test_adapters_learn_beside_images(make_backend, directory, groups):
+    for vision in ("frozen", "trained"):
+        backend = make_backend(
+            model={"path": str(directory)}, trainer={"lora": {"rank": 2}, "vision": vision}
+        )
+        assert backend.micro(groups).finite
+        found = backend.reduced_gradient(1.0)
+        assert any("visual" in name and value.any() for name, value in found.items()) is (vision == "trained")
+
+
+def test_a_warm_up_reads_the_images_of_its_examples(make_config, directory, codec):
+    import base64
+
+    example = {
+        "chat": [{"role": "user", "content": "<image>which?"}],
+        "answer": "7",
+        "images": [base64.b64encode(png(1)).decode()],
+    }
+    config = TrainerConfig.model_validate(
+        make_config(
+            model={"path": str(directory)},
+            trainer={"warmup": {"steps": 1, "batch": 1}},
+            warmup_examples=[example],
+        )
+    )
+    ((((sequence,),),), tokens) = SupervisedBatches(config, 0, 1).step(0, shared=True)
+    assert tokens == 2 and sum(token < 0 for token in sequence.tokens) == 4
+    assert [image.data for image in sequence.images] == [png(1)]
+
+
+def settled(codec: Any, data: bytes, digests: list[str]) -> Any:
+    group = settled_group(1, version=common_pb2.PolicyVersion(number=1))
+    ids = codec.encode_prompt(chat=[{"role": "user", "content": "<image>which?"}], images=[data])
+    for member in group.members:
+        trajectory = member.trajectory
+        del trajectory.segments[0].tokens.token_ids[:]
+        trajectory.segments[0].tokens.token_ids.extend(ids)
+        trajectory.image_digests.extend(digests)
+        trajectory.body_digest = trajectory_digest(trajectory)
+    group.images.add(digest=digest_bytes(data), data=data)
+    return group
+
+
+def test_a_settled_group_comes_with_its_images_once(make_config, directory, codec, tiny_directory):
+    data = png(1)
+    kind = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(directory)})))
+    group = kind.read_group(settled(codec, data, [digest_bytes(data)]))
+    assert all(member.images == (Image(digest_bytes(data), data),) for member in group.members)
+    assert all(sum(token < 0 for token in member.tokens) == 4 for member in group.members)
+    with pytest.raises(Refusal, match="was made with other images"):
+        kind.read_group(settled(codec, data, []))
+    broken = settled(codec, data, [digest_bytes(data)])
+    broken.images[0].data = png(2)
+    with pytest.raises(Refusal, match="has not its digest"):
+        kind.read_group(broken)
+    text = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(tiny_directory)})))
+    with pytest.raises(Refusal, match="reads none"):
+        plain = settled_group(1, version=common_pb2.PolicyVersion(number=1))
+        plain.images.add(digest=digest_bytes(data), data=data)
+        text.read_group(plain)
+
+
+def test_an_image_is_announced_once_to_a_rank(groups):
+    for round in (MicroRound([groups, groups], {}), InferRound(groups, ["values"])):
+        sent = msgspec.msgpack.encode(packed(Header(1, 2, 3, 4, round)))
+        assert sent.count(png(1)) == sent.count(png(2)) == 1
+        assert unpacked(msgspec.msgpack.decode(sent, type=Header)).round == round
+
+
+@pytest.mark.parametrize(
+    ("trainer", "algorithm", "key"),
+    [
+        ({"backend_options": {"context_parallel": 2}, "ranks": 2}, {}, "context_parallel"),
+        ({}, {"name": "ppo", "group_size": 1, "options": {"critic": "model"}}, "critic"),
+    ],
+)
+def test_what_a_vision_model_cannot_do_is_refused(make_config, directory, trainer, algorithm, key):
+    config = make_config(model={"path": str(directory)}, trainer=trainer, algorithm=algorithm)
+    with pytest.raises(Refusal) as refused:
+        run_kind(TrainerConfig.model_validate(config)).check()
+    assert key in refused.value.message and "vision-language" in refused.value.message
+
+
+def test_two_ranks_of_which_one_has_images_add_up_one_gradient(tmp_path, tmp_path_factory):
+    """Both compute the tower: the rank without images reads a blank one."""
+    directory = tmp_path_factory.mktemp("two") / "model"
+    write_tiny_vision(directory, initializer_range=0.2)
+    found = {}
+    for ranks in (1, 2):
+        case = {"config": vision_config(directory, ranks), "saved": "", "images": True}
+        found[ranks] = walk_cases(tmp_path, ranks, {f"vision-{ranks}": case})[f"vision-{ranks}"]
+    one, two = (found[ranks].tensors for ranks in (1, 2))
+    gradients = [name for name in one if name.startswith("gradient/")]
+    assert any("visual" in name for name in gradients)
+    for name in gradients:
+        assert torch.allclose(one[name], two[name], atol=1e-5), name
+    assert found[2].held and found[2].refused
+
+
+def vision_config(directory: Any, ranks: int) -> dict[str, Any]:
+    return json.loads(
+        json.dumps(
+            {
+                "model": {"path": str(directory), "dtype": "float32"},
+                "algorithm": {
+                    "group_size": 4,
+                    "prompts_per_step": 4,
+                    "options": {"kl_loss_coef": 0.3},
+                },
+                "trainer": {"micro_batch_tokens": 512, "ranks": ranks, "vision": "trained"},
+                "seed": 1,
+                "steps": 10,
+            }
+        )
+    )
