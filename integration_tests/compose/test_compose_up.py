@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from compose.fleet import ENDLESS
 from harness.ledger import audit
-from harness.processes import ROOT
 from harness.waiting import wait_for
 
 SERVICES = ("coordinator", "rollout", "trainer", "reward", "simulator")
@@ -82,22 +79,6 @@ def test_calls_without_the_token_are_refused_and_there_is_no_way_out(fleet):
     assert fleet.inside("rollout", "python", "-c", CALL_WITHOUT_TOKEN).strip() == "UNAUTHENTICATED"
     assert "NOAUTH" in fleet.inside("redis", "redis-cli", "get", "headrace:leader")
     assert "unreachable" in fleet.inside("rollout", "python", "-c", CALL_OUTSIDE)
-
-
-def test_the_gpu_overlay_asks_for_cuda_and_a_gpu_each(fleet):
-    """There may be no GPU here: what can be checked is what the engine would be told."""
-    overlay = str(ROOT / "deploy" / "compose.gpu.yaml")
-    services = json.loads(fleet.compose("-f", overlay, "config", "--format", "json"))["services"]
-    for name, gpu in (("trainer", "0"), ("rollout", "1")):
-        reserved = services[name]["deploy"]["resources"]["reservations"]["devices"]
-        assert [(item["driver"], item["device_ids"]) for item in reserved] == [("nvidia", [gpu])]
-        assert services[name]["image"] == f"headrace/{name}:test-gpu"
-        built = services[name]["build"]
-        assert built["args"]["TORCH_INDEX_URL"] == "", "not the CPU index that TORCH_INDEX_URL may name"
-        assert (
-            built["additional_contexts"]["wheels"]
-            != services["coordinator"]["build"]["additional_contexts"]["wheels"]
-        )
 
 
 def test_weights_go_through_the_shared_memory(fleet, spec_of):

@@ -44,8 +44,8 @@ def post(path, body):
 
 given = json.loads(sys.stdin.readline())
 events = post("/chat/completions", {"messages": [{"role": "user", "content": "?"}], "stream": True, "logprobs": True})
-first = json.loads(events.partition("data: ")[2].partition("\\n")[0])
-said = first["choices"][0]["delta"]["content"]
+pieces = [json.loads(event[6:]) for event in events.split("\\n\\n") if event.startswith("data: {")]
+said = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
 post("/sessions/" + os.environ["HEADRACE_SESSION"] + "/reward", {"reward": float(said[:1] == str(given["seed"] % 3))})
 """
 

@@ -44,7 +44,7 @@ def test_a_policy_scores_its_own_actions_as_it_drew_them(policy):
     assert chunk.sampled[ACTIONS].shape == (5, 4, 2) and chunk.valid_BC.all()
     assert torch.equal(again.log_probs_BCA, chunk.log_probs_BCA)  # the ratio is exactly 1
     assert torch.equal(again.values_B, chunk.values_B)
-    normal = torch.distributions.Normal(policy(seen)[0], policy.log_std.exp())
+    normal = torch.distributions.Normal(policy(seen)[0], policy.head.log_std.exp())
     torch.testing.assert_close(chunk.log_probs_BCA, normal.log_prob(chunk.sampled[ACTIONS]))
     torch.testing.assert_close(again.entropy_BCA, normal.entropy())
     (again.log_probs_BCA.sum() + again.values_B.sum()).backward()
@@ -103,7 +103,7 @@ def test_a_version_holds_the_normaliser_and_moves_as_a_language_models_does(poli
     before = policy.act(seen, range(50))
     policy.normalizer.update(seen.state_BS)
     with torch.no_grad():
-        policy.log_std.add_(0.25)
+        policy.head.log_std.add_(0.25)
     wanted = policy.act(seen, range(50))
     assert not torch.equal(before.log_probs_BCA, wanted.log_probs_BCA)
     body = {}
@@ -171,7 +171,7 @@ def test_weights_of_a_kind_begin_as_the_recipe_says():
     torch.testing.assert_close(first.T @ first, 2 * torch.eye(3), rtol=1e-4, atol=1e-4)
     last = policy.actor[-1].weight
     torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(8), rtol=1e-4, atol=1e-6)
-    assert (policy.log_std == -0.5).all()
+    assert (policy.head.log_std == -0.5).all()
     again = MLP.build(seed=3)
     assert all(
         torch.equal(a, b) for (_, a), (_, b) in zip(state_tensors(policy), state_tensors(again), strict=True)

@@ -26,7 +26,7 @@ def test_start_states_and_rewards_follow_from_the_environment():
     assert (spec.data.source, spec.data.heldout) == ("episodes", 16)
     assert spec.data.options == {"tasks": ["Pendulum-v1", "Reach-v0"]}
     assert [scorer.name for scorer in spec.reward.scorers] == ["episode"]
-    assert spec.reward.evaluation[0].options == {"of": "success"}
+    assert spec.reward.evaluation[0].options == {"of": "outcome"}
     assert spec.model.dtype == "float32"
     assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
 
@@ -57,7 +57,6 @@ def test_what_is_given_stays():
     [
         ({"sampling": {"max_new_tokens": 5}}, "sampling.max_new_tokens"),
         ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps"),
-        ({"trainer": {"lora": {}}}, "trainer.lora"),
         ({"trainer": {"backend": "megatron"}}, "trainer.backend"),
         ({"trainer": {"warmup": {"demonstrations": "./push"}}}, "trainer.warmup.demonstrations"),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine"),

@@ -52,6 +52,8 @@ class FakeCoordinator:
         self.health = HealthView(status="ok")
         self.reads = self.past = self.suites = self.submissions = self
         self.run_changes = self.instance_changes = self.vitals = self
+        self.bounds: dict[str, Any] = {}
+        self.autoscaler = self
 
     async def check(self, asked: RunSpec | EvaluationSpec) -> Submission | None:
         """Raises `Impossible`; a submission of a run."""

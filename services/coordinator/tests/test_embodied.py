@@ -82,10 +82,10 @@ def test_a_policy_of_a_directory_is_left_as_it_is():
         ({"kind": "cnn"}, {"cameras": {"x": "tool"}}, {"a": pool()}, "environment.cameras"),
         ({"kind": "cnn"}, {"cameras": {}}, {"a": pool()}, "environment.cameras"),
         (
-            {"kind": "mlp"},
+            {"kind": "openvla"},
             {},
-            {"a": pool(action_space=simulator.Space(discrete_count=3))},
-            "environment.tasks",
+            {"a": pool(action_space=simulator.Space(categories=[3]))},
+            "model.policy.kind",
         ),
         (
             {"kind": "mlp"},
@@ -101,22 +101,66 @@ def test_what_does_not_fit_the_environment_is_named(policy, environment, pools, 
     assert [each.key for each in caught.value.problems] == [key]
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [([3, 64, 64], "moveaxis"), ([84, 84, 4], "one RGB frame"), ([84, 84, 1], "one RGB frame")],
+CATEGORIES = simulator.Space(
+    data_type=FLOAT,
+    shape=[3],
+    low=encode_tensor(np.array([2, 0, -1], np.float32)),
+    high=encode_tensor(np.array([4, 1, 1], np.float32)),
+    categories=[3, 2, 0],
 )
-@pytest.mark.parametrize("policy", [{"kind": "mlp"}, {"kind": "cnn"}, None])
-def test_images_of_other_shapes_are_named_with_the_remedy(shape, words, policy):
+
+
+@pytest.mark.parametrize("action", [CATEGORIES, simulator.Space(categories=[4])])
+def test_categories_among_the_actions_are_the_policys(action):
+    found = fit({"kind": "mlp"}, section(), {"a": pool(action_space=action)})
+    assert found.policy is not None
+    counts = list(action.categories)
+    bounds = (
+        {"low": [2.0, 0.0, -1.0], "high": [4.0, 1.0, 1.0]}
+        if len(counts) > 1
+        else {"low": [0.0], "high": [3.0]}
+    )
+    assert (found.policy["categories"], found.policy["bounds"]) == (counts, bounds)
+
+
+def seen(shape: list[int]) -> simulator.OpenPoolResponse:
     spaces = [
         simulator.Space(name="tool", data_type=FLOAT, shape=[3]),
         simulator.Space(name="front", data_type=PIXEL, shape=shape),
     ]
-    odd = simulator.OpenPoolResponse(observation_spaces=spaces, action_space=pool().action_space)
-    with pytest.raises(Impossible, match=words) as caught:
-        fit(policy, section(), {"a": odd})
-    assert f"a shows 'front' with shape {' x '.join(map(str, shape))}" in str(caught.value)
+    return simulator.OpenPoolResponse(observation_spaces=spaces, action_space=pool().action_space)
+
+
+@pytest.mark.parametrize("policy", [{"kind": "mlp"}, {"kind": "cnn"}, None])
+def test_images_with_channels_first_are_named_with_the_remedy(policy):
+    with pytest.raises(Impossible, match="moveaxis") as caught:
+        fit(policy, section(), {"a": seen([3, 64, 64])})
+    assert "a shows 'front' with shape 3 x 64 x 64" in str(caught.value)
     if policy == {"kind": "mlp"}:  # A user may read it as numbers, or leave it out.
-        assert fit(policy, section(cameras={}), {"a": odd}).state is not None
+        assert fit(policy, section(cameras={}), {"a": seen([3, 64, 64])}).state is not None
+
+
+@pytest.mark.parametrize("channels", [1, 4, 12])
+def test_images_of_any_channels_are_a_cnns_and_no_other_policys(channels):
+    found = fit({"kind": "cnn"}, section(), {"a": seen([84, 80, channels])})
+    assert found.policy is not None
+    assert {key: found.policy[key] for key in ("height", "width", "channels")} == {
+        "height": 84,
+        "width": 80,
+        "channels": channels,
+    }
+    with pytest.raises(Impossible, match=f"84 x 80 x {channels}") as caught:
+        fit({"kind": "openvla"}, section(), {"a": seen([84, 80, channels])})
+    assert [each.key for each in caught.value.problems] == ["environment.cameras"]
+
+
+def test_an_image_that_is_named_as_state_is_read_as_numbers_and_is_no_camera():
+    found = fit({"kind": "mlp"}, section(state=["front", "tool"]), {"a": seen([7, 7, 3])})
+    assert found.policy is not None and found.policy["state_size"] == 7 * 7 * 3 + 3
+    with pytest.raises(Impossible, match="no images"):
+        fit({"kind": "cnn"}, section(state=["front", "tool"]), {"a": seen([7, 7, 3])})
+    with pytest.raises(Impossible, match="from 4 x 4 on"):
+        fit({"kind": "cnn"}, section(), {"a": seen([3, 5, 3])})
 
 
 def test_an_mlp_that_would_see_images_alone_is_told_so():
@@ -144,6 +188,8 @@ SEEN = {"state": ["tool"], "cameras": {"primary": "front"}}
         ({}, {"state": []}, ["environment.cameras"]),
         ({"kind": "cnn", "height": 48, "width": 64}, SEEN, []),
         ({"kind": "cnn", "height": 64, "width": 64}, SEEN, ["environment.options"]),
+        ({"kind": "cnn", "channels": 4}, SEEN, ["environment.cameras"]),
+        ({"kind": "cnn", "categories": [2, 0]}, SEEN, ["model.path"]),
     ],
 )
 def test_what_a_directory_says_of_its_policy_has_to_fit(written, environment, keys, tmp_path):
@@ -283,8 +329,8 @@ def test_environments_that_fail_now_and_then_end_no_run(monkeypatch):
     assert outcome.state == "SUCCEEDED" and len(dropped) > world.spec.environment.count
 
 
-class Discrete(Robots):
-    """Its simulators make environments that take one of three actions, once a run is at work."""
+class PicturesAlone(Robots):
+    """Its simulators make environments that show pictures alone, once a run is at work."""
 
     found: list[str]
 
@@ -294,20 +340,21 @@ class Discrete(Robots):
         for each in self.living("simulator"):
             describe = each._describe
 
-            def discrete(number: int, *, conversation: bool, describe=describe) -> simulator.OpenPoolResponse:
+            def shown(number: int, *, conversation: bool, describe=describe) -> simulator.OpenPoolResponse:
                 found = describe(number, conversation=conversation)
-                found.action_space.discrete_count = 3
+                del found.observation_spaces[:]
+                found.observation_spaces.add(name="front", data_type=PIXEL, shape=[48, 64, 3])
                 return found
 
-            each._describe = discrete
+            each._describe = shown
         fields = self.spec.model_dump(mode="json", exclude_unset=True)
         self.found = [each.key for each in await checked(self.coordinator, RunSpec(**fields))]
 
 
-def test_discrete_actions_are_refused_before_there_is_a_run():
-    world = Discrete(1)
+def test_pictures_that_an_mlp_does_not_see_are_refused_before_there_is_a_run():
+    world = PicturesAlone(1)
     run_virtual(world.live())
-    assert world.found == ["environment.tasks"]
+    assert world.found == ["model.policy.kind"]
 
 
 class Submitted(Robots):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain.episode_figures import settle_successes, told_of
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, answer_of
 from headrace_coordinator.projections.videos import (
@@ -61,6 +64,51 @@ def test_each_task_and_variant_has_a_figure_with_its_interval():
     ]
     assert [each.low is not None and each.low < 1 for each in found.tasks] == [True] * 3
     assert found.modes[0].score == pytest.approx(2 / 3)
+
+
+def told(total: float, success: bool | None, at_end: bool | None = None) -> str:
+    return json.dumps({"return": total, "success": success, "steps": 3, "success_at_end": at_end})
+
+
+def judged(*texts: str):
+    """The result of episodes of which the scorer `episode` has said the outcome."""
+    suite, items = evaluated()
+    asked = EvaluationSpec.model_validate({"model": {"path": "m"}, "suite": {"name": "episodes"}})
+    found = {}
+    for index in range(len(items)):
+        episode = told_of(texts[index % len(texts)])
+        worth = episode.total_reward if episode.success is None else float(episode.success)
+        found[index, 0] = Answer(worth, {}, "", 3, cut=False, episode=episode)
+    return result_of(asked, suite, found, items)
+
+
+def test_episodes_of_an_environment_that_never_says_success_are_judged_by_their_return():
+    result = judged(told(480.0, None), told(500.0, None))
+    assert (result.measure, result.modes[0].score) == ("return", 490.0)
+    assert "never says success" in result.note
+    assert result.episodes == {"return": 490.0, "steps": 3.0}
+
+
+def test_success_once_and_at_the_end_are_kept_apart():
+    result = judged(told(1.0, True, False), told(2.0, True, True))
+    assert (result.measure, result.modes[0].score, result.note) == ("success", 1.0, "")
+    assert (result.episodes["success"], result.episodes["success_at_end"]) == (1.0, 0.5)
+
+
+def test_an_episode_that_does_not_say_its_success_has_failed_where_others_say_it():
+    result = judged(told(900.0, None), told(800.0, True))
+    assert (result.measure, result.modes[0].score, result.note) == ("success", 0.5, "")
+    texts = [told(900.0, None), told(800.0, True)]
+    assert [told_of(text).success for text in settle_successes(texts)] == [False, True]
+    assert settle_successes(texts[:1]) == texts[:1]
+
+
+LOST = '{"return": 0.0, "success": false, "steps": 0, "error": "lost"}'
+
+
+@pytest.mark.parametrize("text", ["", "42", '{"return": 1', LOST])
+def test_other_texts_and_lost_episodes_tell_nothing(text):
+    assert told_of(text) is None
 
 
 def test_a_variant_begins_where_its_task_does():

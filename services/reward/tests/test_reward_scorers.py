@@ -174,6 +174,10 @@ def test_episode_reads_what_a_rollout_says_of_it():
     assert score("episode", told, scale=0.1) == pytest.approx(-1.25)
     assert score("episode", told, of="success") == 1
     assert score("episode", told, of="steps") == 50
+    assert score("episode", told, of="success_at_end") == score("episode", told, of="outcome") == 1
+    late = told.replace("}", ', "success_at_end": false}')
+    assert score("episode", late, of="success_at_end") == 0
+    assert score("episode", told.replace("true", "null"), of="outcome") == -12.5
     check_scorer("episode", {}, Answer("", told))
 
 

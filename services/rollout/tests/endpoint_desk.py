@@ -12,7 +12,6 @@ from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.endpoint.session import Session, Terms
 from headrace_rollout.engines.samples import Distribution, Finish, Prefix, SlotKey, Stream, TrajectoryUpdate
 from headrace_schema.sections.generating import PromptSection
-from headrace_servicekit.tool_calls import beside_calls
 
 END = 0
 CHAT = "/v1/chat/completions"
@@ -46,12 +45,16 @@ class Says:
     """Says what it is told to, and keeps what it was asked."""
 
     def __init__(self, *texts):
-        self.texts, self.asked, self.waits = list(texts), [], asyncio.Event()
+        self.texts, self.asked, self.waits, self.stopped = list(texts), [], asyncio.Event(), 0
         self.waits.set()
 
     async def say(self, asked):
         self.asked.append(asked)
-        await self.waits.wait()
+        try:
+            await self.waits.wait()
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
         text = self.texts.pop(0)
         if isinstance(text, Exception):
             raise text
@@ -63,6 +66,9 @@ class Says:
         finish = Finish.EOS
         if len(ids) > asked.limits.max_new_tokens:
             ids, finish = ids[: asked.limits.max_new_tokens], Finish.LENGTH
+        for id in ids[:-1] if asked.heard else ():
+            asked.heard([id], [-0.5])
+            await asyncio.sleep(0)
         whole = Prefix(ids, [-0.5] * len(ids), [(3, len(ids))])
         return TrajectoryUpdate(
             asked.key, asked.attempt, 0, ids, whole.log_probs, 3, [], finish=finish, whole=whole
@@ -81,9 +87,7 @@ class Desk:
         codec = Letters()
         fields = {"most_turns": 0, "most_tokens": 200, **more}
         template = TurnTemplate(codec, PromptSection(chat=True))
-        terms = Terms(
-            "run", stream, codec, template, calls_of=lambda text: beside_calls("hermes", text), **fields
-        )
+        terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)
         session = Session(SlotKey(1, 2), 1, talk, terms, speaker, lambda ids: None, greedy=False)
         self.endpoint._sessions[session.api_key] = session
         return session, speaker

@@ -8,7 +8,9 @@ import json
 import httpx2
 import pytest
 from endpoint_desk import CHAT, END, Letters
+from headrace_rollout.endpoint.requests import read_request
 from headrace_rollout.endpoint.server import MOST_BYTES, make_app
+from headrace_rollout.endpoint.streaming import Pieces, pieces_of
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Finish, SlotKey
 from openai import AsyncOpenAI, BadRequestError
@@ -68,47 +70,71 @@ async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(d
     assert talk.spans == [(3, 4), (0, 8), (3, 3)] and len(talk.log_probs) == len(talk.tokens)
 
 
-@pytest.mark.parametrize(
-    ("messages", "more", "words"),
-    [
-        ([user("one")], {}, "1 messages where 2 were said"),
-        (
-            [user("one"), {"role": "assistant", "content": "no"}, user("two")],
-            {},
-            "messages.1: it is not what was said",
-        ),
-        (
-            [user("won"), {"role": "assistant", "content": "yes"}, user("two")],
-            {},
-            "messages.0: it is not what was said",
-        ),
-        ([user("summary of all so far"), user("two"), user("three")], {}, "messages.0"),
-        (
-            [
-                user("one"),
-                {"role": "assistant", "content": "yes"},
-                {"role": "assistant", "content": "and no"},
-            ],
-            {},
-            "messages.2: the model has not said this",
-        ),
-        (
-            [user("one"), {"role": "assistant", "content": "yes"}, user("two")],
-            {"tools": TOOLS},
-            "tools: they differ",
-        ),
-    ],
-)
-async def test_messages_edited_behind_the_models_back_are_refused_and_change_nothing(
-    desk, messages, more, words
-):
-    session, speaker = desk.open("yes", "no")
+EDITED = {
+    "the same again": ([user("one")], {}),
+    "another answer": ([user("one"), {"role": "assistant", "content": "no"}, user("two")], {}),
+    "another question": ([user("won"), {"role": "assistant", "content": "yes"}, user("two")], {}),
+    "a summary": ([user("summary of all so far"), user("two")], {}),
+    "words in its mouth": (
+        [user("one"), {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "and no"}],
+        {},
+    ),
+    "other tools": ([user("one"), {"role": "assistant", "content": "yes"}, user("two")], {"tools": TOOLS}),
+}
+
+
+@pytest.mark.parametrize("edited", EDITED)
+async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, edited):
+    """Of the same session: a line of its own, which reads its own prompt, and shares the reward."""
+    messages, more = EDITED[edited]
+    session, speaker = desk.open("yes", "no", "so")
     await desk.said(session, [user("one")])
-    before = [*session.talk.tokens]
-    error = await desk.refused(session, {"messages": messages, **more})
-    assert words in error["message"] and error["code"] == "not_extended"
-    assert session.talk.tokens == before and len(speaker.asked) == 1
+    choice = await desk.said(session, messages, **more)
+    assert choice["message"]["content"] == "no"
     await desk.said(session, [user("one"), {"role": "assistant", "content": "yes"}, user("two")])
+    first, other, last = (asked.prompt_ids for asked in speaker.asked)
+    letters = Letters()
+    tools = more.get("tools")
+    assert list(other) == letters.encode_prompt(chat=messages, arguments={"tools": tools} if tools else None)
+    assert list(last[: len(first) + 4]) == [*first, *map(ord, "yes"), END], "the first line goes on"
+    session.reward(1.0)
+    talk = session.join()
+    given = [*map(ord, "u:two"), END, *map(ord, "a:")]
+    assert talk.spans == [(3, 4), (0, len(given)), (3, 3), (-1, len(other)), (3, 3)]
+    assert talk.tokens == [*map(ord, "yes"), END, *given, *map(ord, "so"), END, *other, *map(ord, "no"), END]
+    assert (talk.turn_tokens, talk.rewards) == ([4, 3, 3], [0.0, 1.0, 0.0]) and len(talk.log_probs) == len(
+        talk.tokens
+    )
+    assert [talk.said[place] for place in talk.turn_messages] == [
+        ("assistant", "yes"),
+        ("assistant", "so"),
+        ("assistant", "no"),
+    ]
+
+
+async def test_a_line_that_branches_off_reads_the_ids_that_were_sampled(desk):
+    """Whether from its end, twice at once, or from an earlier turn."""
+    session, speaker = desk.open("yes", "no", "so", "oh")
+    said = [user("one"), {"role": "assistant", "content": "yes"}]
+    await desk.said(session, [user("one")])
+    await asyncio.gather(*(desk.said(session, [*said, user(text)]) for text in ("two", "too")))
+    await desk.said(session, [*said, user("to")])
+    own = [*speaker.asked[0].prompt_ids, *map(ord, "yes"), END]
+    for asked, text in zip(speaker.asked[1:], ("two", "too", "to"), strict=True):
+        assert list(asked.prompt_ids) == [*own, *map(ord, f"u:{text}"), END, *map(ord, "a:")]
+    assert len({asked.turn for asked in speaker.asked}) == 4, "each turn draws by a seed of its own"
+    assert [number for number, _ in session.join().spans] == [3, 0, 3, -1, 3, -1, 3]
+
+
+async def test_each_of_several_choices_is_kept_and_the_one_that_is_extended_goes_on(desk):
+    session, speaker = desk.open("yes", "no", "so")
+    found = (await desk.post(session, {"messages": [user("one")], "n": 2})).json()
+    assert [choice["message"]["content"] for choice in found["choices"]] == ["yes", "no"]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert found["usage"] == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
+    await desk.said(session, [user("one"), {"role": "assistant", "content": "no"}, user("two")])
+    assert list(speaker.asked[2].prompt_ids[:11]) == [*speaker.asked[0].prompt_ids, *map(ord, "no"), END]
+    assert [number for number, _ in session.join().spans] == [3, -1, 3, 0, 3]
 
 
 async def test_forged_keys_are_refused_and_no_session_is_told_of_another(desk):
@@ -125,18 +151,14 @@ async def test_forged_keys_are_refused_and_no_session_is_told_of_another(desk):
     await desk.refused(session, {"messages": [user("one")]}, 401)
 
 
-async def test_a_second_agent_on_a_session_is_refused_while_the_first_is_answered(desk):
-    session, speaker = desk.open("yes")
+async def test_requests_of_a_session_are_answered_side_by_side(desk):
+    session, speaker = desk.open("yes", "no")
     speaker.waits.clear()
-    first = asyncio.create_task(desk.said(session, [user("one")]))
-    while not speaker.asked:  # noqa: ASYNC110  # a turn of the loop or two
+    both = [asyncio.create_task(desk.said(session, [user(text)])) for text in ("one", "mine")]
+    while len(speaker.asked) < 2:  # noqa: ASYNC110  # a turn of the loop or two
         await asyncio.sleep(0)
-    error = await desk.refused(session, {"messages": [user("mine")]}, 409)
-    assert error["code"] == "session_busy" and "one conversation" in error["message"]
     speaker.waits.set()
-    assert (await first)["message"]["content"] == "yes"
-    # Afterwards it does not extend what the first one said.
-    assert (await desk.refused(session, {"messages": [user("mine")]}))["code"] == "not_extended"
+    assert [(await each)["message"]["content"] for each in both] == ["yes", "no"]
 
 
 async def test_a_client_that_lost_an_answer_gets_it_again(desk):
@@ -145,7 +167,21 @@ async def test_a_client_that_lost_an_answer_gets_it_again(desk):
     first = await desk.post(session, body)
     again = await desk.post(session, body, **{"x-stainless-retry-count": "1"})
     assert again.json()["choices"] == first.json()["choices"] and len(speaker.asked) == 1
-    await desk.refused(session, body, **{"x-stainless-retry-count": "0"})
+    await desk.post(session, body, **{"x-stainless-retry-count": "0"})
+    assert len(speaker.asked) == 2, "a client that means it asks anew"
+
+
+async def test_a_client_that_repeats_a_request_under_way_gets_its_answer(desk):
+    session, speaker = desk.open("yes")
+    speaker.waits.clear()
+    body = {"messages": [user("one")]}
+    first = asyncio.create_task(desk.post(session, body))
+    while not speaker.asked:  # noqa: ASYNC110  # a turn of the loop or two
+        await asyncio.sleep(0)
+    again = asyncio.create_task(desk.post(session, body, **{"x-stainless-retry-count": "1"}))
+    await asyncio.sleep(0.02)
+    speaker.waits.set()
+    assert (await again).json()["choices"] == (await first).json()["choices"] and len(speaker.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +195,8 @@ async def test_a_client_that_lost_an_answer_gets_it_again(desk):
             "messages.0.content",
         ),
         ({"messages": [{"role": "wizard", "content": "one"}]}, "messages.0.role"),
-        ({"messages": [user("one")], "n": 2}, "n: a session is one conversation"),
+        ({"messages": [user("one")], "n": 0}, "n"),
+        ({"messages": [user("one")], "n": 1000}, "n"),
         ({"messages": [user("one")], "logit_bias": {"5": 100}}, "logit_bias"),
         ({"messages": [user("one")], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [user("one")], "tool_choice": "required", "tools": TOOLS}, "tool_choice"),
@@ -225,7 +262,13 @@ async def test_requests_of_a_sample_that_is_stopped_wait_and_do_not_fail(desk, e
     assert (await waits).status_code == 503
 
 
-async def test_a_streamed_answer_is_the_same_answer(desk):
+def events_of(text):
+    """The objects of a stream of server-sent events, and its last line."""
+    *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [json.loads(event) for event in events], done
+
+
+async def test_a_streamed_answer_comes_token_by_token_and_is_the_same_answer(desk):
     session, _ = desk.open("yes")
     body = {
         "messages": [user("one")],
@@ -235,13 +278,69 @@ async def test_a_streamed_answer_is_the_same_answer(desk):
     }
     found = await desk.post(session, body)
     assert found.headers["content-type"].startswith("text/event-stream")
-    *events, done = [line.removeprefix("data: ") for line in found.text.split("\n\n") if line]
-    pieces = [json.loads(event) for event in events]
+    pieces, done = events_of(found.text)
     assert done == "[DONE]" and {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
-    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": "yes"}
-    assert len(pieces[0]["choices"][0]["logprobs"]["content"]) == 4
-    assert pieces[1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
-    assert pieces[2]["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+    assert {piece["id"] for piece in pieces} == {f"chatcmpl-{session.id}-1"}
+    choices = [piece["choices"][0] for piece in pieces[:-1]]
+    assert [choice["delta"].get("content", "") for choice in choices] == ["y", "e", "s", "", ""]
+    assert choices[0]["delta"]["role"] == "assistant"
+    tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert [(token["token"], token["logprob"]) for token in tokens] == [
+        (text, -0.5) for text in ("y", "e", "s", "")
+    ]
+    assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert pieces[-1]["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+    assert session.talk.spans == [(3, 4)]
+
+
+async def test_a_stream_keeps_back_what_may_be_a_call_and_tells_it_whole(desk):
+    session, _ = desk.open("I <add> " + CALL, most_tokens=400)
+    session._terms.stream.__dict__["max_new_tokens"] = 100
+    body = {"messages": [user("1+2")], "tools": TOOLS, "stream": True}
+    pieces, _ = events_of((await desk.post(session, body)).text)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert "".join(delta.get("content", "") for delta in deltas).strip() == "I <add>"
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["function"]["name"] == "add" and calls[0]["index"] == 0
+    assert pieces[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_stream_that_its_client_leaves_is_stopped_and_forgotten(desk):
+    session, speaker = desk.open("yes", "no")
+    speaker.waits.clear()
+    parts = pieces_of(
+        lambda told: session.answer(
+            read_request(b'{"messages": [{"role": "user", "content": "one"}]}'), told=told
+        ),
+        [Pieces(Letters(), (), log_probs=False)],
+    )
+    first = asyncio.ensure_future(anext(parts))
+    while not speaker.asked:  # noqa: ASYNC110  # a turn of the loop or two
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert speaker.stopped == 1 and not session.turns
+    speaker.waits.set()
+    assert (await desk.said(session, [user("one")]))["message"]["content"] == "yes"
+    assert session.join().spans == [(3, 4)]
+
+
+async def test_a_character_of_several_tokens_is_told_when_it_is_whole():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    pieces, told = Pieces(Bytes(), (), log_probs=True), []
+    for byte in "né🙂".encode():
+        told.append(pieces.new([byte], [-1.0]))
+    assert [text for text, _ in told] == ["n", "", "é", "", "", "", "🙂"]
+    assert [len(tokens) for _, tokens in told] == [1, 0, 2, 0, 0, 0, 4]
+
+
+async def test_what_is_refused_before_a_stream_begins_is_a_plain_refusal(desk):
+    session, _ = desk.open("yes", most_tokens=20)
+    await desk.refused(session, {"messages": [user("one" * 9)], "stream": True})
 
 
 async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
@@ -337,8 +436,8 @@ async def test_the_openai_client_reads_what_it_is_answered(desk, openai_client):
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     found = await client.chat.completions.create(model="x", messages=messages, tools=TOOLS)
     assert found.choices[0].message.content == "three"
-    with pytest.raises(BadRequestError, match="it is not what was said"):
-        await client.chat.completions.create(model="x", messages=[user("another"), *messages], tools=TOOLS)
+    with pytest.raises(BadRequestError, match="logit_bias"):
+        await client.chat.completions.create(model="x", messages=messages, logit_bias={"5": 100})
     assert [each.id async for each in client.models.list()] == ["run"]
 
 
@@ -362,9 +461,11 @@ async def test_responses_are_the_same_session_in_another_form(desk, openai_clien
     )
     assert found.status == "incomplete" and found.output_text == "yesye"
     assert Letters().decode(speaker.asked[2].prompt_ids) == f"{context}threeu:go ona:"
+    error = await desk.refused(
+        session, {"input": "x", "previous_response_id": "resp_other"}, 404, "/v1/responses"
+    )
+    assert "no response of this session" in error["message"]
     for wrong, words in (
-        ({"input": "x", "previous_response_id": "resp_other"}, "previous_response_id"),
-        ({"input": "x", "stream": True}, "stream"),
         ({"input": 7}, "input"),
         ({"input": [{"type": "image_generation_call"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages.0.content"),
@@ -374,3 +475,18 @@ async def test_responses_are_the_same_session_in_another_form(desk, openai_clien
     ):
         error = await desk.refused(session, wrong, path="/v1/responses")
         assert error["message"].startswith(words), error
+
+
+async def test_a_streamed_response_is_read_by_the_client(desk, openai_client):
+    session, _ = desk.open("Sum: " + CALL, most_tokens=500)
+    session._terms.stream.__dict__["max_new_tokens"] = 100
+    tools = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+    kinds, text = [], ""
+    async with openai_client(session).responses.stream(model="x", input="1+2", tools=tools) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        found = await stream.get_final_response()
+    assert text.strip() == "Sum:" and kinds.count("response.output_text.delta") > 1
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert found.output_text == "Sum:" and found.output[1].name == "add"

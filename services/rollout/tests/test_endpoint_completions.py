@@ -39,10 +39,8 @@ async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"prompt": "Is it? no"}, "prompt", "does not begin with the last prompt and its answer"),
-        ({"prompt": "Is it? yes"}, "prompt", "adds nothing"),
-        ({"prompt": "Is it? yes!", "n": 2}, "n", "one answer at a time"),
-        ({"prompt": "Is it? yes!", "best_of": 2}, "best_of", "leave it out"),
+        ({"prompt": "Is it? yes!", "n": 0}, "n", "greater than or equal to 1"),
+        ({"prompt": "Is it? yes!", "best_of": 2}, "best_of", "give n"),
         ({"prompt": "Is it? yes!", "echo": True}, "echo", "leave it out"),
         ({"prompt": "Is it? yes!", "suffix": "x"}, "suffix", "leave it out"),
         ({"prompt": "Is it? yes!", "logprobs": 5}, "logprobs", "give 1"),
@@ -60,14 +58,13 @@ async def test_what_a_session_cannot_answer_is_refused_by_name(desk, body, param
     assert len(speaker.asked) == 1
 
 
-async def test_a_session_is_of_texts_or_of_messages(desk):
-    session, _ = desk.open("yes", "no")
+async def test_texts_and_messages_of_a_session_are_siblings(desk):
+    session, speaker = desk.open("yes", "no", "so")
     await desk.post(session, {"prompt": "Is it? "}, TEXT)
     messages = [{"role": "user", "content": "Is it? "}, {"role": "assistant", "content": "yes"}]
-    chat = {"messages": [*messages, {"role": "user", "content": "."}]}
-    assert "go on as the session began" in (await desk.refused(session, chat))["message"]
-    other, _ = desk.open("yes", "no")
-    await desk.said(other, [{"role": "user", "content": "one"}])
-    error = await desk.refused(other, {"prompt": "oneyes."}, path=TEXT)
-    assert "go on as the session began" in error["message"]
+    await desk.said(session, [*messages, {"role": "user", "content": "."}])
+    found = await desk.post(session, {"prompt": "Is it? yes"}, TEXT)
+    assert found.json()["choices"][0]["text"] == "so", "it adds nothing, and so begins anew"
+    assert Letters().decode(speaker.asked[2].prompt_ids) == "^Is it? yes"
+    assert [number for number, _ in session.join().spans] == [3, -1, 3, -1, 3]
     assert (await desk.refused(session, b"[]", path=TEXT))["message"] == "the body: give a JSON object"

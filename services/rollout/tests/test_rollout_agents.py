@@ -182,7 +182,6 @@ WRONG = {
     "mute": "spoke to nobody",
     "raises": "the agent raised RuntimeError: the agent fell over (agent.py:",
     "dies": "exit code 7",
-    "edits": "messages.1: it is not what was said",
     "unrewarded": "ended without a reward",
 }
 

@@ -82,7 +82,7 @@ async def test_log_probs_and_values_are_the_policys_own(robot, simulator_address
             )
         np.testing.assert_allclose(episode.log_probs_TCA, found.log_probs_BCA.numpy(), atol=1e-5)
         np.testing.assert_allclose(episode.values_T, found.values_B.numpy(), atol=1e-5)
-        np.testing.assert_array_equal(episode.executed_TCA, policy.scaling(drawn).numpy())
+        np.testing.assert_array_equal(episode.executed_TCA, policy.head.scaling(drawn).numpy())
 
 
 async def test_an_episode_depends_on_its_place_alone(robot, simulator_address):

@@ -39,7 +39,7 @@ class Counter(gymnasium.Env):
     def __init__(self, ends_at=1000, picture=True):
         self.observation_space = spaces.Dict(
             {
-                "steps": spaces.Discrete(1001),
+                "steps": spaces.Box(0, 1000, (), np.int64),
                 "camera": spaces.Dict({"rgb.front": spaces.Box(0, 255, (4, 6, 3), np.uint8)}),
                 "start": spaces.Box(-np.inf, np.inf, (1,), np.float64),
             }
@@ -85,7 +85,7 @@ class Text(gymnasium.Env):
 
 class Many(gymnasium.Env):
     observation_space = spaces.Discrete(5)
-    action_space = spaces.MultiDiscrete([2, 3])
+    action_space = spaces.Sequence(spaces.Discrete(2))
 
 
 make_env, make_text, make_many = Counter, Text, Many

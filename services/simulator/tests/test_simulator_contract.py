@@ -41,8 +41,6 @@ def actions(pool, number: int, seed: int = 0) -> list[np.ndarray]:
     """Random actions of the pool's action space."""
     space = from_message(pool.opened.action_space)
     random = np.random.default_rng(seed)
-    if space.discrete_count:
-        return [np.asarray(random.integers(space.discrete_count), space.dtype) for _ in range(number)]
     return [random.uniform(space.low, space.high).astype(space.dtype) for _ in range(number)]
 
 

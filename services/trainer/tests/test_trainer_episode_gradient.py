@@ -134,7 +134,7 @@ def plain(policy, episodes, config, *, gamma, lam, reward_scale, value_coefficie
     advantage_N = ((advantage_N - advantage_N.mean()) / advantage_N.std()).float()
     states = torch.from_numpy(np.concatenate([e.observation["state"] for e in episodes]))
     drawn = torch.from_numpy(np.concatenate([e.sampled["actions"][:, 0] for e in episodes]))
-    found = torch.distributions.Normal(policy.actor(states), policy.log_std[0].exp())
+    found = torch.distributions.Normal(policy.actor(states), policy.head.log_std[0].exp())
     log_prob_N = found.log_prob(drawn).sum(-1)
     losses = -(log_prob_N - log_prob_N.detach()).exp() * advantage_N
     values = 0.5 * (policy.critic(states)[:, 0] - torch.tensor(returns).float()).square()

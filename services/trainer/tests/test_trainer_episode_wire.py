@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import encode_episode
+from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 from headrace_trainer.errors import Refusal
 from headrace_trainer.wire.episodes import Spaces, read_episodes
 
@@ -81,4 +85,27 @@ def test_an_episode_that_goes_on_or_ended_otherwise_is_refused(episode, robots):
 def test_a_camera_that_the_policy_reads_must_be_there(episode, robots):
     spaces = Spaces(4, 2, 6, ("wrist",))
     with pytest.raises(Refusal, match=r"observation.*wrist"):
+        read(episode[0], spaces, robots)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "fits"),
+    [(0.0, True), (1.0, True), (2.0, False), (-1.0, False), (0.5, False), (math.nan, False)],
+)
+def test_what_is_none_of_the_policys_categories_is_refused(drawn, fits, episode, robots):
+    actions, spaces = common_pb2.ActionSegment(), replace(episode[1], categories=(2, 0))
+    actions.CopyFrom(episode[0])
+    numbers = decode_tensor(actions.sampled["actions"], max_bytes=1 << 20).copy()
+    numbers[..., 0], numbers[-1, -1, 0] = 1.0, drawn
+    actions.sampled["actions"].CopyFrom(encode_tensor(numbers))
+    if fits:
+        assert read(actions, spaces, robots).members
+        return
+    with pytest.raises(Refusal, match="none of the policy's categories"):
+        read(actions, spaces, robots)
+
+
+def test_an_action_of_categories_alone_is_whole_numbers(episode, robots):
+    spaces = replace(episode[1], categories=(2, 2))
+    with pytest.raises(Refusal, match="executed_action: float32"):
         read(episode[0], spaces, robots)

@@ -85,7 +85,7 @@ async def test_the_critic_learns_alone_in_the_first_steps_and_at_a_rate_of_its_o
         seen.append(await fetched_weights(client, version.number))
         load_weights(policy, seen[-1])
     first, second, third = seen
-    for name in ("actor.0.weight", "log_std"):
+    for name in ("actor.0.weight", "head.log_std"):
         assert torch.equal(first[name], second[name]) and not torch.equal(second[name], third[name])
     assert not torch.equal(first["critic.0.weight"], second["critic.0.weight"])
     moved = (second["critic.0.weight"] - first["critic.0.weight"]).abs().max()

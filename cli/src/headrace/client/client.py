@@ -268,6 +268,11 @@ class Client:
                 break
         return found
 
+    def endpoint(self, run: str) -> tuple[str, str]:
+        """Base URL and key with which clients speak with the policy of an online run; no URL while nobody serves it."""
+        found = self._transport.get(f"{_path(run)}/endpoint")
+        return found["base_url"], found["api_key"]
+
     def certificates(self, run: str) -> Sequence[Certificate]:
         """Certificates, oldest first, abandoned ones included (`live` is false)."""
         pages = self._transport.pages(f"{_path(run)}/certificates", "certificates")

@@ -377,6 +377,32 @@ def trajectories(
 
 
 @app.command()
+def endpoint(
+    run: RunId,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the run is served.")] = 120.0,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print where clients speak with the policy of an online run: eval "$(headrace run endpoint RUN)"."""
+    import time
+
+    with connect(find_target(url, data_dir)) as client:
+        late = time.monotonic() + wait
+        base_url, key = client.endpoint(run)
+        while not base_url and time.monotonic() < late and not client.get(run).ended:
+            time.sleep(0.5)
+            base_url, key = client.endpoint(run)
+    if not base_url:
+        fix = f"look at it: headrace run show {run}"
+        raise user_error("RUN", "no rollout has the run open now, so nobody would answer", fix)
+    if as_json:
+        print_json({"base_url": base_url, "api_key": key})
+        return
+    typer.echo(f"export OPENAI_BASE_URL={base_url}\nexport OPENAI_API_KEY={key}")
+
+
+@app.command()
 def certificates(
     run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
 ) -> None:

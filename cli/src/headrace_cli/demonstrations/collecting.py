@@ -27,6 +27,7 @@ from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.process.ports import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.episodes import is_image
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_cli.demonstrations.lerobot import EpisodeData
@@ -209,6 +210,8 @@ class _Player:
             decode_tensor(bound, max_bytes=MOST_BYTES)
             for bound in (pool.action_space.low, pool.action_space.high)
         )
+        categories = np.array(pool.action_space.categories or np.zeros(self._low.shape), np.int64)
+        self._counts = categories.reshape(self._low.shape)
         self._header: common_pb2.CommandHeader | None = _header(task)
         self._steps: dict[int, int] = {}
         self._call = stub.Step()
@@ -242,13 +245,18 @@ class _Player:
         return bool(outcome.terminated or outcome.truncated or stops)
 
     def _moved(self, action_A: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """A number with noise; a category is another one as often as the noise says."""
         noise_A = random.normal(size=action_A.shape) * self._wanted.noise * (self._high - self._low) / 2
-        moved_A: np.ndarray = np.clip(action_A + noise_A, self._low, self._high).astype(action_A.dtype)
-        return moved_A
+        moved_A = np.clip(action_A + noise_A, self._low, self._high)
+        if self._counts.any():
+            any_A = self._low + np.floor(random.random(action_A.shape) * self._counts)
+            chosen_A = np.where(random.random(action_A.shape) < self._wanted.noise, any_A, action_A)
+            moved_A = np.where(self._counts > 0, chosen_A, moved_A)
+        return np.asarray(moved_A).astype(action_A.dtype)
 
     def _keep(self, episode: EpisodeData, seen: Arrays) -> None:
         environment = self._wanted.environment
-        images = sorted(name for name, array in seen.items() if _is_image(array))
+        images = sorted(name for name, array in seen.items() if is_image(array.dtype, array.shape))
         names = environment.state
         if names is None:
             names = sorted(seen.keys() - {*images, EXPERT_ACTION})
@@ -300,10 +308,6 @@ def _is_done(outcome: Any) -> bool:
 
 def _arrays(outcome: Any) -> dict[str, np.ndarray]:
     return {name: decode_tensor(tensor, max_bytes=MOST_BYTES) for name, tensor in outcome.observation.items()}
-
-
-def _is_image(array: np.ndarray) -> bool:
-    return array.ndim == 3 and array.shape[-1] == 3 and array.dtype == np.uint8
 
 
 def _png(image: np.ndarray) -> bytes:

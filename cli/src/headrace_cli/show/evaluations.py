@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from headrace_cli.output import state_text, table
-from headrace_cli.show.runs import age
+from headrace_cli.show.runs import age, episode_figures
 
 if TYPE_CHECKING:
     from headrace.client import Comparison, EvaluationRun
@@ -64,7 +64,7 @@ def result_table(found: EvaluationRun) -> RenderableType:
     parts: list[RenderableType] = [table(("", ""), head, narrow=True)]
     if (result := found.result) is not None:
         modes = [(each.mode, f"{each.score:.3f}", interval(each.low, each.high)) for each in result.modes]
-        parts.append(table(("mode", ">score", "95% interval"), modes))
+        parts.append(table(("mode", f">{result.measure or 'score'}", "95% interval"), modes))
         if result.tasks:
             parts.append(_task_table(result))
         of = ("episodes", "actions") if result.tasks else ("answers", "tokens")
@@ -73,6 +73,8 @@ def result_table(found: EvaluationRun) -> RenderableType:
             + (f"; {result.unanswered} not answered: {result.failure}" if result.unanswered else "")
         )
         parts.append(", ".join(f"{name} {value:.3f}" for name, value in result.parts.items()))
+        if result.episodes:
+            parts.append(episode_figures(result))
     return Group(*parts)
 
 

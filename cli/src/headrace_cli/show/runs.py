@@ -13,6 +13,7 @@ from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
     from headrace.client import Certificate, Evaluation, Run, Step, Trajectory
+    from headrace_schema.resources.evaluations import SuiteResultView
     from rich.console import RenderableType
     from rich.table import Table
 
@@ -55,6 +56,7 @@ def run_table(run: Run) -> Table:
             for kind in kinds(run)
             if (found := evaluations(run, kind))
         ),
+        ("episodes", episode_figures(heldout(run)[-1]) if heldout(run) else ""),
         (
             "slots",
             f"{counts.trained} trained, {counts.dropped} dropped{filtered}, {counts.duplicates} duplicates",
@@ -186,7 +188,10 @@ def _conversation_lines(item: Trajectory, width: int) -> Iterator[str]:
         said = wrap(_escaped(message.content), room) or ["(nothing)"]
         if len(said) > MESSAGE_LINES:
             said = [*said[: MESSAGE_LINES - 1], f"… {len(message.content)} characters"]
-        for role, line in zip((message.role, *[""] * len(said)), said, strict=False):
+        who = message.role
+        if message.party:
+            who = message.party if message.tokens is not None else f"→{message.party}"
+        for role, line in zip((who, *[""] * len(said)), said, strict=False):
             yield f"  {_escaped(role)[:ROLE]:<{ROLE}}  {line}"
         for call in message.calls:
             what = (
@@ -219,7 +224,7 @@ def _answer(item: Trajectory) -> str:
         return repr(item.completion)[1:-1]
     if episode.get("error"):
         return f"episode lost: {episode['error']}"
-    ended = "succeeded" if episode["success"] else "did not succeed"
+    ended = {None: "ended", True: "succeeded", False: "did not succeed"}[episode["success"]]
     return f"episode {ended} after {episode['steps']} steps, return {episode['return']:.4g}"
 
 
@@ -273,11 +278,18 @@ def evaluations(run: Run, kind: str | None = None) -> list[Evaluation]:
 
 
 def change(found: list[Evaluation]) -> str:
-    """First and last score."""
+    """First and last score, and of what they are."""
     scores = [item.score for item in found]
     if not scores:
         return ""
-    return f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}"
+    what = f" {found[-1].measure}" if found[-1].measure else ""
+    return (f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}") + what
+
+
+def episode_figures(found: Evaluation | SuiteResultView) -> str:
+    """Figures of held-out episodes, and what a reader has to know of them; empty where there are none."""
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.episodes.items())
+    return f"{shown} ({found.note})" if found.note else shown
 
 
 def confidence(evaluation: Evaluation) -> str:

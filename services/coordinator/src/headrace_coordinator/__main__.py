@@ -58,6 +58,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=env("HEADRACE_OTLP_ENDPOINT", ""),
         help="OTLP collector of traces, http://HOST:PORT; default: none",
     )
+    parser.add_argument(
+        "--autoscale",
+        default=env("HEADRACE_AUTOSCALE", ""),
+        help="KIND=LEAST:MOST,…: follow what runs want within these bounds; default: never",
+    )
+    parser.add_argument(
+        "--autoscale-cooldown",
+        type=float,
+        default=float(env("HEADRACE_AUTOSCALE_COOLDOWN_S", "300")),
+        help="seconds for which fewer must be wanted before there are fewer",
+    )
     parser.add_argument("--reflection", action="store_true", help="answer gRPC reflection")
     return parser.parse_args(argv)
 

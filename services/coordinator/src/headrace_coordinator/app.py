@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.idempotency import Keys
@@ -13,8 +14,10 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.run_changes import RunChanges
 from headrace_coordinator.api.submission.submissions import Submissions
+from headrace_coordinator.autoscaler import Autoscaler, Bounds, ScaleRefused
 from headrace_coordinator.data.dataset import open_dataset
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
@@ -38,7 +41,10 @@ class Coordinator:
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset = open_dataset,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
+        bounds: Mapping[str, Bounds] = MappingProxyType({}),
+        cooldown_s: float = 300.0,
     ) -> None:
+        """`bounds`: of the kinds whose number follows what runs want, with fewer after `cooldown_s`."""
         self.event_log = event_log
         self.fleet = fleet
         self.vitals = Vitals(event_log)
@@ -55,6 +61,13 @@ class Coordinator:
         )
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)
+        self.autoscaler = Autoscaler(event_log, self._scale, dict(bounds), cooldown_s)
+
+    async def _scale(self, kind: str, count: int) -> None:
+        try:
+            await self.instance_changes.scale(kind, count, uuid.uuid4().hex)
+        except Refused as refused:
+            raise ScaleRefused(refused.message) from refused
 
     async def stop(self) -> None:
         """Ends the controllers where they are; a restart resumes their runs."""

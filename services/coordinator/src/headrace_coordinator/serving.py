@@ -24,6 +24,7 @@ from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracin
 
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.app import Coordinator
+from headrace_coordinator.autoscaler import parse_bounds
 from headrace_coordinator.data.dataset import forget_items
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
@@ -89,6 +90,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
     http_token = _http_token(arguments)
+    try:
+        bounds = parse_bounds(arguments.autoscale)
+    except ValueError as error:
+        raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
@@ -100,7 +105,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         lambda kind, address, incarnation: GrpcInstanceClient(kind, address, incarnation, token),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
-    coordinator = Coordinator(event_log, fleet, arguments.data_dir.resolve())
+    coordinator = Coordinator(
+        event_log,
+        fleet,
+        arguments.data_dir.resolve(),
+        bounds=bounds,
+        cooldown_s=arguments.autoscale_cooldown,
+    )
     coordinator.scheduler.after_run = give_back_memory
     if is_tracing():
         event_log.observers.append(TrajectorySpans().observe)
@@ -111,6 +122,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         "schedule": coordinator.scheduler.run,
         "archive": coordinator.archive.run,
     }
+    if bounds:
+        lasting["autoscale"] = coordinator.autoscaler.run
     await coordinator.vitals.run(
         lasting, lambda: _serve(arguments, coordinator, event_log, (token, http_token))
     )

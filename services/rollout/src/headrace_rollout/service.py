@@ -26,7 +26,7 @@ from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
-from headrace_rollout.runs.opened import ConversationRun, OpenedRun
+from headrace_rollout.runs.opened import ConversationRun, OnlineRun, OpenedRun
 from headrace_rollout.runs.opening import PolicyInstaller, devices_of, memory_on, open_run
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
@@ -77,6 +77,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.OpenRunResponse(
             max_concurrency=config.rollout.max_concurrency,
             max_context_tokens=run.max_context_tokens,
+            endpoint_url=await self._endpoint.url() if isinstance(run, OnlineRun) else "",
         )
 
     async def CloseRun(
@@ -99,6 +100,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await (await building).close()
             raise
         self._run = run
+        self._endpoint.desk = run.desk if isinstance(run, OnlineRun) else None
         self._caches.blobs.address = self._instance.address
         await self._place()
         return run
@@ -108,6 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run, self._run = self._run, None
         if run is None:
             return
+        self._endpoint.desk = None
         await run.engine.abort(None)
         await run.end_streams()
         async with self._changing:  # An install at work ends first: what it receives must not stay.
@@ -125,6 +128,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             from headrace_rollout.streams.conversations import ConversationStream
 
             stream: Generation = ConversationStream(run, opening, self._serving(run))
+        elif isinstance(run, OnlineRun):
+            from headrace_rollout.streams.online import OnlineStream
+
+            stream = OnlineStream(run, opening, self._serving(run))
         elif opening.pools:
             raise invalid("pools: the run's config names no environment; name none")
         else:
@@ -206,7 +213,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
         """Stops decoding; partial outputs go out on their streams."""
         self._instance.fence.check(request.header, lease=False)
-        return rollout_pb2.PauseResponse(partial_count=await self._opened(request.header).engine.pause())
+        run = self._opened(request.header)
+        stopped = await run.engine.pause()
+        run.stop_waiting()
+        return rollout_pb2.PauseResponse(partial_count=stopped)
 
     async def Resume(
         self, request: rollout_pb2.ResumeRequest, context: Context
@@ -220,8 +230,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Context) -> rollout_pb2.AbortResponse:
         """Ends samples with their partial outputs."""
         self._instance.fence.check(request.header, lease=False)
-        keys = keys_of(request.samples) or None
-        return rollout_pb2.AbortResponse(aborted_count=await self._opened(request.header).engine.abort(keys))
+        keys, run = keys_of(request.samples) or None, self._opened(request.header)
+        stopped = await run.engine.abort(keys)
+        run.stop_waiting()
+        return rollout_pb2.AbortResponse(aborted_count=stopped)
 
     async def Suspend(
         self, request: rollout_pb2.SuspendRequest, context: Context
@@ -312,6 +324,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Sends partial outputs, so that others go on."""
         if self._run is not None:
             await self._run.engine.pause()
+            self._run.stop_waiting()
 
     @property
     def _leased(self) -> list[str]:

@@ -22,15 +22,22 @@ class ArraySpace:
     low: np.ndarray | None = None
     """Of `shape`; None when nothing bounds it, infinite where an element is not bounded."""
     high: np.ndarray | None = None
-    discrete_count: int = 0
-    """Number of discrete values, from `low` (default 0) on; 0 when continuous."""
+    categories: tuple[int, ...] = ()
+    """Of each number, in row order, how many whole numbers it may be, from `low` (default 0) on; 0: a continuous one.
+    Empty where all are continuous.
+    """
+
+    @property
+    def counts(self) -> np.ndarray:
+        """`categories` in the space's shape."""
+        return np.reshape(np.asarray(self.categories or np.zeros(self.shape), np.int64), self.shape)
 
 
 def to_message(space: ArraySpace) -> simulator_pb2.Space:
     """The wire form; ServiceError INVALID where the element type cannot travel."""
     data_type = encode_tensor(np.zeros(0, space.dtype)).data_type
     message = simulator_pb2.Space(name=space.name, data_type=data_type, shape=space.shape)
-    message.discrete_count = space.discrete_count
+    message.categories.extend(space.categories)
     if space.low is not None:
         message.low.CopyFrom(encode_tensor(space.low))
     if space.high is not None:
@@ -46,13 +53,13 @@ def from_message(message: simulator_pb2.Space) -> ArraySpace:
         if message.HasField(key)
     }
     dtype, shape = NUMPY_TYPES[message.data_type], tuple(message.shape)
-    return ArraySpace(message.name, dtype, shape, discrete_count=message.discrete_count, **bounds)
+    return ArraySpace(message.name, dtype, shape, categories=tuple(message.categories), **bounds)
 
 
 def in_shape(space: ArraySpace, actions: np.ndarray, *, chunk: bool) -> np.ndarray:
-    """An action, or a chunk of them, in the shape of a space of matrices: policies give each as a row of numbers."""
+    """An action, or a chunk of them, in the shape of its space: policies give each as a row of numbers."""
     dimensions = actions.ndim - chunk
-    if dimensions == 1 and len(space.shape) > 1 and actions.shape[-1] == np.prod(space.shape):
+    if dimensions == 1 and len(space.shape) != 1 and actions.shape[-1] == np.prod(space.shape):
         return actions.reshape((*actions.shape[:chunk], *space.shape))
     return actions
 
@@ -64,14 +71,11 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
     # Any width of the right kind will do: policies work in float32, many spaces in float64.
     if action.dtype.kind not in ("iu" if space.dtype.kind in "iu" else "iuf" + space.dtype.kind):
         return f"the action is of type {action.dtype}, the action space of type {space.dtype}"
-    if space.discrete_count:
-        begin = 0 if space.low is None else int(space.low)
-        if not begin <= int(action) < begin + space.discrete_count:
-            return f"action {int(action)} is not among {begin} to {begin + space.discrete_count - 1}"
-        return None
     value = action.astype(space.dtype, copy=False)
     if not np.isfinite(value).all():
         return "the action holds a value that is not finite"
+    if space.categories and (fault := _category_fault(space, value)):
+        return fault
     low = None if space.low is None else value < space.low
     high = None if space.high is None else value > space.high
     for outside in (low, high):
@@ -79,6 +83,18 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
             where = tuple(int(i) for i in np.argwhere(outside)[0])
             return f"element {list(where)} of the action is {value[where]:g}, out of its bounds"
     return None
+
+
+def _category_fault(space: ArraySpace, value: np.ndarray) -> str | None:
+    first = np.zeros(space.shape) if space.low is None else space.low
+    outside = (value != np.floor(value)) | (value < first) | (value >= first + space.counts)
+    outside &= space.counts > 0
+    if not outside.any():
+        return None
+    where = tuple(int(i) for i in np.argwhere(outside)[0])
+    least = int(np.asarray(first)[where])
+    named = f"element {list(where)} of the action" if where else "action"
+    return f"{named} {value[where]:g} is not among {least} to {least + int(space.counts[where]) - 1}"
 
 
 def chunk_fault(space: ArraySpace, actions: np.ndarray) -> str | None:
@@ -94,7 +110,7 @@ def chunk_fault(space: ArraySpace, actions: np.ndarray) -> str | None:
 
 def _all_inside(space: ArraySpace, actions: np.ndarray) -> bool:
     """Whether all actions of a chunk are plainly in a bounded space: the common case, in two comparisons."""
-    if space.low is None or space.high is None or space.discrete_count:
+    if space.low is None or space.high is None or space.categories:
         return False
     if actions.shape[1:] != space.shape or actions.dtype != space.dtype:
         return False

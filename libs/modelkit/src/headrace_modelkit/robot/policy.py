@@ -26,8 +26,8 @@ Level = Literal["token", "action", "chunk"]
 class Observation:
     """What B environments show. `state_BS` is as the environment gave it: the policy normalises it.
 
-    `images` are (B, H, W, 3) uint8 by camera. `prompts` holds the token ids of each environment's instruction, which
-    are never tokenised again.
+    `images` are (B, H, W, channels) uint8 by camera. `prompts` holds the token ids of each environment's instruction,
+    which are never tokenised again.
     """
 
     state_BS: Tensor | None = None
@@ -85,14 +85,32 @@ class Evaluation:
     values_B: Tensor
 
 
+@dataclass(frozen=True)
+class PolicyShape:
+    """What a large policy is made of, for those who divide it, freeze parts of it or give it adapters; a small one: of
+    nothing.
+
+    `layers` are class names of its layers; ranks gather one at a time. `parts` are what can be frozen by name, and
+    beginnings of their weights' names. `added`: beginnings of the names of what reinforcement learning adds to a
+    published model, which always learns whole.
+    """
+
+    layers: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]]
+    added: tuple[str, ...]
+
+
 @runtime_checkable
 class RobotPolicy(Protocol):
     """A torch module whose parameters and persistent buffers are one version of the policy."""
 
+    shape: PolicyShape
     chunk_length: int
     action_size: int
     horizon: int
     """H, actions that it predicts; the first `chunk_length` of them are executed."""
+    chunk_tokens: int
+    """Positions that a chunk takes in a pass, without its instruction's: actions and patches of images."""
     normalizer: Normalizer | None
     """Changed by `Normalizer.update` alone, when a version is committed."""
 
@@ -148,14 +166,14 @@ def state_of(observation: Observation, size: int) -> Tensor:
     return state_BS.float()
 
 
-def image_of(observation: Observation, camera: str) -> Tensor:
-    """(B, 3, H, W) fp32 in 0 to 1. Raises ValueError when the observation has no such camera, or other pixels."""
+def image_of(observation: Observation, camera: str, channels: int = 3) -> Tensor:
+    """(B, channels, H, W) fp32 in 0 to 1. Raises ValueError when there is no such camera, or it has other pixels."""
     image = observation.images.get(camera)
     if image is None:
         raise ValueError(f"the observation has no camera {camera!r}, only {sorted(observation.images)}")
-    if image.dim() != 4 or image.shape[-1] != 3 or image.dtype != torch.uint8:
+    if image.dim() != 4 or image.shape[-1] != channels or image.dtype != torch.uint8:
         raise ValueError(
-            f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; a policy reads (B, H, W, 3) uint8"
+            f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; the policy reads (B, H, W, {channels}) uint8"
         )
     return image.permute(0, 3, 1, 2).float() / 255
 

@@ -31,7 +31,22 @@ class TaskView(Resource):
     high: float | None = None
 
 
-class SuiteResultView(Resource):
+class EpisodeFigures(Resource):
+    """What is known of an evaluation's episodes beside its score; all empty where there are none."""
+
+    measure: str = Field(
+        default="",
+        description="what of an episode the score is: success, success_at_end, return or steps; empty: scorers' own",
+    )
+    episodes: dict[str, float] = Field(
+        default_factory=dict,
+        description="mean return and steps; where the environment says success, the shares that succeeded at any "
+        "action (success) and at the last (success_at_end; not where a success ends an episode)",
+    )
+    note: str = Field(default="", description="what a reader has to know of the figures, in words")
+
+
+class SuiteResultView(EpisodeFigures):
     """What an evaluation found."""
 
     modes: list[ModeView]

@@ -53,6 +53,24 @@ class HealthView(Resource):
     grpc_port: int = Field(default=0, description="where instances register, at the same address")
 
 
+class ServiceView(Resource):
+    """How many instances of a kind there are and could be used, and who sets their number."""
+
+    kind: str
+    instances: int = Field(description="that are registered and not draining")
+    wanted: int = Field(description="what the runs of now could use, those that wait included")
+    least: int | None = Field(default=None, description="bounds of the autoscaling policy; null: it is off")
+    most: int | None = None
+    asked: int | None = Field(default=None, description="what the policy asked for last")
+    problem: str = Field(default="", description="why the last change was refused; empty: it was not")
+
+
+class ServiceListView(Resource):
+    """The services whose number of instances can be changed."""
+
+    services: list[ServiceView]
+
+
 class InstanceListView(Resource):
     """Instances."""
 

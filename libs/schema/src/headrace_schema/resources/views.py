@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resources.evaluations import SuiteEvaluationView
+from headrace_schema.resources.evaluations import EpisodeFigures, SuiteEvaluationView
 from headrace_schema.resources.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -21,7 +21,16 @@ class PolicyView(Resource):
     digest: str
 
 
-class EvaluationView(Resource):
+class EndpointView(Resource):
+    """Where clients of an online run speak with its policy, as with any OpenAI-compatible server."""
+
+    base_url: str = Field(
+        description="of the HTTP API: OPENAI_BASE_URL; empty: no rollout has the run open now"
+    )
+    api_key: str = Field(description="what clients show: OPENAI_API_KEY")
+
+
+class EvaluationView(EpisodeFigures):
     """One evaluation of held-out items."""
 
     kind: str = Field(
@@ -276,6 +285,9 @@ class MessageView(Resource):
     )
     calls: list[CallView] = Field(
         default=[], description="of the policy's turn, where the spec says their form"
+    )
+    party: str = Field(
+        default="", description="with several roles: whose turn it is, or who is told it; empty with one"
     )
 
 

@@ -10,12 +10,15 @@ from pydantic import ValidationError
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import EPISODES
-from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, AgentSection
+from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import CONVERSATIONS
 
 BACKEND = "conversation"
+ONLINE_ALGORITHM = "reinforce_pp"
+"""Needs no groups: it compares the samples of a whole step."""
+ONLINE_STEP_S = 30 * 86400.0
 SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
@@ -46,7 +49,10 @@ def with_conversation_defaults(given: Any) -> Any:
     if not isinstance(given, Mapping) or given.get("workflow") != CONVERSATIONS:
         return given
     spec, environment = dict(given), given.get("environment")
-    if started := _started(given.get("agent")):
+    agent = given.get("agent")
+    if isinstance(agent, Mapping) and agent.get("online") is not None:
+        return _with_online_defaults(spec)
+    if started := _started(agent):
         environment = (
             {**started, **(environment or {})} if isinstance(environment, Mapping | None) else environment
         )
@@ -60,6 +66,21 @@ def with_conversation_defaults(given: Any) -> Any:
         if data["source"] == EPISODES and isinstance(options, Mapping) and tasks is not None:
             spec["data"] = {**data, "options": {"tasks": tasks, **options}}
     spec.setdefault("reward", {"scorers": [{"name": "episode"}]})
+    return spec
+
+
+def _with_online_defaults(spec: dict[str, Any]) -> dict[str, Any]:
+    """Of a run that outside clients speak with: no data, groups of one, and steps that wait for people."""
+    filled: dict[str, dict[str, Any]] = {
+        "data": {"source": EPISODES, "options": {"tasks": [ONLINE]}},
+        "algorithm": {"name": ONLINE_ALGORITHM, "group_size": 1},
+        "limits": {"step_timeout_s": ONLINE_STEP_S},
+        "reward": {"scorers": [{"name": "episode"}]},
+    }
+    for key, section in filled.items():
+        own = spec.get(key, {})
+        if isinstance(own, Mapping):
+            spec[key] = {**section, **own}
     return spec
 
 
@@ -89,6 +110,9 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         if spec.environment is not None and spec.environment.max_episode_s:
             reason = f"is of agentic runs, and workflow is {spec.workflow}"
             yield problem("environment.max_episode_s", reason, "use environment.max_episode_steps")
+        if spec.environment is not None and spec.environment.roles:
+            reason = f"is of agentic runs, and workflow is {spec.workflow}"
+            yield problem("environment.roles", reason, "remove it")
         if spec.agent is not None:
             yield problem(
                 "agent",
@@ -96,25 +120,73 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
                 f"set workflow: {CONVERSATIONS}",
             )
         return
+    if spec.agent is not None and spec.agent.online is not None:
+        yield from _online(spec, spec.agent)
+        return
     if spec.environment is None:
         fix = "give environment.tasks: [path/to/file.py:Class], or [tools], or an agent"
         yield problem("environment", "an agentic run speaks with one", fix)
         return
-    for key, why in OTHERWISE.items():
+    yield from _otherwise(spec, OTHERWISE)
+    if spec.algorithm.options.get("routing_replay"):
+        reason = "a conversation is put together without routes"
+        yield problem("algorithm.options.routing_replay", reason, "remove it")
+    yield from _roles(spec.environment, spec.agent)
+    yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
+    count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
+    if count < least:
+        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
+        yield problem("environment.count", reason, f"the nearest valid value is {least}")
+
+
+def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Iterator[KeyProblemView]:
+    if environment.roles and agent is not None:
+        yield problem("environment.roles", "an agent leads its conversation itself", "remove it")
+    for name, role in environment.roles.items():
+        key = f"environment.roles.{name}"
+        if role.revision is not None and not role.path:
+            yield problem(
+                f"{key}.revision", "is of a frozen model, and path is empty", "remove it, or give path"
+            )
+        for option in ("temperature", "max_new_tokens"):
+            if role.trained and getattr(role, option) is not None:
+                reason = "the role is learned from, and its tokens are drawn as sampling says"
+                yield problem(f"{key}.{option}", reason, "remove it, or set learns: false, or give path")
+
+
+def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:
+    """What a run cannot have that outside clients speak with."""
+    if given := [key for key in ("python", "command", "verifiers") if getattr(agent, key)]:
+        reason = f"with agent.online nothing is started, and {given[0]} is given"
+        yield problem(f"agent.{given[0]}", reason, "remove one of the two")
+    if spec.environment is not None:
+        yield problem(
+            "environment", "outside clients speak with the policy, and nothing else does", "remove it"
+        )
+    if spec.data.source != EPISODES:
+        yield problem("data.source", "what is asked comes from the clients", "remove it")
+    if spec.data.heldout or spec.evaluation.data:
+        key = "data.heldout" if spec.data.heldout else "evaluation.data"
+        reason = "nobody asks held-out questions: the clients lead each conversation"
+        yield problem(key, reason, "remove it, and evaluate checkpoints with headrace eval")
+    if spec.rollout.instances > 1:
+        reason = "clients speak with one instance, and the others would wait for sessions"
+        yield problem("rollout.instances", reason, "set 1; an engine may span several GPUs")
+    if spec.algorithm.name == "remax":
+        reason = "remax needs a greedy answer to each prompt, and what clients ask is sampled"
+        yield problem("algorithm.name", reason, f"set {ONLINE_ALGORITHM}")
+    here = {key: why for key, why in OTHERWISE.items() if not key.startswith("environment.")}
+    yield from _otherwise(spec, here)
+
+
+def _otherwise(spec: RunSections, keys: Mapping[str, str]) -> Iterator[KeyProblemView]:
+    for key, why in keys.items():
         place: Any = spec
         for name in key.split("."):
             parent, place = place, getattr(place, name)
         default = type(parent).model_fields[key.rpartition(".")[2]].get_default(call_default_factory=True)
         if place != default:
             yield problem(key, f"an agentic run has none: {why}", "remove it")
-    if spec.algorithm.options.get("routing_replay"):
-        reason = "a conversation is put together without routes"
-        yield problem("algorithm.options.routing_replay", reason, "remove it")
-    yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
-    count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
-    if count < least:
-        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
-        yield problem("environment.count", reason, f"the nearest valid value is {least}")
 
 
 def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[KeyProblemView]:

@@ -52,7 +52,10 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
     shares = max(1, ranks // model_ranks(spec.trainer))
     if algorithm.name in GROUP_RELATIVE and algorithm.group_size < 2:
         reason = f"{algorithm.name} compares the samples of a group"
-        yield problem("algorithm.group_size", reason, "use at least 2")
+        fix = "use at least 2"
+        if spec.agent is not None and spec.agent.online is not None:
+            fix += ", with a group named for each session (X-Headrace-Group), or set algorithm.name: reinforce_pp"
+        yield problem("algorithm.group_size", reason, fix)
     if algorithm.prompts_per_step % shares:
         replicas = "" if shares == ranks else f", which are {shares} replicas of the model"
         yield problem(

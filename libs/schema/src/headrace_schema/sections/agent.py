@@ -5,13 +5,28 @@ from __future__ import annotations
 import shlex
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from headrace_schema.sections.base import Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 
 AGENTS = "agent"
 """The simulator's backend that starts agents."""
 AGENT_SECONDS = 600.0
+ONLINE = "online"
+"""The task of a run that outside clients speak with."""
+
+
+class OnlineSection(Section):
+    """Clients of one's own that speak with the policy while it learns, and reward what it says."""
+
+    reward_within_s: PositiveFloat = Field(
+        default=600.0,
+        description="seconds after a session's last answer until which its reward has to come; else it is dropped",
+    )
+    max_sessions: Count = Field(
+        default=4096, description="sessions that are open at once; further ones are refused"
+    )
+    max_turns: CountOrZero = Field(default=0, description="requests of one session; 0: any number")
 
 
 class AgentSection(Section):
@@ -36,6 +51,11 @@ class AgentSection(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the environment that verifiers names"
     )
+    online: OnlineSection | None = Field(
+        default=None,
+        description="nothing is started: clients from outside speak with the policy (headrace run endpoint RUN), and "
+        "the run learns from the sessions that they reward",
+    )
     tool_calls: Literal["hermes", "json", "llama3", "mistral"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
@@ -45,6 +65,8 @@ class AgentSection(Section):
     @property
     def task(self) -> str:
         """What is started, as text."""
+        if self.online is not None:
+            return ONLINE
         if self.verifiers:
             return f"verifiers:{self.verifiers}"
         return self.python or f"command: {shlex.join(self.command)}"

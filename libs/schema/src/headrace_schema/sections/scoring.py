@@ -58,8 +58,19 @@ class RewardSection(Section):
     @property
     def judges_success_alone(self) -> bool:
         """Whether all that an evaluation asks of an episode is whether it succeeded."""
-        scorers = self.evaluation or self.scorers
-        return all(each.name == "episode" and each.options.get("of") == "success" for each in scorers)
+        return all(figure_of(each) in ("success", "outcome") for each in self.judges)
+
+    @property
+    def measure(self) -> str:
+        """The figure of an episode that an evaluation's score is, as the scorer `episode` calls it; "" for another."""
+        first, *others = self.judges
+        plain = not others and first.weight == first.options.get("scale", 1.0) == 1.0
+        return figure_of(first) if plain else ""
+
+    @property
+    def judges(self) -> list[ScorerSection]:
+        """The scorers of held-out answers."""
+        return self.evaluation or self.scorers
 
     def sets(self) -> dict[str, list[ScorerSection]]:
         """The scorers by the key of their set; `evaluation` only where it has scorers of its own."""
@@ -69,6 +80,11 @@ class RewardSection(Section):
             **own,
             **{set_of(name): found for name, found in self.stages.items()},
         }
+
+
+def figure_of(scorer: ScorerSection) -> str:
+    """The figure of an episode that a scorer gives; "" for a scorer that is not `episode`."""
+    return str(scorer.options.get("of", "return")) if scorer.name == "episode" else ""
 
 
 def set_of(stage: str) -> str:

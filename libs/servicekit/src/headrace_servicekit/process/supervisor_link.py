@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -13,12 +13,9 @@ from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 
 from headrace_servicekit.kinds import KINDS, kind_name
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.child import ProcessEnd
+from headrace_servicekit.process.child import ProcessEnd, ProcessInfo
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of, reason_of
-
-if TYPE_CHECKING:
-    from headrace_servicekit.process.supervisor import Supervisor
 
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 3.0
@@ -28,10 +25,27 @@ _logger = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[fleet_pb2.SuperviseRequest, fleet_pb2.SuperviseResponse]
 
 
+class Supervised(Protocol):
+    """Who has processes, or has others start them."""
+
+    @property
+    def scalable_kinds(self) -> tuple[str, ...]:
+        """Kinds whose number the coordinator may change."""
+
+    async def scale(self, kind: str, n: int) -> str:
+        """Wants `n` processes of a kind; returns why that cannot be, or ""."""
+
+    def processes(self) -> list[ProcessInfo]:
+        """What runs or waits to be started."""
+
+    def kill(self, instance: str, incarnation: str, reason: str = "") -> bool:
+        """SIGKILLs a process; False when that incarnation is not running."""
+
+
 class SupervisorLink:
     """Keeps a Supervise stream open. Ends are reported again on every new stream: they prove that devices are free."""
 
-    def __init__(self, host: str, address: str, token: str | None, supervisor: Supervisor) -> None:
+    def __init__(self, host: str, address: str, token: str | None, supervisor: Supervised) -> None:
         self._host = host
         self._address = address
         self._token = token

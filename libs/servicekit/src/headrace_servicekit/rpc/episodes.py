@@ -5,7 +5,7 @@ Shapes: T chunks, C actions of a chunk, A numbers of an action. Knows no policy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -23,6 +23,11 @@ IMAGE = "image/"
 MAX_EPISODE_BYTES = 1 << 30
 
 Arrays = Mapping[str, np.ndarray]
+
+
+def is_image(dtype: np.dtype, shape: Sequence[int]) -> bool:
+    """Whether an observation is a picture: uint8, (height, width, channels), of which channels are the fewest."""
+    return dtype == np.uint8 and len(shape) == 3 and 0 < shape[2] <= min(shape[:2])
 
 
 @dataclass(frozen=True)

@@ -294,14 +294,16 @@ class ActionSegment(_message.Message):
     def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled: _Optional[_Mapping[str, Tensor]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("policy_number", "tokens", "actions")
+    __slots__ = ("policy_number", "tokens", "actions", "begins_sibling")
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_SIBLING_FIELD_NUMBER: _ClassVar[int]
     policy_number: int
     tokens: TokenSegment
     actions: ActionSegment
-    def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
+    begins_sibling: bool
+    def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ..., begins_sibling: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests")
@@ -332,18 +334,20 @@ class Trajectory(_message.Message):
     def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Conversation(_message.Message):
-    __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens")
+    __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TURN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     rewards: _containers.RepeatedScalarFieldContainer[float]
     success: bool
     failure: str
     turn_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., rewards: _Optional[_Iterable[float]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., turn_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    turn_messages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., rewards: _Optional[_Iterable[float]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., turn_tokens: _Optional[_Iterable[int]] = ..., turn_messages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrajectoryChunk(_message.Message):
     __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")
@@ -456,9 +460,11 @@ class Image(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "party")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    party: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ...) -> None: ...

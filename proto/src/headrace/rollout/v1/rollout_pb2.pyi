@@ -29,12 +29,14 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("max_concurrency", "max_context_tokens")
+    __slots__ = ("max_concurrency", "max_context_tokens", "endpoint_url")
     MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_URL_FIELD_NUMBER: _ClassVar[int]
     max_concurrency: int
     max_context_tokens: int
-    def __init__(self, max_concurrency: _Optional[int] = ..., max_context_tokens: _Optional[int] = ...) -> None: ...
+    endpoint_url: str
+    def __init__(self, max_concurrency: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., endpoint_url: _Optional[str] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)
@@ -109,14 +111,16 @@ class AssignGroups(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupAssignment, _Mapping]]] = ...) -> None: ...
 
 class GroupAssignment(_message.Message):
-    __slots__ = ("prompt_ordinal", "prompt", "samples")
+    __slots__ = ("prompt_ordinal", "prompt", "samples", "oldest_version")
     PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     prompt_ordinal: int
     prompt: Prompt
     samples: _containers.RepeatedCompositeFieldContainer[SampleAssignment]
-    def __init__(self, prompt_ordinal: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleAssignment, _Mapping]]] = ...) -> None: ...
+    oldest_version: int
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleAssignment, _Mapping]]] = ..., oldest_version: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("chat", "text", "token_ids", "episode", "images")

@@ -15,6 +15,19 @@ export function ranged(values) {
   return `${number(mean)} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
 }
 
+// "success_at_end": "Success at end".
+export function spoken(name) {
+  const words = name.replaceAll("_", " ");
+  return words.charAt(0).toUpperCase() + words.slice(1);
+}
+
+// Facts of an evaluation's episodes beside its score; none where it has no episodes.
+export function episodeFacts(view) {
+  if (!view) return [];
+  const figures = Object.entries(view.episodes).filter(([name]) => name !== view.measure);
+  return [...figures.map(([name, value]) => [spoken(name), number(value)]), ...(view.note ? [["Note", view.note]] : [])];
+}
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || seconds < 0) return "–";
   const whole = Math.round(seconds);

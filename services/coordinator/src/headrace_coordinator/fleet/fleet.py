@@ -59,6 +59,8 @@ class Fleet:
         self._silent_since: dict[str, float] = {}
         self._suspects: dict[str, set[str]] = {}
         """Who says of whom that it is lost, by the incarnation that says so."""
+        self.endpoints: dict[str, dict[str, str]] = {}
+        """Of online runs: where clients reach each rollout, by run and incarnation."""
         self._last_exit = float("-inf")
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()

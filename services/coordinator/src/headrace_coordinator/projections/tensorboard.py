@@ -36,9 +36,12 @@ def step_scalars(view: StepView) -> dict[str, float]:
 
 
 def evaluation_scalars(view: EvaluationView) -> dict[str, float]:
-    """The score and each scorer's mean, by kind of evaluation."""
-    parts = {f"evaluation/{view.kind}/{name}": value for name, value in view.parts.items()}
-    return {f"evaluation/{view.kind}": view.score, **parts}
+    """The score, each scorer's mean and figures of episodes, by kind of evaluation."""
+    named = {**view.parts, **view.episodes}
+    return {
+        f"evaluation/{view.kind}": view.score,
+        **{f"evaluation/{view.kind}/{name}": value for name, value in named.items()},
+    }
 
 
 DOUBLE, BYTES, FLOAT, VARINT = 1, 2, 5, 0

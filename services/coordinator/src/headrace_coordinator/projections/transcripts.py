@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace_coordinator.domain.episode_figures import Told, told_of
 from headrace_coordinator.projections.lines import read_lines
 from headrace_coordinator.projections.trajectories import NAME, SettledTrajectory, TrajectoryFile, full_files
 
@@ -33,6 +34,8 @@ class Answer(msgspec.Struct, frozen=True):
     cut: bool
     failure: str = ""
     """Why it counts for nothing: an environment, an engine or a scorer failed at it."""
+    episode: Told | None = None
+    """What its rollout says of it, where it is an episode."""
 
 
 class Transcripts:
@@ -50,7 +53,8 @@ class Transcripts:
 def answer_of(line: SettledTrajectory, extract: Extract) -> Answer:
     """The figures of a transcript."""
     choice = extract(line.completion)[:LONGEST_CHOICE]
-    return Answer(line.reward, line.parts, choice, line.tokens, line.finish_reason in CUT, line.detail)
+    cut, episode = line.finish_reason in CUT, told_of(line.completion)
+    return Answer(line.reward, line.parts, choice, line.tokens, cut, line.detail, episode)
 
 
 def read_answers(directory: Path, extract: Extract) -> dict[Key, Answer]:

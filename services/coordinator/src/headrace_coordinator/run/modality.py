@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.sections.agent import ONLINE
 from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
@@ -163,6 +164,32 @@ class Texts(Modality):
         return await self._repliers.recover(worker)
 
 
+class Online(Texts):
+    """Sessions of clients from outside, which rollouts wait for."""
+
+    def __init__(self, workers: WorkerGroup, dataset: Dataset, repliers: Repliers) -> None:
+        super().__init__(workers, dataset, repliers)
+        self.resumable = False
+        self._workers = workers
+
+    @override
+    def prompt(
+        self,
+        item: DataItem,
+        prefill: str | None = None,
+        *,
+        record: bool = False,
+        dataset: Dataset | None = None,
+    ) -> rollout.Prompt:
+        return rollout.Prompt(episode=rollout.EpisodeStart(task=ONLINE, seed=_seed(item)))
+
+    @override
+    def rollouts_opened(self) -> None:
+        workers = self._workers
+        found = {each.incarnation: each.endpoint_url for each in workers.rollouts if each.endpoint_url}
+        workers.fleet.endpoints[workers.run] = found
+
+
 class Episodes(Modality):
     """Episodes of a robot policy, in environments that simulators step."""
 
@@ -288,6 +315,8 @@ def _seed(item: DataItem) -> int:
 def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset, repliers: Repliers) -> Modality:
     """That of a run."""
     spec = workers.spec
+    if spec.agent is not None and spec.agent.online is not None:
+        return Online(workers, dataset, repliers)
     if spec.environment is None:
         return Texts(workers, dataset, repliers)
     made = Conversations if spec.workflow == CONVERSATIONS else Episodes

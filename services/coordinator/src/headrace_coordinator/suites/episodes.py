@@ -20,7 +20,10 @@ FIRST_SEED = 1_000_000
 
 
 class Episodes(Suite):
-    """Start states of tasks, judged by success; its keys are those of a run's environment and start states."""
+    """Start states of tasks, judged by success, or by return where there is none.
+
+    Its keys are those of a run's environment and start states.
+    """
 
     environment: EnvironmentSection = Field(
         description="as a run's `environment`: backend, tasks, options, count, …"
@@ -67,5 +70,5 @@ class Episodes(Suite):
 
     @override
     def reward(self) -> RewardSection:
-        """1 for an episode in which the task succeeds."""
-        return RewardSection(scorers=[ScorerSection(name="episode", options={"of": "success"})])
+        """1 for an episode in which the task succeeds; the return where the environment never says it."""
+        return RewardSection(scorers=[ScorerSection(name="episode", options={"of": "outcome"})])

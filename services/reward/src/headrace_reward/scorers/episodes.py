@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options, plugin
@@ -15,8 +16,10 @@ from headrace_reward.scorers.base import Answer, Score
 class EpisodeOptions(Options):
     """Options of `episode`."""
 
-    of: Literal["return", "success", "steps"] = Field(
-        "return", description="the sum of rewards, 1 for success, or the number of actions or turns"
+    of: Literal["return", "success", "success_at_end", "outcome", "steps"] = Field(
+        "return",
+        description="the sum of rewards; 1 for success at any action, or at the last one; outcome: success where the "
+        "environment says it, and the return where it never does; or the number of actions or turns",
     )
     scale: float = Field(1.0, description="factor of the figure")
 
@@ -29,7 +32,7 @@ class Episode:
         self._of, self._scale = options.of, options.scale
 
     def score(self, answer: Answer) -> Score:
-        """The scaled figure, of a conversation's return by turn too.
+        """The scaled figure, of a conversation's return by turn and by role too.
 
         A blank answer, which scorers are tried with, is worth 0; ValueError for other text.
         """
@@ -37,7 +40,11 @@ class Episode:
             return 0.0
         try:
             told = json.loads(answer.completion) if answer.episode is None else answer.episode
-            found: Any = told[self._of]
+            of = self._of
+            if of == "outcome":
+                of = "return" if told["success"] is None else "success"
+            # Of a success that ends its episode, it is the last action's too.
+            found: Any = told["success"] if of == "success_at_end" and of not in told else told[of]
             value = math.nan if found is None else float(found) * self._scale
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
@@ -50,5 +57,9 @@ class Episode:
         if not math.isfinite(value):
             raise ValueError(f"the {self._of} of the episode is {found}")
         if self._of == "return" and answer.episode is not None:
-            return {"score": value, "turns": [each * self._scale for each in answer.episode["rewards"]]}
+            turns = [each * self._scale for each in answer.episode["rewards"]]
+            by_role: dict[str, float] = defaultdict(float)
+            for role, reward in zip(answer.episode.get("roles", ()), turns, strict=False):
+                by_role[role] += reward
+            return {**by_role, "score": value, "turns": turns}
         return value

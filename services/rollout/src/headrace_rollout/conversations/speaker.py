@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_rollout.engines.base import Engine
-from headrace_rollout.engines.samples import Group, Sample, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.exchanges.exchange import Turn
 
 Place = tuple[int, SlotKey, int]
@@ -27,11 +27,15 @@ class Limits:
     stop: tuple[str, ...]
 
 
+Heard = Callable[[Sequence[int], Sequence[float]], None]
+"""Is told new ids of a turn, with their log-probs, as they are made."""
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample.
 
-    Without `limits` those of the stream hold.
+    Without `limits` those of the stream hold. `heard` is told what is new until the turn's end, which carries the rest.
     """
 
     key: SlotKey
@@ -40,6 +44,9 @@ class Asked:
     prompt_ids: Sequence[int]
     greedy: bool
     limits: Limits | None = None
+    heard: Heard | None = None
+    prefix: Prefix | None = None
+    """What the turn begins with, of a stream that has ended."""
 
     @property
     def place(self) -> Place:
@@ -55,7 +62,8 @@ class Speaker:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Asked] = []
         self._answers: dict[Place, asyncio.Future[TrajectoryUpdate]] = {}
-        self._streams: dict[tuple[int, Limits], Stream] = {}
+        self._streams: dict[tuple[int, Limits, int], Stream] = {}
+        self._heard: dict[Place, Heard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def say(self, asked: Asked) -> TrajectoryUpdate:
@@ -66,6 +74,8 @@ class Speaker:
         place = asked.place
         answer: asyncio.Future[TrajectoryUpdate] = self._loop.create_future()
         self._answers[place] = answer
+        if asked.heard is not None:
+            self._heard[place] = asked.heard
         if not self._waiting:
             self._loop.call_soon(self._submit)
         self._waiting.append(asked)
@@ -80,6 +90,7 @@ class Speaker:
         finally:
             if self._answers.get(place) is answer:
                 del self._answers[place]
+                self._heard.pop(place, None)
 
     async def close(self) -> None:
         """Ends all turns; nothing comes back."""
@@ -115,25 +126,30 @@ class Speaker:
     def _stream(self, asked: Asked) -> Stream:
         """That of the turn, with its seed, and of its limits."""
         turn, limits = asked.turn, asked.limits or Limits(self._outer.max_new_tokens, self._outer.stop)
-        if (turn, limits) not in self._streams:
+        each = 1 if asked.heard is not None else 0
+        if (turn, limits, each) not in self._streams:
 
             def sink(outputs: list[TrajectoryUpdate]) -> None:
                 self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
 
-            self._streams[turn, limits] = replace(
+            self._streams[turn, limits, each] = replace(
                 self._outer,
                 seed=Turn(turn, reply=False).seed(self._outer.seed),
                 sink=sink,
-                chunk_tokens=0,
+                chunk_tokens=each,
+                goes_on=True,
                 max_new_tokens=limits.max_new_tokens,
                 stop=limits.stop,
             )
-        return self._streams[turn, limits]
+        return self._streams[turn, limits, each]
 
     def _arrived(self, turn: int, outputs: list[TrajectoryUpdate]) -> None:
         for output in outputs:
+            place = (turn, output.key, output.attempt)
             if output.finish is not None or output.stopped:
-                self._resolve((turn, output.key, output.attempt), output)
+                self._resolve(place, output)
+            elif (heard := self._heard.get(place)) is not None:
+                heard(output.token_ids, output.log_probs)
 
     def _resolve(self, place: Place, result: TrajectoryUpdate | Exception) -> None:
         answer = self._answers.get(place)
@@ -149,6 +165,6 @@ def _groups(several: Sequence[Asked]) -> list[Group]:
     """One group for the turns that read the same ids, as those of a prompt's first turns do."""
     found: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
     for asked in several:
-        sample = Sample(asked.key.sample_index, asked.attempt, greedy=asked.greedy)
+        sample = Sample(asked.key.sample_index, asked.attempt, asked.prefix, greedy=asked.greedy)
         found.setdefault((asked.key.prompt_ordinal, tuple(asked.prompt_ids)), []).append(sample)
     return [Group(ordinal, ids, samples) for (ordinal, ids), samples in found.items()]

@@ -25,8 +25,8 @@ def read_text_request(body: bytes) -> TextRequest:
         (prompt,) = prompt
     wrong = {
         "prompt": (not isinstance(prompt, str) or not prompt)
-        and "give one text: ids are the session's own, and it is one conversation",
-        "best_of": given.get("best_of") not in (None, 1) and "a session is one conversation: leave it out",
+        and "give one text: ids are the session's own, and a request asks for the rest of one text",
+        "best_of": given.get("best_of") not in (None, 1) and "all answers are told: give n, or leave it out",
         "echo": bool(given.get("echo")) and "the answer alone is told; leave it out",
         "suffix": bool(given.get("suffix")) and "nothing is put behind an answer; leave it out",
         "logprobs": log_probs not in (None, False, True, 0, 1)
@@ -47,12 +47,12 @@ def read_text_request(body: bytes) -> TextRequest:
     return TextRequest(**{**fields, "messages": [Message(role="user", content=prompt)]})
 
 
-def text_choice(asked: TextRequest, answer: Answer) -> dict[str, Any]:
-    """The answer as the choice that clients parse; one piece of a stream is the same."""
+def text_choice(asked: TextRequest, answer: Answer, index: int = 0) -> dict[str, Any]:
+    """The answer as the choice that clients parse."""
     log_probs = None
     if asked.logprobs:
         texts = [text for text, _ in answer.tokens]
         offsets = [len(asked.prompt) + sum(map(len, texts[:place])) for place in range(len(texts))]
         values = [value for _, value in answer.tokens]
         log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-    return {"index": 0, "text": answer.content, "logprobs": log_probs, "finish_reason": answer.finish}
+    return {"index": index, "text": answer.content, "logprobs": log_probs, "finish_reason": answer.finish}

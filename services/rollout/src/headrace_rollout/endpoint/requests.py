@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+MOST_CHOICES = 128
+
 
 class Refusal(Exception):
     """A request that is answered with an error: HTTP status, code and message, and the parameter that it is about."""
@@ -94,7 +96,7 @@ class ChatRequest(BaseModel):
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    n: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     response_format: _Format | None = None
     logit_bias: dict[str, float] | None = None
     functions: list[Any] | None = None
@@ -134,7 +136,6 @@ def read_request(body: bytes) -> ChatRequest:
         param = ".".join(map(str, first["loc"])) or None
         raise Refusal(400, "invalid_request", f"{param or 'the body'}: {first['msg']}", param) from error
     wrong = {
-        "n": (request.n or 1) != 1 and "a session is one conversation: ask for one answer at a time",
         "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
         "response_format": request.response_format is not None
         and request.response_format.type != "text"

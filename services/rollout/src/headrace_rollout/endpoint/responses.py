@@ -1,23 +1,29 @@
 """POST /v1/responses in terms of chat completions: its items as messages, and an answer as a response.
 
-Streams, and items beside text, calls and their outputs, are refused by name. Knows no session.
+Items beside text, calls and their outputs are refused by name. Knows no session.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
 from headrace_rollout.endpoint.session import Answer
+from headrace_rollout.endpoint.streaming import Piece
 
+_NOTHING = Answer(0, "", (), "stop", 0, ())
 _ONLY = "give messages, function_call and function_call_output"
 
 
-def read_response_request(body: bytes, last: tuple[str, ChatRequest, Answer] | None) -> ChatRequest:
-    """The request as one for a chat completion. `last` is the session's last response: id, request and answer.
+Earlier = Callable[[str], tuple[ChatRequest, Answer] | None]
+"""The request and the answer of a response's id; None for one that the session does not remember."""
+
+
+def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
+    """The request as one for a chat completion.
 
     Raises Refusal with the key and what to do.
     """
@@ -28,8 +34,6 @@ def read_response_request(body: bytes, last: tuple[str, ChatRequest, Answer] | N
     if not isinstance(given, dict):
         raise Refusal(400, "invalid_request", "the body: give a JSON object")
     wrong = {
-        "stream": bool(given.get("stream"))
-        and "responses are not streamed; leave it out, or use chat completions",
         "background": bool(given.get("background")) and "leave it out",
         "conversation": given.get("conversation") is not None
         and "send earlier items, or previous_response_id",
@@ -38,7 +42,7 @@ def read_response_request(body: bytes, last: tuple[str, ChatRequest, Answer] | N
     for param, reason in wrong.items():
         if reason:
             raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
-    messages = _before(given, last)
+    messages = _before(given, earlier)
     listed = given.get("input")
     messages += messages_of([{"role": "user", "content": listed}] if isinstance(listed, str) else listed)
     chat = {
@@ -49,28 +53,27 @@ def read_response_request(body: bytes, last: tuple[str, ChatRequest, Answer] | N
         "max_tokens": given.get("max_output_tokens"),
         "top_logprobs": given.get("top_logprobs"),
         "response_format": (given.get("text") or {}).get("format"),
+        "stream": given.get("stream"),
     }
     return read_request(json.dumps({key: value for key, value in chat.items() if value is not None}).encode())
 
 
-def _before(given: Mapping[str, Any], last: tuple[str, ChatRequest, Answer] | None) -> list[dict[str, Any]]:
+def _before(given: Mapping[str, Any], earlier: Earlier) -> list[dict[str, Any]]:
     """The messages that stand before the input."""
     instructions = given.get("instructions")
     before: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if (named := given.get("previous_response_id")) is None:
         return before
-    if last is None or named != last[0]:
-        raise Refusal(
-            400,
-            "not_extended",
-            "previous_response_id: it is not the session's last response",
-            "previous_response_id",
-        )
-    _, request, answer = last
-    earlier = [message.model_dump(exclude_none=True) for message in request.messages]
-    if before and earlier[0] != before[0]:
-        raise Refusal(400, "not_extended", "instructions: they differ from the first ones", "instructions")
-    return [*earlier, message_of(answer)]
+    if (found := earlier(str(named))) is None:
+        message = "previous_response_id: it is no response of this session, or one of long ago"
+        raise Refusal(404, "not_found", message, "previous_response_id")
+    request, answer = found
+    said = [message.model_dump(exclude_none=True) for message in request.messages]
+    if (
+        before and said[0]["role"] == "system"
+    ):  # Instructions are the request's own: those of before do not hold on.
+        said = said[1:]
+    return [*(before or ()), *said, message_of(answer)]
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
@@ -111,10 +114,8 @@ def response(id: str, asked: ChatRequest, answer: Answer, model: str) -> dict[st
     status = "incomplete" if cut else "completed"
     output: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
-        part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        output.append(
-            {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": status, "content": [part]}
-        )
+        message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": status}
+        output.append({**message, "content": [_part(answer.content)]})
     output += [
         {
             "type": "function_call",
@@ -147,6 +148,65 @@ def response(id: str, asked: ChatRequest, answer: Answer, model: str) -> dict[st
             "total_tokens": answer.prompt_tokens + sampled,
         },
     }
+
+
+async def response_events(
+    pieces: AsyncIterator[Piece], *, asked: ChatRequest, name: str, model: str
+) -> AsyncIterator[str]:
+    """Server-sent events of a response as it is made; `name` is its id without the number."""
+    count = 0
+
+    def event(kind: str, **fields: Any) -> str:
+        nonlocal count
+        count += 1
+        return (
+            f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': count - 1, **fields})}\n\n"
+        )
+
+    at: dict[str, Any] = {}
+    async for piece in pieces:
+        id = f"{name}_{piece.first}"
+        if not count:
+            begun = {
+                **response(id, asked, _NOTHING, model),
+                "status": "in_progress",
+                "output": [],
+                "usage": None,
+            }
+            yield event("response.created", response=begun)
+            yield event("response.in_progress", response=begun)
+        if piece.text and not at:
+            at = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
+            message = {"type": "message", "id": f"msg_{id}", "role": "assistant"}
+            item = {**message, "status": "in_progress", "content": []}
+            yield event("response.output_item.added", output_index=0, item=item)
+            yield event("response.content_part.added", **at, part=_part(""))
+        if piece.text:
+            yield event("response.output_text.delta", **at, delta=piece.text, logprobs=[])
+        if piece.answer is None:
+            continue
+        whole = response(id, asked, piece.answer, model)
+        if at:
+            text = piece.answer.content
+            yield event("response.output_text.done", **at, text=text, logprobs=[])
+            yield event("response.content_part.done", **at, part=_part(text))
+        for index, item in enumerate(whole["output"]):
+            if item["type"] == "function_call":
+                yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
+                of = {"item_id": item["id"], "output_index": index}
+                yield event("response.function_call_arguments.delta", **of, delta=item["arguments"])
+                done = {"name": item["name"], "arguments": item["arguments"]}
+                yield event("response.function_call_arguments.done", **of, **done)
+            elif not at:  # A turn without a text.
+                yield event("response.output_item.added", output_index=index, item=item)
+            yield event("response.output_item.done", output_index=index, item=item)
+        yield event(
+            "response.completed" if whole["status"] == "completed" else "response.incomplete", response=whole
+        )
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _text(content: Any) -> Any:

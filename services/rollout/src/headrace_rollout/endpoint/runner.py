@@ -88,7 +88,7 @@ class AgentRunner(ConversationRunner):
                     raise
                 return session.limit  # It did not take the refusal well.
             if outcome.terminated:
-                if json.loads(outcome.info_json or "{}").get("rewarded") and session.talk.rewards:
+                if json.loads(outcome.info_json or "{}").get("rewarded") and session.turns:
                     session.reward(outcome.reward)
                 if outcome.success_reported:
                     session.talk.success = outcome.success
@@ -98,8 +98,8 @@ class AgentRunner(ConversationRunner):
 
     def _judged(self, session: Session, finish: Finish) -> Finish:
         """The finish, or ERROR with the reason where there is nothing to learn from."""
-        talk, by_limit = session.talk, finish not in (Finish.TERMINATED, Finish.LENGTH)
-        if not talk.turns and finish is not Finish.PROMPT_TOO_LONG:
+        talk, by_limit = session.join(), finish not in (Finish.TERMINATED, Finish.LENGTH)
+        if not session.turns and finish is not Finish.PROMPT_TOO_LONG:
             talk.failure = (
                 "the agent spoke to nobody: it has to send requests to OPENAI_BASE_URL, with OPENAI_API_KEY"
             )

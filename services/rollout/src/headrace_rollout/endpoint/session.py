@@ -1,6 +1,7 @@
-"""One agent's conversation with the policy: each request must extend what was said, and its answer is kept as ids.
+"""One agent's session with the policy: what its requests say, and the policy's answers, are kept as ids.
 
-Knows no HTTP and no simulator.
+A request whose messages begin with all that was said goes on there; any other begins a sibling. Knows no HTTP and no
+simulator.
 """
 
 from __future__ import annotations
@@ -9,23 +10,33 @@ import asyncio
 import json
 import math
 import secrets
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace_servicekit.tool_calls import Call, beside_calls
 
 from headrace_rollout.conversations.conversation import Conversation
-from headrace_rollout.conversations.speaker import Asked, Limits, Speaker
+from headrace_rollout.conversations.speaker import Asked, Heard, Limits
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical, chat_of
 from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
-    from headrace_servicekit.tool_calls import Call
 
-ONE_CONVERSATION = (
-    "a session is one conversation: send all earlier messages as they were said, and new ones behind them"
-)
+REMEMBERED = 256
+"""Requests of a session, the last ones, whose answers can be asked for again or named."""
+
+
+class Says(Protocol):
+    """What asks the policy for turns, such as a Speaker."""
+
+    async def say(self, asked: Asked) -> TrajectoryUpdate:
+        """The end of the turn, or its stop from outside."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,12 @@ class Terms:
     template: TurnTemplate
     most_turns: int
     most_tokens: int
-    calls_of: Callable[[str], tuple[str, list[Call]]]
-    """The text of a turn beside its calls, and these."""
+    tool_calls: str
+    """The form of calls of tools."""
+
+    def calls_of(self, text: str) -> tuple[str, list[Call]]:
+        """The text of a turn beside its calls, and these."""
+        return beside_calls(self.tool_calls, text)
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,50 @@ class Answer:
     tokens: tuple[tuple[str, float], ...]
 
 
-class Session:
-    """The session of one sample; `talk` is filled as it goes on.
+@dataclass(frozen=True)
+class Mark:
+    """Where a branch stood after a turn of the policy: messages, tokens behind the prompt, and the turn's ids."""
 
-    `limit` says which limit the agent ran into. `halted` is set once its sample was stopped, or has what ends the
+    lines: int
+    tokens: int
+    spoken: Sequence[int]
+
+
+@dataclass(eq=False)
+class Branch:
+    """Requests of a session that extend each other, as one trajectory. `text`: of a text, not of messages."""
+
+    talk: Conversation
+    text: bool = False
+    tools: list[dict[str, Any]] | None = None
+    lines: list[Line] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
+
+    branch: Branch
+    prompt_ids: Sequence[int]
+    given: Sequence[int]
+    lines: Sequence[Line]
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy reads."""
+        return [*self.prompt_ids, *self.branch.talk.tokens, *self.given]
+
+
+Told = Callable[[int, int, Sequence[int], Sequence[float]], None]
+"""Is told new ids with their log-probs: (number of the first choice, choice, ids, log-probs)."""
+
+
+class Session:
+    """The session of one sample; `talk` is filled as it goes on, and has its siblings once they are `joined`.
+
+    `limit` says which limit the agent ran into last. `halted` is set once its sample was stopped, or has what ends the
     stream.
     """
 
@@ -67,7 +122,7 @@ class Session:
         attempt: int,
         talk: Conversation,
         terms: Terms,
-        speaker: Speaker,
+        speaker: Says,
         check_opening: Callable[[Sequence[int]], None],
         *,
         greedy: bool,
@@ -84,161 +139,239 @@ class Session:
         """Set when requests of a halted session need not wait any longer: nobody waits for their answers."""
         self._key, self._attempt, self._greedy = key, attempt, greedy
         self._terms, self._speaker, self._check_opening = terms, speaker, check_opening
-        self._busy = False
-        self._lines: list[Line] = []
-        self._tools: list[dict[str, Any]] | None = None
-        self._spoken: Sequence[int] = ()
-        self._last: tuple[ChatRequest, Answer] | None = None
-
-    @property
-    def last(self) -> tuple[ChatRequest, Answer] | None:
-        """The last request that was answered, and its answer."""
-        return self._last
+        self._branches = [Branch(talk)]
+        self.answered_at = time.monotonic()
+        self._requests = self._numbers = 0
+        self._asked: deque[tuple[ChatRequest, asyncio.Future[list[Answer]]]] = deque(maxlen=REMEMBERED)
+        self._turns: list[tuple[int, Branch, int]] = []
+        """Number of each turn, its branch, and its place there."""
 
     @property
     def model(self) -> str:
         """What the policy is called."""
         return self._terms.model
 
-    async def answer(self, request: ChatRequest, *, again: bool = False) -> Answer:
-        """The policy's turn. Raises Refusal; a stopped sample is not answered until `over`.
+    @property
+    def terms(self) -> Terms:
+        """What holds for it."""
+        return self._terms
 
-        `again`: the client repeats a request whose answer it may not have got.
+    @property
+    def answering(self) -> bool:
+        """Whether a request is under way."""
+        return any(not answers.done() for _, answers in self._asked)
+
+    @property
+    def turns(self) -> int:
+        """Turns that the policy has taken."""
+        return len(self._turns)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those of the turns, in order."""
+        return [branch.talk.rewards[place] for _, branch, place in self._turns]
+
+    async def answer(
+        self, request: ChatRequest, *, again: bool = False, told: Told | None = None
+    ) -> Sequence[Answer]:
+        """The policy's turns, `request.n` of them. Raises Refusal; a stopped sample is not answered until `over`.
+
+        `again`: the client repeats a request whose answer it may not have got. Cancelled, it stops the turns where
+        they are `told`; else they are made for whoever repeats the request.
         """
-        if self._busy:
-            message = f"another request of this session is under way, and {ONE_CONVERSATION}"
-            raise Refusal(409, "session_busy", message)
-        if again and self._last is not None and self._last[0] == request:
-            return self._last[1]
-        if self._terms.most_turns and self.talk.turns == self._terms.most_turns:
-            self.limit = Finish.TRUNCATED
-        if self.limit is not None:
-            raise self._over_limit()
-        self._busy = True
+        known = [answers for asked, answers in self._asked if again and asked == request]
+        answers = known[-1] if known else self._begin(request, told)
         try:
-            return await self._turn(request)
-        finally:
-            self._busy = False
+            return await (asyncio.shield(answers) if known or told is None else answers)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _ended() from None  # not whoever asks was ended, but what was asked for
 
-    def reward(self, value: float, success: bool | None = None) -> None:
-        """Adds a reward to the last turn. Raises Refusal."""
+    def _begin(self, request: ChatRequest, told: Told | None) -> asyncio.Future[list[Answer]]:
+        """Asks for the turns. Raises Refusal."""
+        if self._terms.most_turns and self._requests >= self._terms.most_turns:
+            self.limit = Finish.TRUNCATED
+        if self.limit in (Finish.TRUNCATED, Finish.ERROR):
+            raise self._over_limit()
+        self._requests += 1
+        answers = asyncio.ensure_future(self._answers(request, told))
+        self._asked.append((request, answers))
+        answers.add_done_callback(self._forget_failed)
+        return answers
+
+    def _forget_failed(self, answers: asyncio.Future[list[Answer]]) -> None:
+        if answers.cancelled() or answers.exception() is not None:
+            self._requests -= 1
+            kept = [entry for entry in self._asked if entry[1] is not answers]
+            self._asked = deque(kept, maxlen=REMEMBERED)
+
+    def answered(self, number: int) -> tuple[ChatRequest, Answer] | None:
+        """A request that was answered with this turn, and the answer; None for one that is not remembered."""
+        for request, answers in self._asked:
+            if answers.done() and not answers.cancelled() and answers.exception() is None:
+                for answer in answers.result():
+                    if answer.number == number:
+                        return request, answer
+        return None
+
+    def reward(self, value: float, success: bool | None = None, number: int | None = None) -> None:
+        """Adds a reward to a turn, the last one if no number is given. Raises Refusal."""
         if not math.isfinite(value):
             raise Refusal(400, "invalid_request", f"reward: {value} is not finite; give a number", "reward")
-        if not self.talk.rewards:
+        if not self._turns:
             raise Refusal(
                 409, "no_turn", "reward: the policy has said nothing yet; send a request first", "reward"
             )
-        self.talk.rewards[-1] += value
+        named = [turn for turn in self._turns if number in (None, turn[0])]
+        if not named:
+            raise Refusal(404, "not_found", f"completion: this session has no turn {number}", "completion")
+        _, branch, place = named[-1]
+        branch.talk.rewards[place] += value
         self.talk.success = self.talk.success if success is None else success
         self.rewarded = True
 
-    async def _turn(self, request: ChatRequest) -> Answer:
-        talk, stream, lines = self.talk, self._terms.stream, self._all_lines(request)
-        first = not self._lines
+    def join(self) -> Conversation:
+        """The whole session as one trajectory: siblings behind the first branch, in the order in which they began.
+
+        Ends requests that are under way.
+        """
+        for _, answers in self._asked:
+            answers.cancel()
+        first, *others = [branch.talk for branch in self._branches if branch.talk.turns] or [self.talk]
+        if first is not self.talk:
+            success, failure = self.talk.success, self.talk.failure
+            vars(self.talk).update(vars(first))
+            self.talk.success, self.talk.failure = success, failure
+        self.talk.joined(others)
+        return self.talk
+
+    async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:
+        placed: list[Place] = []
         try:
-            prompt, given = self._ids(request, lines)
-        except ValueError as error:
-            raise Refusal(400, "invalid_request", f"messages: {error}", "messages") from error
-        context = [*prompt, *talk.tokens, *given]
-        if len(context) >= self._terms.most_tokens:
-            talk.prompt_ids = prompt
-            self.limit = Finish.PROMPT_TOO_LONG if first else Finish.LENGTH
-            raise self._over_limit()
+            for _ in range(request.n or 1):
+                placed.append(self._place(request))
+            first, self._numbers = self._numbers + 1, self._numbers + len(placed)
+            return await _all(
+                [
+                    self._turn(request, place, first + index, partial(told, first, index) if told else None)
+                    for index, place in enumerate(placed)
+                ]
+            )
+        finally:
+            for place in placed:
+                place.branch.busy = False
+
+    async def _turn(self, request: ChatRequest, place: Place, number: int, heard: Heard | None) -> Answer:
+        branch, talk, stream = place.branch, place.branch.talk, self._terms.stream
+        context = place.context
         most = min(request.most_tokens or stream.max_new_tokens, stream.max_new_tokens)
         limits = Limits(most, (*stream.stop, *(request.stop or ())))
-        asked = Asked(self._key, self._attempt, talk.turns, context, self._greedy, limits)
+        asked = Asked(self._key, self._attempt, number - 1, context, self._greedy, limits, heard)
         turn = await self._said(asked)
         whole = turn.whole
         assert whole is not None
-        talk.prompt_ids = prompt
-        talk.said += [(line.role, line.content) for line in lines[len(self._lines) :]]
-        talk.gave(given)
+        if not branch.marks:
+            talk.prompt_ids = place.prompt_ids
+        talk.said += [(line.role, line.content) for line in place.lines]
+        talk.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
         talk.spoke(whole, text)
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
         self.cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
+        self.limit, self.answered_at = None, time.monotonic()
         content, calls = self._called(text, request)
-        self._lines = [*lines, Line("assistant", content, calls)]
-        self._tools, self._spoken = request.tools, whole.token_ids
+        branch.lines += [*place.lines, Line("assistant", content, calls)]
+        branch.tools, branch.text = request.tools, isinstance(request, TextRequest)
+        branch.marks.append(Mark(len(branch.lines), len(talk.tokens), whole.token_ids))
+        self._turns.append((number, branch, talk.turns - 1))
         finish = "length" if turn.finish is Finish.LENGTH else "tool_calls" if calls else "stop"
         decode = self._terms.codec.decode
         tokens = tuple(
             (decode([id]) if request.logprobs else "", value)
             for id, value in zip(whole.token_ids, whole.log_probs, strict=True)
         )
-        answer = Answer(talk.turns, content, calls, finish, len(context), tokens)
-        self._last = request, answer
-        return answer
+        return Answer(number, content, calls, finish, len(context), tokens)
 
-    def _ids(self, request: ChatRequest, lines: Sequence[Line]) -> tuple[Sequence[int], list[int]]:
-        """The prompt, and what follows the policy's last turn. Raises Refusal, and ValueError of the template."""
-        template = self._terms.template
-        if not self._lines:
-            if isinstance(request, TextRequest):
-                prompt: Sequence[int] = self._terms.codec.encode_prompt(text=request.prompt)
-            else:
-                prompt = template.opened(chat_of(lines), request.tools)
-            try:
-                self._check_opening(prompt)
-            except Exception as error:
-                self._halt(error)
-                raise Refusal(400, "invalid_request", str(error), "messages") from error
-            return prompt, []
-        if (request.tools or None) != (self._tools or None):
-            message = "tools: they differ from those of the first request, which the prompt begins with; give the same"
-            raise Refusal(400, "not_extended", message, "tools")
-        new = self._behind(lines)
+    def _place(self, request: ChatRequest) -> Place:
+        """Where the request goes on, or begins. Marks the branch as busy. Raises Refusal."""
+        try:
+            place = self._behind(request) or self._anew(request)
+        except ValueError as error:
+            raise Refusal(400, "invalid_request", f"messages: {error}", "messages") from error
+        if len(place.context) >= self._terms.most_tokens:
+            if not self._turns:
+                self.talk.prompt_ids = place.prompt_ids
+            self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
+            raise self._over_limit()
+        place.branch.busy = True
+        if place.branch not in self._branches:
+            self._branches.append(place.branch)
+        return place
+
+    def _behind(self, request: ChatRequest) -> Place | None:
+        """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
+        text, most = isinstance(request, TextRequest), 0
+        lines, found = request.lines, None
+        for branch in self._branches:
+            if branch.text != text or (request.tools or None) != (branch.tools or None):
+                continue
+            known = len(branch.lines) if text else _common(branch.lines, lines)
+            for mark in reversed(branch.marks):
+                if most < mark.lines <= known and (new := _new(lines, branch.lines[: mark.lines], text=text)):
+                    found, most = (branch, mark, new), mark.lines
+                    break
+        if found is None:
+            return None
+        branch, mark, new = found
+        if text:
+            given = self._terms.codec.encode_behind(new[0].content)
+        else:
+            given = self._terms.template.between(mark.spoken, chat_of(new), request.tools)
+        if mark is branch.marks[-1] and not branch.busy:
+            return Place(branch, branch.talk.prompt_ids, given, new)
+        read = [*branch.talk.prompt_ids, *branch.talk.tokens[: mark.tokens], *given]
+        before = branch.lines[: mark.lines]
+        return Place(Branch(Conversation((), [])), read, [], [*before, *new])
+
+    def _anew(self, request: ChatRequest) -> Place:
+        """A branch of its own, which reads the whole request: the first one, or a sibling."""
         if isinstance(request, TextRequest):
-            return self.talk.prompt_ids, self._terms.codec.encode_behind(new[0].content)
-        return self.talk.prompt_ids, template.between(self._spoken, chat_of(new), request.tools)
-
-    def _all_lines(self, request: ChatRequest) -> Sequence[Line]:
-        """The messages of a request; of a text, what was said and then what it adds. Raises Refusal."""
-        text = isinstance(request, TextRequest)
-        if self._last is not None and isinstance(self._last[0], TextRequest) != text:
-            message = "chat completions and completions of a text are told apart: go on as the session began"
-            raise Refusal(400, "not_extended", message)
-        if not isinstance(request, TextRequest) or not self._lines:
-            return request.lines
-        said = "".join(line.content for line in self._lines)
-        if not request.prompt.startswith(said) or request.prompt == said:
-            message = "prompt: it does not begin with the last prompt and its answer, or adds nothing to them"
-            raise Refusal(400, "not_extended", f"{message}; {ONE_CONVERSATION}", "prompt")
-        return [*self._lines, Line("user", request.prompt[len(said) :])]
-
-    def _behind(self, lines: Sequence[Line]) -> Sequence[Line]:
-        """The new messages of a request; Refusal where it does not extend what was said."""
-        for index, (was, now) in enumerate(zip(self._lines, lines, strict=False)):
-            if not was.same(now):
-                message = f"messages.{index}: it is not what was said ({_shown(was)}); {ONE_CONVERSATION}"
-                raise Refusal(400, "not_extended", message, f"messages.{index}")
-        known = len(self._lines)
-        if len(lines) <= known:
-            reason = f"{len(lines)} messages where {known} were said, the model's last turn among them"
-            raise Refusal(400, "not_extended", f"messages: {reason}; {ONE_CONVERSATION}", "messages")
-        for index, line in enumerate(lines[known:], known):
-            if line.role == "assistant":
-                message = f"messages.{index}: the model has not said this; only its own turns are assistant messages"
-                raise Refusal(400, "not_extended", message, f"messages.{index}")
-        return lines[known:]
+            prompt: Sequence[int] = self._terms.codec.encode_prompt(text=request.prompt)
+        else:
+            prompt = self._terms.template.opened(chat_of(request.lines), request.tools)
+        first = self._branches[0]
+        if first.marks or first.busy:
+            return Place(Branch(Conversation((), [])), prompt, [], request.lines)
+        try:
+            self._check_opening(prompt)
+        except Exception as error:
+            self._halt(error)
+            raise Refusal(400, "invalid_request", str(error), "messages") from error
+        return Place(first, prompt, [], request.lines)
 
     async def _said(self, asked: Asked) -> TrajectoryUpdate:
         """The turn of the policy. Does not return before `over` where the sample was stopped."""
         try:
             turn = await self._speaker.say(asked)
+        except Refusal:
+            raise
         except Exception as error:  # noqa: BLE001  # whoever awaits `halted` handles it
             self._halt(error)
         else:
             if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
-                self.talk.prompt_ids, self.limit = turn.prompt_ids, turn.finish
+                if not self._turns:
+                    self.talk.prompt_ids = turn.prompt_ids
+                self.limit = turn.finish
                 raise self._over_limit()
             if not turn.stopped and turn.finish is not None and self._terms.stream.holds():
                 return turn
             self._halt(None)
         # The agent waits: it is ended and begins anew, maybe with another version, when the run goes on.
         await self.over.wait()
-        raise Refusal(503, "session_over", "this session was stopped; its agent is started anew")
+        raise _ended()
 
     def _halt(self, error: Exception | None) -> None:
         if not self.halted.done():
@@ -269,6 +402,36 @@ class Session:
         return Refusal(400, "context_length_exceeded", message, "messages")
 
 
-def _shown(line: Line) -> str:
-    text = line.content if len(line.content) <= 60 else f"{line.content[:60]}…"
-    return f"{line.role}: {text!r}" + (f" and {len(line.calls)} calls" if line.calls else "")
+def _ended() -> Refusal:
+    return Refusal(503, "session_over", "this session has ended; an agent's begins anew")
+
+
+def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
+    """How many first messages are the same."""
+    for index, (was, now) in enumerate(zip(said, lines, strict=False)):
+        if not was.same(now):
+            return index
+    return min(len(said), len(lines))
+
+
+def _new(lines: Sequence[Line], said: Sequence[Line], *, text: bool) -> Sequence[Line]:
+    """What a request adds to what was said; nothing where it does not extend it, or puts words into the model's mouth.
+
+    The messages begin with those that were said; of a text this is looked at here.
+    """
+    if not text:
+        new = lines[len(said) :]
+        return [] if any(line.role == "assistant" for line in new) else new
+    before, (whole,) = "".join(line.content for line in said), lines
+    added = whole.content.removeprefix(before)
+    return [Line("user", added)] if added and added != whole.content else []
+
+
+async def _all(turns: Sequence[Any]) -> list[Any]:
+    """All results in order; where one fails, the others are ended."""
+    tasks = [asyncio.ensure_future(turn) for turn in turns]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

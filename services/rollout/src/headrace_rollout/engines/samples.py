@@ -51,11 +51,16 @@ class SlotKey:
     sample_index: int
 
 
+GIVEN, BEGINS = 0, -1
+"""In place of a version's number in spans."""
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
 
-    Of a finished exchange, version 0 stands for tokens that were given, such as replies. `routes` are the experts that
+    Of a finished exchange, GIVEN stands for tokens that were given, such as replies, and of a session BEGINS for the
+    prompt of another line, which is not read with what stands before it. `routes` are the experts that
     prompt and tokens but the last were sent to, as `Trajectory.routed_experts` has them before it is compressed; empty
     where the run does not ask for them.
     """
@@ -116,7 +121,8 @@ class Said:
     """What a policy and an environment said: (role, content) of all messages, those of the prompt first.
 
     `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
-    `turn_tokens` are the sampled tokens of each turn of the policy.
+    `turn_tokens` are the sampled tokens of each turn of the policy, `turn_messages` their places among the messages.
+    `parties`: with several roles, who said or is told each message; the siblings are in the order in which roles spoke.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -124,6 +130,8 @@ class Said:
     success: bool = False
     failure: str = ""
     turn_tokens: tuple[int, ...] = ()
+    turn_messages: tuple[int, ...] = ()
+    parties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,5 +182,7 @@ class Stream:
     chunk_tokens: int = 0
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
+    goes_on: bool = False
+    """Whether later samples of a slot begin with what its earlier ones came to, as turns of a conversation do."""
     moving: threading.Event = field(default_factory=threading.Event)
     """Set when its samples go on elsewhere: updates of those that stop may carry their caches."""

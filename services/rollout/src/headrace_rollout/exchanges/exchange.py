@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_rollout.engines.samples import (
+    GIVEN,
     Distribution,
     Finish,
     Group,
@@ -19,8 +20,6 @@ from headrace_rollout.engines.samples import (
     TrajectoryUpdate,
 )
 
-GIVEN = 0
-"""Stands for a version's number at tokens that the policy did not sample."""
 SEED_BYTES = 8
 
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from headrace_modelkit.products import use_fp32_products
+from headrace_modelkit.robot.directory import in_type
 from headrace_modelkit.robot.policy import Observation
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
+from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays, is_image
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -50,12 +52,13 @@ class Decision:
 
 
 class RobotModel(HeldModel):
-    """A robot policy in float32; used from its holder's thread alone."""
+    """A robot policy in the run's type; used from its holder's thread alone."""
 
-    def __init__(self, config: AnyConfig, device: torch.device) -> None:
+    def __init__(self, config: AnyConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.device = HOST
         self.policy: Policy | None = None
-        self._module: AnyPolicy = config.build(seed=0).eval().requires_grad_(False)
+        self._module: AnyPolicy = in_type(config.build(seed=0).eval().requires_grad_(False), dtype)
+        use_fp32_products(self._module, device)
         self._memory = ParameterMemory(self._module)
         self._memory.free()
         self.place(device)
@@ -159,7 +162,7 @@ class Views:
         self._reads_state = any(getattr(policy, key, None) for key in ("state_size", "proprio", "state"))
 
     def __call__(self, observation: Arrays) -> dict[str, np.ndarray]:
-        """STATE, (S,) float32, and IMAGE + camera, (H, W, 3) uint8: those that the policy reads.
+        """STATE, (S,) float32, and IMAGE + camera, (H, W, channels) uint8: those that the policy reads.
 
         ValueError, which names the key of the spec, where the environment has no such observation. NotFinite.
         """
@@ -178,15 +181,17 @@ class Views:
             source = camera if self._cameras is None else self._cameras.get(camera, "")
             where = f"environment.cameras: {camera!r}"
             image = _named(observation, source, where)
-            if not is_image(image):
-                raise ValueError(f"{where}: {source!r} is {image.dtype} {image.shape}, no (H, W, 3) of uint8")
+            if not is_image(image.dtype, image.shape):
+                raise ValueError(
+                    f"{where}: {source!r} is {image.dtype} {image.shape}, no (height, width, channels) of uint8"
+                )
             found[IMAGE + camera] = image
         return found
 
     def _state_of(self, observation: Arrays) -> Sequence[str]:
         if self._state is not None:
             return self._state
-        return sorted(name for name, array in observation.items() if not is_image(array))
+        return sorted(name for name, array in observation.items() if not is_image(array.dtype, array.shape))
 
 
 def _first_not_finite(parts: Mapping[str, np.ndarray]) -> str:
@@ -195,11 +200,6 @@ def _first_not_finite(parts: Mapping[str, np.ndarray]) -> str:
         if (wrong := ~np.isfinite(values)).any():
             return f"observation {name!r} holds {values[wrong.argmax()]} at element {int(wrong.argmax())}"
     raise AssertionError("all parts are finite")
-
-
-def is_image(array: np.ndarray) -> bool:
-    """Whether an observation is a picture."""
-    return array.ndim == 3 and array.shape[-1] == 3 and array.dtype == np.uint8
 
 
 def _named(observation: Arrays, name: str, where: str) -> np.ndarray:

@@ -54,8 +54,10 @@ class EndedEpisode:
     episode: Episode | None = None
     failure: str = ""
     video: bytes = b""
-    success_reported: bool = False
-    """Whether its environment said whether it succeeded."""
+    success: bool | None = None
+    """Whether any action succeeded; None where its environment never said so, or that none did."""
+    success_at_end: bool | None = None
+    """Whether the last action did; None also where a success ends an episode."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,13 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
         try:
             recording, seen = await self._played(sample, environment, self._parts[environment])
             video = await environment.video() if sample.start.record else b""
-            reported = recording.success_reported
-            return EndedEpisode(sample, recording.episode(seen), video=video, success_reported=reported)
+            return EndedEpisode(
+                sample,
+                recording.episode(seen),
+                video=video,
+                success=recording.success,
+                success_at_end=None if recording.stop_on_success else recording.success_at_end,
+            )
         except EnvironmentLost as lost:
             return EndedEpisode(sample, failure=str(lost))
         except NotFinite as error:
@@ -179,6 +186,16 @@ class Recording:
     def chunks(self) -> int:
         """Chunks so far."""
         return len(self._decisions)
+
+    @property
+    def success(self) -> bool | None:
+        """Whether any action succeeded; None where the environment never said."""
+        return any(each.any() for each in self._successes) if self.success_reported else None
+
+    @property
+    def success_at_end(self) -> bool | None:
+        """Whether the last action succeeded; None where the environment never said."""
+        return bool(self._successes[-1][-1]) if self.success_reported else None
 
     @property
     def ended(self) -> bool:

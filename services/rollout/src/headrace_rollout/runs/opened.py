@@ -24,7 +24,9 @@ from headrace_rollout.wire import duration_of
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.conversations.players import Player
     from headrace_rollout.conversations.template import TurnTemplate
+    from headrace_rollout.endpoint.desk import Desk
     from headrace_rollout.environments.pool import Pools
     from headrace_rollout.robot.engine import RobotEngine
     from headrace_rollout.streams.base import AnyStream
@@ -65,6 +67,10 @@ class Retention:
         size = trajectory.ByteSize()
         self._kept[slot] = (trajectory, size)
         self.size_bytes += size
+
+    def has(self, prompt_ordinal: int, sample_index: int) -> bool:
+        """Whether a trajectory of the slot is kept."""
+        return (prompt_ordinal, sample_index) in self._kept
 
     def items(self) -> list[rollout_pb2.InventoryItem]:
         """The inventory, by slot."""
@@ -119,6 +125,9 @@ class OpenedRun:
     def robot(self) -> RobotRun:
         """This run, if its policy acts in environments; else raises ServiceError WRONG_POLICY."""
         raise _wrong_policy("the run's policy is a language model: call Generate; episodes need model.policy")
+
+    def stop_waiting(self) -> None:
+        """Samples that wait for somebody outside come back as stopped."""
 
     async def close(self) -> None:
         """Ends the engine and what it speaks to, and frees its memory."""
@@ -204,10 +213,28 @@ class ConversationRun(TextRun):
 
     template: TurnTemplate
     pools: Pools
+    others: Mapping[str, Player] = field(default_factory=dict)
+    """Who plays the roles that the config names."""
 
     @override
     async def close(self) -> None:
         await self.pools.close()
+        await super().close()
+
+
+@dataclass(frozen=True, eq=False)
+class OnlineRun(TextRun):
+    """A run whose policy is a language model that clients from outside speak with."""
+
+    desk: Desk
+
+    @override
+    def stop_waiting(self) -> None:
+        self.desk.stop()
+
+    @override
+    async def close(self) -> None:
+        self.desk.close()
         await super().close()
 
 

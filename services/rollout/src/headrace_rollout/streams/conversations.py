@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.requests import check_number, json_object
-from headrace_servicekit.tool_calls import beside_calls
 from typing_extensions import override
 
 from headrace_rollout.conversations.runner import ConversationPlan, ConversationRunner, ConversationSample
@@ -37,7 +35,7 @@ class ConversationStream(Generation):
             seconds=environment.max_episode_s,
         )
         if run.config.agent is None:
-            self._runner = ConversationRunner(plan, run.engine, pools)
+            self._runner = ConversationRunner(plan, run.engine, pools, run.others)
         else:
             terms = Terms(
                 model=run.name,
@@ -46,7 +44,7 @@ class ConversationStream(Generation):
                 template=run.template,
                 most_turns=environment.max_episode_steps,
                 most_tokens=run.engine.max_context_tokens,
-                calls_of=partial(beside_calls, run.config.agent.tool_calls),
+                tool_calls=run.config.agent.tool_calls,
             )
             rewards = run.config.agent_rewards
             self._runner = AgentRunner(plan, run.engine, pools, serving.endpoint, terms, rewards=rewards)

@@ -150,8 +150,9 @@ def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> co
             common_pb2.FINISH_REASON_TERMINATED if episode.terminated else common_pb2.FINISH_REASON_TRUNCATED
         )
         trajectory.finish_reason = ended
-        success = episode.success if output.success_reported else None
-        text = {"return": episode.total_reward, "success": success, "steps": episode.steps}
+        text = {"return": episode.total_reward, "success": output.success, "steps": episode.steps}
+        if output.success_at_end is not None:
+            text["success_at_end"] = output.success_at_end
     else:
         trajectory.finish_reason = common_pb2.FINISH_REASON_ERROR
         text = {"return": 0.0, "success": False, "steps": 0, "error": output.failure}

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
+from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
-from headrace_simulator.spaces import ArraySpace
 
 _SUCCESS_KEYS = ("success", "is_success")
 
@@ -67,29 +66,25 @@ class GymnasiumEnvironment:
     ) -> None:
         self.instruction, self.knobs = instruction, knobs or {}
         self._environment = environment
-        leaves = list(_leaves(environment.observation_space, ()))
-        self._paths = {".".join(path): path for path, _ in leaves}
-        self.observation_spaces = [_array_space(".".join(path), space) for path, space in leaves]
-        action = environment.action_space
-        if not isinstance(action, spaces.Discrete | spaces.Box):
-            kind = type(action).__name__
-            raise BackendError("environment.name", f"its actions are {kind}; Discrete and Box can be served")
-        self.action_space = _array_space("", action)
+        self._observe, self._act = (
+            Observations(environment.observation_space),
+            Actions(environment.action_space),
+        )
+        self.observation_spaces, self.action_space = self._observe.spaces, self._act.space
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None
     ) -> tuple[Observation, Mapping[str, Any]]:
         """Starts an episode."""
         observation, info = self._environment.reset(seed=seed, options=dict(options) or None)
-        return self._arrays(observation), info
+        return self._observe(observation), info
 
     def step(self, action: np.ndarray) -> Transition:
         """Acts once."""
-        given = int(action) if self.action_space.discrete_count else action.astype(self.action_space.dtype)
-        observation, reward, terminated, truncated, info = self._environment.step(given)
+        observation, reward, terminated, truncated, info = self._environment.step(self._act(action))
         flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
         success = any(flags) if flags else None
-        arrays = self._arrays(observation)
+        arrays = self._observe(observation)
         return Transition(arrays, float(reward), bool(terminated), bool(truncated), success, info)
 
     def render(self) -> np.ndarray:
@@ -102,15 +97,6 @@ class GymnasiumEnvironment:
     def close(self) -> None:
         """Frees what it holds."""
         self._environment.close()
-
-    def _arrays(self, observation: Any) -> dict[str, np.ndarray]:
-        return {space.name: self._array(observation, space) for space in self.observation_spaces}
-
-    def _array(self, observation: Any, space: ArraySpace) -> np.ndarray:
-        part = observation
-        for key in self._paths[space.name]:
-            part = part[key]
-        return np.asarray(part, dtype=space.dtype)
 
 
 def _knobs(environment: gymnasium.Env[Any, Any]) -> dict[str, Knob]:
@@ -136,30 +122,6 @@ def _render_mode(name: str) -> str | None:
         creator = gymnasium.envs.registration.load_env_creator(creator)
     modes = getattr(creator, "metadata", {}).get("render_modes") or []
     return "rgb_array" if "rgb_array" in modes else None
-
-
-def _leaves(
-    space: spaces.Space[Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], spaces.Space[Any]]]:
-    """The spaces inside nested Dict spaces, with their keys."""
-    if not isinstance(space, spaces.Dict):
-        yield path, space
-        return
-    for key, each in space.spaces.items():
-        yield from _leaves(each, (*path, str(key)))
-
-
-def _array_space(name: str, space: spaces.Space[Any]) -> ArraySpace:
-    if isinstance(space, spaces.Discrete):
-        low = None if int(space.start) == 0 else np.asarray(space.start, np.int64)
-        return ArraySpace(name, np.dtype(np.int64), (), low, None, int(space.n))
-    if isinstance(space, spaces.Box):
-        low, high = (b if np.isfinite(b).any() else None for b in (space.low, space.high))
-        return ArraySpace(name, np.dtype(space.dtype), space.shape, low, high)
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and space.shape is not None:
-        return ArraySpace(name, np.dtype(space.dtype), space.shape)
-    label = f"observation {name!r}" if name else "its observation"
-    raise BackendError("environment.name", f"{label} is {type(space).__name__}, which is no array")
 
 
 def build(options: Options) -> GymnasiumBackend:

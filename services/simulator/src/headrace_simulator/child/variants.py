@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from headrace_servicekit.problems import nearest
 from headrace_servicekit.registry import Options
+from headrace_servicekit.rpc.episodes import is_image
 from pydantic import Field
 
 from headrace_simulator.backends.base import (
@@ -151,7 +152,7 @@ class VariedEnvironment:
         self._pictures = {
             space.name: self._random.integers(0, 256, space.shape).astype(np.float32)
             for space in self.observation_spaces
-            if _is_image(space) and "vision.noise" in self._values
+            if is_image(space.dtype, space.shape) and "vision.noise" in self._values
         }
         return self._seen(observation), {**info, **self._values}
 
@@ -174,10 +175,12 @@ class VariedEnvironment:
 
     def _any_action(self) -> np.ndarray:
         space = self.action_space
-        if space.discrete_count:
-            first = 0 if space.low is None else int(space.low)
-            return np.asarray(first + self._random.integers(space.discrete_count), space.dtype)
-        return self._random.uniform(*_bounds(space)).astype(space.dtype)
+        drawn = self._random.uniform(*_bounds(space))
+        if space.categories:
+            first = 0 if space.low is None else space.low
+            category = first + np.floor(self._random.random(space.shape) * space.counts)
+            drawn = np.where(space.counts > 0, category, drawn)
+        return np.asarray(drawn).astype(space.dtype)
 
     def _disturbed(self, action: np.ndarray) -> np.ndarray:
         deviation = self._values.get("execution.action_noise", 0.0)
@@ -193,7 +196,7 @@ class VariedEnvironment:
         found = dict(observation)
         for space in self.observation_spaces:
             array = found[space.name]
-            if _is_image(space):
+            if is_image(space.dtype, space.shape):
                 found[space.name] = self._shown(space.name, array)
             elif deviation and space.dtype.kind == "f":
                 found[space.name] = array + self._random.normal(0.0, deviation, array.shape).astype(
@@ -231,13 +234,14 @@ def _check(
     low, high = _LIMITS[name]
     if not low <= least <= most <= high:
         raise _refused(name, f"is {least:g} to {most:g}; it may be {low:g} to {high:g}")
-    if name.startswith("vision.") and not any(_is_image(space) for space in environment.observation_spaces):
+    images = [each for each in environment.observation_spaces if is_image(each.dtype, each.shape)]
+    if name.startswith("vision.") and not images:
         raise _refused(name, "this environment shows no images; ask for them among its options")
     space = environment.action_space
-    whole = not space.discrete_count and space.low is not None and space.high is not None
+    whole = not space.categories and space.low is not None and space.high is not None
     if name in ("execution.action_noise", "execution.action_delay") and not whole:
         raise _refused(name, "the actions of this environment are not numbers between bounds")
-    if name == "execution.random_start" and not (whole or space.discrete_count):
+    if name == "execution.random_start" and not (whole or space.categories):
         raise _refused(name, "the actions of this environment have no bounds to draw them from")
 
 
@@ -260,9 +264,8 @@ def _ends(span: Span) -> tuple[float, float]:
 
 def _bounds(space: ArraySpace) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of a space; those that are not finite count as -1 and 1."""
-    low, high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
+    low, high = (
+        np.full(space.shape, np.nan) if bound is None else np.asarray(bound, np.float64)
+        for bound in (space.low, space.high)
+    )
     return np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
-
-
-def _is_image(space: ArraySpace) -> bool:
-    return space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3

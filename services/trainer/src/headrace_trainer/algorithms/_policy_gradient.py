@@ -136,6 +136,11 @@ class PolicyGradient(Generic[Chosen]):
         return TurnCredit(self.options.turn_discount) if self.options.credit == "turn" else None
 
     @property
+    def siblings(self) -> str:
+        """By the option of that name."""
+        return self.options.siblings
+
+    @property
     def critic(self) -> CriticPlan | None:
         """None, unless a subclass has one."""
         return None

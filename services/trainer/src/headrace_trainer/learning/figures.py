@@ -146,10 +146,10 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            Sequence(member.tokens, member.trained, member.engine_log_probs)
+            Sequence(line.tokens, line.trained, member.engine_log_probs[line.part])
             for member in group.members
-            if member.trained
-            and set(member.versions) == {version}
+            for line in member.lines(member.trained)
+            if set(member.versions) == {version}
             and all(math.isfinite(value) for value in member.engine_log_probs)
         ]
         if fit:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,10 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Outcomes,
     Turns,
+    siblings_of,
     turn_credit_of,
 )
-from headrace_trainer.algorithms._turns import by_turn
+from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
@@ -90,7 +92,11 @@ class Intake:
         columns: list[Columns] = []
         following: list[float] = []
         for member in group.members:
-            own = next(found) if self.trained(member) else {}
+            lines = [next(found) for _ in member.lines(self.trained(member))]
+            own = {
+                name: [value for line in lines for value in line[name]]
+                for name in (lines[0] if lines else ())
+            }
             following.append(own[VALUES][-1] if self.bootstraps(member) else 0.0)
             if self.bootstraps(member):
                 own = {name: values[:-1] for name, values in own.items()}
@@ -100,11 +106,13 @@ class Intake:
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
         outcomes, credit = self._outcomes(state, batch), turn_credit_of(self._algorithm)
+        compute, least = self._algorithm.advantages, self._algorithm.least_group
         if credit is not None and credit.apart:
-            least = self._algorithm.least_group
-            computed = by_turn(self._algorithm.advantages, outcomes, credit.discount, least)
+            compute = partial(by_turn, compute, discount=credit.discount, least=least)
+        if outcomes.turns is not None and outcomes.turns.roles_BN is not None:
+            computed = by_role(compute, outcomes, least, credit=credit is not None)
         else:
-            computed = self._algorithm.advantages(outcomes)
+            computed = compute(outcomes)
         advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
         advantages = iter(advantages_BT.tolist())
         returns = None if returns_BT is None else iter(returns_BT.tolist())
@@ -135,7 +143,11 @@ class Intake:
             keys=tuple(group.keys()),
             disposition=Disposition.ACCUMULATED,
             sequences=len(group.members),
-            trained_sequences=sum(1 for length in lengths if length),
+            trained_sequences=sum(
+                len(member.lines(self.trained(member))) if member.turn_roles else 1
+                for member, length in zip(group.members, lengths, strict=True)
+                if length
+            ),
             tokens=sum(lengths),
             staleness=steps.staleness(state, set(by_version)),
             all_equal=len({(member.reward, member.turn_rewards) for member in sampled}) == 1,
@@ -172,8 +184,14 @@ class Intake:
             ).getrandbits(48),
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
             bootstrap_values_B=self._following(batch),
-            turns=_turns([member for _, member in members]) if turn_credit_of(self._algorithm) else None,
+            turns=self._turns([member for _, member in members]),
         )
+
+    def _turns(self, members: Many[Member]) -> Turns | None:
+        """Where credit goes by turn, or by role."""
+        if turn_credit_of(self._algorithm) is None and not any(member.turn_roles for member in members):
+            return None
+        return _turns(members)
 
     def _following(self, batch: Many[Inferred]) -> Tensor | None:
         critic = self._algorithm.critic
@@ -190,19 +208,16 @@ class Intake:
 
     def bare(self, group: Group) -> list[Sequence]:
         """Those of the group's members that carry loss, as the infer pass reads them."""
-        return [
-            _with_end(member, positions)
-            if self.bootstraps(member)
-            else Sequence(
-                member.tokens,
-                positions,
-                member.engine_log_probs,
-                routes=member.routes,
-                images=member.images,
-            )
-            for member in group.members
-            if (positions := self.trained(member))
-        ]
+        found = []
+        for member in group.members:
+            for line in member.lines(self.trained(member)):
+                engine = member.engine_log_probs[line.part]
+                found.append(
+                    Sequence(line.tokens, line.trained, engine, routes=member.routes, images=member.images)
+                )
+            if self.bootstraps(member):
+                found[-1] = _with_end(found[-1])
+        return found
 
     def bootstraps(self, member: Member) -> bool:
         """Whether the infer pass reads a member to its end: its columns are one longer, by the value of the end."""
@@ -213,21 +228,28 @@ class Intake:
         self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
     ) -> list[Sequence]:
         """Those of the group's members that carry loss, with an entry of advantages and targets for every member."""
-        given = zip(inferred.group.members, advantages, inferred.columns, targets, strict=True)
-        return [
-            Sequence(
-                member.tokens,
-                positions,
-                member.engine_log_probs,
-                own,
-                self._algorithm.token_weight(len(positions)),
-                {**self._kept(columns), **more},
-                member.routes,
-                member.images,
-            )
-            for member, own, columns, more in given
-            if (positions := self.trained(member))
-        ]
+        found = []
+        for member, own, columns, more in zip(
+            inferred.group.members, advantages, inferred.columns, targets, strict=True
+        ):
+            kept = {**self._kept(columns), **more}
+            lines = member.lines(self.trained(member))
+            whole = member.turn_roles or siblings_of(self._algorithm) == "whole"
+            share = 1.0 if whole else 1.0 / max(1, len(lines))
+            found += [
+                Sequence(
+                    line.tokens,
+                    line.trained,
+                    member.engine_log_probs[line.part],
+                    own[line.part],
+                    self._algorithm.token_weight(len(line.trained)) * share,
+                    {name: values[line.part] for name, values in kept.items()},
+                    member.routes,
+                    member.images,
+                )
+                for line in lines
+            ]
+        return found
 
     def _kept(self, columns: Columns) -> Columns:
         """The columns that the loss gets: in one pass the old log-probs are the forward's own, so the ratio is 1."""
@@ -236,15 +258,15 @@ class Intake:
         return {name: values for name, values in columns.items() if name != OLD_LOG_PROBS}
 
 
-def _with_end(member: Member, positions: list[int]) -> Sequence:
+def _with_end(read: Sequence) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
-    end = len(member.tokens)
+    tokens, trained, log_probs = read.tokens, read.trained, read.engine_log_probs
     return Sequence(
-        [*member.tokens, 0],
-        [*positions, end],
-        [*member.engine_log_probs, math.nan],
-        routes=member.routes,
-        images=member.images,
+        [*tokens, 0],
+        [*trained, len(tokens)],
+        [*log_probs, math.nan],
+        routes=read.routes,
+        images=read.images,
     )
 
 
@@ -310,7 +332,16 @@ def _turns(members: Many[Member]) -> Turns:
         rewards_BN=_double([_padded(list(member.turn_rewards), most) for member in members]),
         tokens_BN=torch.tensor(tokens),
         counts_B=torch.tensor([len(member.turn_rewards) for member in members]),
+        roles_BN=_roles(members, most),
     )
+
+
+def _roles(members: Many[Member], most: int) -> Tensor | None:
+    names = {role: number for number, role in enumerate(sorted({r for m in members for r in m.turn_roles}))}
+    if not names:
+        return None
+    rows = [[names[role] for role in member.turn_roles] for member in members]
+    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
 
 
 def _double(values: list[float] | list[list[float]]) -> Tensor:

@@ -6,10 +6,13 @@ Shapes: T chunks of an episode, C actions of a chunk, A numbers of an action; N 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,9 +58,21 @@ Rows = list[list[Sequence]]
 """The rows of one micro-batch; the sequences of a row may share what they have in common."""
 
 
+class Line(NamedTuple):
+    """One of the siblings of a trajectory: `trained` are positions in its own `tokens`, `part` those of the whole's."""
+
+    tokens: list[int]
+    trained: list[int]
+    part: slice
+
+
 @dataclass(frozen=True)
 class Member:
-    """One finished trajectory with its reward. `versions` has the sampling version of each trained token."""
+    """One finished trajectory with its reward. `versions` has the sampling version of each trained token.
+
+    A session whose requests did not all extend each other has several lines, which stand behind each other: they share
+    its reward, and none is read with another one's tokens. A conversation of several roles has a line for each.
+    """
 
     sample_index: int
     attempt: int
@@ -76,12 +91,27 @@ class Member:
     turn_rewards: tuple[float, ...] = ()
     """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
     turn_tokens: tuple[int, ...] = ()
-    """Sampled tokens of each of these turns."""
+    """Sampled tokens of each of these turns, which are in the order of `tokens`."""
+    turn_roles: tuple[str, ...] = ()
+    """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
+    siblings: tuple[int, ...] = ()
+    """Where in `tokens` each line but the first begins."""
 
     @property
     def size(self) -> int:
         """Tokens, those of the prompt included: an upper bound of the work."""
         return len(self.tokens)
+
+    def lines(self, trained: list[int]) -> list[Line]:
+        """The lines that hold some of these positions in `tokens`, in order."""
+        if not self.siblings:
+            return [Line(self.tokens, trained, slice(None))] if trained else []
+        found, bounds = [], [0, *self.siblings, len(self.tokens)]
+        for start, end in pairwise(bounds):
+            part = slice(bisect_left(trained, start), bisect_left(trained, end))
+            if own := [position - start for position in trained[part]]:
+                found.append(Line(self.tokens[start:end], own, part))
+        return found
 
     def problem(self) -> str:
         """What is not finite; empty where all is."""

@@ -34,6 +34,10 @@ class Spaces:
     action_size: int
     state_size: int | None
     cameras: tuple[str, ...] = ()
+    channels: int = 3
+    """Of each camera's image."""
+    categories: tuple[int, ...] = ()
+    """Of each number of an action; 0: it is none. Empty: none is."""
 
     @classmethod
     def of(cls, config: Any) -> Spaces:
@@ -41,7 +45,14 @@ class Spaces:
         size = getattr(config, "state_size", None)
         if size is None and hasattr(config, "proprio"):  # OpenVLA reads a state where it has statistics of it
             size = config.proprio.size if config.proprio is not None else 0
-        return cls(config.chunk_length, config.bounds.size, size, tuple(getattr(config, "cameras", ())))
+        return cls(
+            config.chunk_length,
+            config.bounds.size,
+            size,
+            tuple(getattr(config, "cameras", ())),
+            getattr(config, "channels", 3),
+            tuple(getattr(config, "categories", ())),
+        )
 
 
 def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces) -> Group:
@@ -112,10 +123,9 @@ def _segments(trajectory: common_pb2.Trajectory, where: str) -> tuple[list[int],
 def _check_fit(episode: Episode, spaces: Spaces, where: str) -> None:
     """Raises Refusal INVALID naming the field of the episode that is not as the policy reads or draws it."""
     wanted = (spaces.chunk_length, spaces.action_size)
-    if (
-        not np.issubdtype(episode.executed_TCA.dtype, np.floating)
-        or episode.executed_TCA.shape[2:] != wanted[1:]
-    ):
+    # An action of categories alone is whole numbers.
+    kinds = "i" if spaces.categories and all(spaces.categories) else "f"
+    if episode.executed_TCA.dtype.kind not in kinds or episode.executed_TCA.shape[2:] != wanted[1:]:
         raise invalid(
             f"{where}: executed_action: {episode.executed_TCA.dtype} of shape {episode.executed_TCA.shape}"
         )
@@ -126,9 +136,22 @@ def _check_fit(episode: Episode, spaces: Spaces, where: str) -> None:
     for name, shape in found.items():
         if tuple(shape) != wanted:
             raise invalid(f"{where}: {name}: chunks of shape {tuple(shape)}; the policy draws {wanted}")
+    if spaces.categories:
+        _check_categories(episode.sampled[ACTIONS], spaces.categories, where)
     _check_seen("observation", episode.observation, spaces, where, 1)
     if episode.truncated:
         _check_seen("final_observation", episode.final_observation, spaces, where, 0)
+
+
+def _check_categories(drawn_TCA: np.ndarray, categories: tuple[int, ...], where: str) -> None:
+    chosen = np.array(categories, bool)
+    drawn, counts = drawn_TCA[..., chosen], np.array(categories)[chosen]
+    # What is not a number is among none.
+    wrong = ~((drawn >= 0) & (drawn < counts) & (drawn == np.floor(drawn)))
+    if wrong.any():
+        raise invalid(
+            f"{where}: sampled: {ACTIONS!r} holds {drawn[wrong][0]:g}, which is none of the policy's categories"
+        )
 
 
 def _check_seen(field: str, seen: Arrays, spaces: Spaces, where: str, before: int) -> None:
@@ -143,9 +166,10 @@ def _check_seen(field: str, seen: Arrays, spaces: Spaces, where: str, before: in
         _check_state(field, seen, spaces.state_size, where, before)
     for name in images:
         image = seen[name]
-        if image.dtype != np.uint8 or image.ndim != before + 3 or image.shape[-1] != 3:
+        if image.dtype != np.uint8 or image.ndim != before + 3 or image.shape[-1] != spaces.channels:
             raise invalid(
-                f"{where}: {field}: {name!r} is {image.dtype} of shape {image.shape}; give (H, W, 3) uint8"
+                f"{where}: {field}: {name!r} is {image.dtype} of shape {image.shape}; give (H, W, "
+                f"{spaces.channels}) uint8"
             )
 
 

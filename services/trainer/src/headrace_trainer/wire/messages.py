@@ -11,6 +11,7 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
+from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
 from headrace_servicekit.rpc.routes import unpack_routes
@@ -123,7 +124,9 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
     """A trajectory to be scored. Raises Refusal INVALID."""
     if message.image_digests:
         raise invalid(f"{_name(message)} has a prompt with images, which are not sent to be scored")
-    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling, vocabulary)
+    tokens, trained, log_probs, _, siblings = _read_tokens(message, _name(message), sampling, vocabulary)
+    if siblings:
+        raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")
     return Sequence(tokens, trained, log_probs)
 
 
@@ -154,7 +157,7 @@ def _read_member(
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
     # What carries no loss, such as a greedy baseline, may be sampled in any way.
     sampled_from = None if message.masked else sampling
-    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampled_from, vocabulary)
+    tokens, trained, log_probs, versions, siblings = _read_tokens(trajectory, where, sampled_from, vocabulary)
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
@@ -166,23 +169,36 @@ def _read_member(
         versions=versions,
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
+        siblings=siblings,
         routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
-        **(_read_turns(message, where, len(trained)) if by_turn else {}),
+        **_read_turns(message, where, len(trained), by_turn=by_turn),
     )
 
 
 class _TurnsRead(TypedDict, total=False):
     turn_rewards: tuple[float, ...]
     turn_tokens: tuple[int, ...]
+    turn_roles: tuple[str, ...]
 
 
-def _read_turns(message: trainer_pb2.SettledTrajectory, where: str, sampled: int) -> _TurnsRead:
-    tokens, rewards = message.trajectory.conversation.turn_tokens, message.turn_rewards
-    if not tokens or len(tokens) != len(rewards):
+def _read_turns(
+    message: trainer_pb2.SettledTrajectory, where: str, sampled: int, *, by_turn: bool
+) -> _TurnsRead:
+    """The turns in the order of their tokens, where credit goes by turn or by role."""
+    talk, rewards = message.trajectory.conversation, message.turn_rewards
+    tokens, roles = talk.turn_tokens, turn_roles(talk)
+    if not (by_turn or roles):
+        return _TurnsRead()
+    if not tokens or len(tokens) != len(rewards) or len(roles) not in (0, len(tokens)):
         raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
     if min(tokens) < 0 or sum(tokens) != sampled:
         raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
-    return _TurnsRead(turn_rewards=tuple(rewards), turn_tokens=tuple(tokens))
+    order = in_token_order(roles, len(tokens))
+    return _TurnsRead(
+        turn_rewards=tuple(rewards[turn] for turn in order),
+        turn_tokens=tuple(tokens[turn] for turn in order),
+        turn_roles=tuple(roles[turn] for turn in order) if roles else (),
+    )
 
 
 def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:
@@ -195,16 +211,23 @@ def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> by
 
 def _read_tokens(
     trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
-) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Ids, trained positions, engine log-probs and versions of the trained ones."""
+) -> tuple[list[int], list[int], list[float], list[int], tuple[int, ...]]:
+    """Ids, trained positions, engine log-probs and versions of the trained ones, and where siblings begin."""
     tokens: list[int] = []
     trained: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []
+    siblings: list[int] = []
     for segment in trajectory.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
         ids = segment.tokens.token_ids
+        if segment.begins_sibling:
+            if segment.policy_number or not ids or not tokens:
+                raise invalid(
+                    f"{where}: a sibling begins with given ids, behind another line; give its prompt"
+                )
+            siblings.append(len(tokens))
         if segment.policy_number:
             if sampling is not None:
                 _check_distribution(segment.tokens, where, sampling)
@@ -222,7 +245,7 @@ def _read_tokens(
         raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
-    return tokens, trained, log_probs or [math.nan] * len(trained), versions
+    return tokens, trained, log_probs or [math.nan] * len(trained), versions, tuple(siblings)
 
 
 def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from headrace_schema.problems import nearest
 from headrace_schema.resources.fleet import DeviceView, GpuUseView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
-from headrace_schema.resources.views import RunView
+from headrace_schema.resources.views import EndpointView, RunView
 
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.labels import Labels
@@ -23,6 +23,7 @@ from headrace_coordinator.domain.devices.wanted import instances_wanted
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import InstanceUsage
+from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.scheduler import Scheduler
 from headrace_coordinator.store.event_log import EventLog
 
@@ -59,6 +60,16 @@ class Reads:
         place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
         return self._labels.shown(view)
+
+    def endpoint(self, run_id: str) -> EndpointView:
+        """Where clients of an online run speak with its policy; NOT_FOUND for another run."""
+        run = self.find(run_id)
+        if not (run.spec.get("agent") or {}).get("online"):
+            raise Refused("NOT_FOUND", f"run {run_id} is not online: no client speaks with it (agent.online)")
+        granted = run.grant.rollouts if run.grant is not None else ()
+        urls = self._fleet.endpoints.get(run_id, {})
+        found = [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
+        return EndpointView(base_url=found[0] if found else "", api_key=endpoint_key(run.directory))
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""

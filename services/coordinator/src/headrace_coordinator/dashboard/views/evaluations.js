@@ -2,7 +2,7 @@
 
 import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
-import { bytes, clock, duration, number, plural } from "../format.js";
+import { bytes, clock, duration, episodeFacts, number, plural, spoken } from "../format.js";
 import { answer } from "../tokens.js";
 import { progress } from "./runs.js";
 import { trajectories } from "./trajectories.js";
@@ -129,8 +129,9 @@ async function results(evaluation, signal) {
   const videos = (await get(`${path(evaluation.id)}/videos`, signal)).videos;
   return [
     h("section", { class: "panel" }, h("h2", {}, "Figures"),
-      table("Figures", ["Figure", "Score", "95% interval over items"], result.modes.map((each) => h("tr", {}, h("th", { scope: "row" }, each.mode), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0],
+      table("Figures", ["Figure", spoken(result.measure || "score"), "95% interval over items"], result.modes.map((each) => h("tr", {}, h("th", { scope: "row" }, each.mode), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0],
       facts([
+        ...episodeFacts(result),
         ...Object.entries(result.parts).map(([name, value]) => [`Scorer ${name}`, number(value)]),
         ["Answers", result.answers.toLocaleString("en")],
         ...(result.unanswered ? [["Not answered", result.unanswered.toLocaleString("en")]] : []),
@@ -205,5 +206,6 @@ function interval(figure) {
 }
 
 function bar(score) {
+  if (score < 0 || score > 1) return number(score); // A return is no share.
   return h("span", { class: "pair" }, h("progress", { max: 1, value: Math.max(0, Math.min(1, score)), "aria-label": `score ${number(score)}` }), number(score));
 }

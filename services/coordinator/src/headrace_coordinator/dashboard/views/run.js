@@ -2,7 +2,7 @@
 
 import { get, post, Refusal, repeat, stream } from "../api.js";
 import { chip, confirmed, facts, h } from "../dom.js";
-import { clock, duration, number } from "../format.js";
+import { clock, duration, episodeFacts, number } from "../format.js";
 import { labels } from "./labels.js";
 import { progress } from "./runs.js";
 import { overview } from "./overview.js";
@@ -115,7 +115,8 @@ function runHeader(element, path, signal) {
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
       ["Reward", number(run.last_step?.reward_mean)],
-      ["Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
+      [best.at(-1)?.measure ? `Held-out ${best.at(-1).measure.replaceAll("_", " ")}` : "Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
+      ...episodeFacts(best.at(-1)),
       ...(best.at(-1)?.unanswered ? [["Not answered", `${best.at(-1).unanswered}: ${best.at(-1).failure}`]] : []),
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -18,6 +19,13 @@ from headrace_schema.resources.views import EvaluationView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.episode_figures import (
+    OUTCOME,
+    figures_of,
+    measured,
+    settle_successes,
+    told_of,
+)
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
@@ -25,7 +33,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
-from headrace_coordinator.run.step.trajectories import failure_of, sampled
+from headrace_coordinator.run.step.trajectories import failure_of, said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import WaitTimeout
@@ -173,6 +181,9 @@ async def judge(
             groups[asked.sample.prompt_ordinal].append(asked.completion)
         for asked in made:
             asked.group.extend(groups[asked.sample.prompt_ordinal])
+    if context.spec.reward.measure == OUTCOME:
+        for asked, text in zip(made, settle_successes([each.completion for each in made]), strict=True):
+            asked.completion = text
     found += await score_all(context.staffing, made)
     return {_key(score.sample): score for score in found}
 
@@ -236,6 +247,15 @@ def _sampling(context: RunContext, published: Published) -> Sampling:
     )
 
 
+def _messages(
+    context: RunContext, answer: common.Trajectory, score: reward.ScoreResult
+) -> dict[str, list[dict[str, Any]]]:
+    """What was said in a conversation, as `MessageView`s; empty of an answer."""
+    talk = answer.conversation
+    found = told(context.spec.tool_calls, said(talk), score.turns or talk.rewards)
+    return {"messages": msgspec.to_builtins(found)} if found else {}
+
+
 def _view(
     context: RunContext,
     published: Published,
@@ -259,6 +279,7 @@ def _view(
                     "completion": answer.completion_text,
                     "reference": item.answer,
                     "reward": score.reward,
+                    **_messages(context, answer, score),
                 }
             )
     by_prompt: dict[int, list[float]] = defaultdict(list)
@@ -268,6 +289,8 @@ def _view(
     section = context.spec.evaluation
     whole = [each for each in by_prompt.values() if len(each) == section.samples]
     passed = pass_at(whole, section.pass_reward)
+    episodes = [told for answer in answers if (told := told_of(answer.completion_text)) is not None]
+    measure, note = measured(context.spec.reward.measure if episodes else "", episodes)
     return EvaluationView(
         kind=kind,
         step=published.version.ordinal,
@@ -277,6 +300,10 @@ def _view(
         answers=len(answers),
         score_low=low,
         score_high=high,
-        pass_at={str(k): share for k, share in passed.items()},
+        measure=measure,
+        episodes=figures_of(episodes),
+        note=note,
+        # No return is one that passes.
+        pass_at={str(k): share for k, share in passed.items() if measure not in ("return", "steps")},
         examples=examples,
     )

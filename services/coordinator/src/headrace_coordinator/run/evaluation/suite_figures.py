@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean
 
+import msgspec
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.resources.evaluations import ModeView, SuiteResultView, TaskView
 
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.episode_figures import OUTCOME, figures_of, measured, says_success
 from headrace_coordinator.domain.estimates import interval, item_values
 from headrace_coordinator.projections.transcripts import Answer, Key
 from headrace_coordinator.suites import Suite
@@ -27,6 +29,7 @@ def values(
     An answer with a failure counts for nothing: avg and maj take the others, and an item has no figure that is left
     without an answer, or in pass@K with fewer than K.
     """
+    answers = _settled(asked, suite, answers)
     fewest = int(mode.partition("@")[2]) if mode.startswith("pass@") else 1
     whole = {
         item: [each for sample in range(asked.samples) if not (each := answers[item, sample]).failure]
@@ -44,6 +47,23 @@ def values(
     return dict(zip(answered, found, strict=True))
 
 
+def _measure(asked: EvaluationSpec, suite: Suite) -> str:
+    return (asked.reward or suite.reward()).measure
+
+
+def _settled(asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer]) -> Mapping[Key, Answer]:
+    """The same; an episode that did not say its success, where others of a later block did, has failed."""
+    episodes = [each.episode for each in answers.values() if each.episode is not None]
+    if _measure(asked, suite) != OUTCOME or not says_success(episodes):
+        return answers
+    return {
+        key: msgspec.structs.replace(each, reward=0.0)
+        if each.episode and each.episode.success is None
+        else each
+        for key, each in answers.items()
+    }
+
+
 def result_of(
     asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: Sequence[DataItem]
 ) -> SuiteResultView:
@@ -57,6 +77,8 @@ def result_of(
     ]
     everything = [each for each in answers.values() if not each.failure]
     failures = [each.failure for each in answers.values() if each.failure]
+    episodes = [each.episode for each in everything if each.episode is not None]
+    measure, note = measured(_measure(asked, suite) if episodes else "", episodes)
     names = sorted({name for each in everything for name in each.parts})
     return SuiteResultView(
         modes=modes,
@@ -67,6 +89,9 @@ def result_of(
         unanswered=len(failures),
         failure=next(iter(failures), ""),
         tokens_mean=fmean(each.tokens for each in everything),
+        measure=measure,
+        episodes=figures_of(episodes),
+        note=note,
     )
 
 

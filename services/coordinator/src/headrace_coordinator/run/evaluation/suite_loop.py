@@ -18,6 +18,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
@@ -29,7 +30,7 @@ from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.step import RunFailed
-from headrace_coordinator.run.step.trajectories import sampled
+from headrace_coordinator.run.step.trajectories import said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.waits import WaitTimeout
@@ -162,7 +163,9 @@ class SuiteLoop(RunLoop):
         }
         recordings = [
             Recording(
-                Video.of(*key, self._items[key[0]], success=passed[key]), content, _episode_of(done[key])
+                Video.of(*key, self._items[key[0]], success=_succeeded(done[key], passed[key])),
+                content,
+                _episode_of(done[key]),
             )
             for key, content in questions.videos.items()
             if key in passed
@@ -216,7 +219,7 @@ class SuiteLoop(RunLoop):
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
-        tokens, versions = sampled(answered)
+        (tokens, versions), talk = sampled(answered), answered.conversation
         item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,
@@ -233,7 +236,14 @@ class SuiteLoop(RunLoop):
             tokens=tokens,
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
+            messages=told(self.context.spec.tool_calls, said(talk), score.turns or talk.rewards),
         )
+
+
+def _succeeded(trajectory: common.Trajectory, passed: bool) -> bool:
+    """False for an episode whose environment never says so, whatever its return is."""
+    told = told_of(trajectory.completion_text)
+    return passed and (told is None or told.success is not None)
 
 
 def _episode_of(trajectory: common.Trajectory) -> bytes:

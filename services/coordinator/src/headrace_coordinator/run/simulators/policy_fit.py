@@ -14,18 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.common.v1 import common_pb2 as common
+import numpy as np
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_servicekit.rpc.tensors import decode_tensor
+from headrace_servicekit.rpc.episodes import is_image
+from headrace_servicekit.rpc.tensors import NUMPY_TYPES, decode_tensor
 
 SPACE_BYTES = 1 << 26
 CAMERA = "camera"
 """What an image without a name is called."""
 FILE, MOST_BYTES = "policy.json", 1 << 24
 COLOURS = 3
+"""Channels of an image as every policy reads it; a cnn reads any number."""
+FEWEST_PIXELS = 4
+"""On a side of an image that a cnn reads."""
 Spaces = Mapping[str, simulator.Space]
 PolicyFile = Mapping[str, Any]
 """What a policy's directory says of the policy."""
@@ -66,17 +70,10 @@ def _fit(
     pool: simulator.OpenPoolResponse,
     file: PolicyFile | None,
 ) -> Fitted:
-    if pool.action_space.discrete_count:
-        reason = (
-            f"{task} takes one of {pool.action_space.discrete_count} actions, and robot policies draw numbers"
-        )
-        raise Impossible(
-            [problem("environment.tasks", reason, "choose an environment with continuous actions")]
-        )
     spaces = {space.name: space for space in pool.observation_spaces}
     _check_images(task, environment, spaces)
-    images = {name for name, space in spaces.items() if _is_image(space)}
-    _known("environment.state", environment.state or (), spaces.keys() - images, "a state")
+    images = {name for name, space in spaces.items() if is_image(_dtype(space), space.shape)}
+    _known("environment.state", environment.state or (), spaces, "an observation")
     _known("environment.cameras", (environment.cameras or {}).values(), images, "an image")
     if policy is None:
         if problems := _misfits(file or {}, environment, pool.action_space, spaces, images):
@@ -85,13 +82,13 @@ def _fit(
     state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
     cameras = environment.cameras
     if cameras is None:
-        cameras = {} if policy.get("kind") == "mlp" else {name or CAMERA: name for name in sorted(images)}
+        seen = [] if policy.get("kind") == "mlp" else sorted(images - {*state})
+        cameras = {name or CAMERA: name for name in seen}
     numbers = sum(math.prod(spaces[name].shape) for name in state)
     if policy.get("kind") == "mlp" and not numbers:
         reason = f"an mlp reads numbers, and {task} shows {'images' if images else 'none'} alone"
-        raise Impossible(
-            [problem("model.policy.kind", reason, "use cnn, or show it a state in environment.state")]
-        )
+        fix = f"use cnn, or let it read pixels as numbers, {_naming('environment.state', images)}"
+        raise Impossible([problem("model.policy.kind", reason, fix)])
     return Fitted(_complete(policy, pool.action_space, numbers, spaces, cameras), state, cameras)
 
 
@@ -106,10 +103,16 @@ def _complete(
     known: dict[str, Any] = {"bounds": bounds_of(action)}
     if kind in ("mlp", "cnn"):
         known["state_size"] = numbers
+        if action.categories:
+            known["categories"] = list(action.categories)
+    elif action.categories:
+        raise Impossible([_draws_no_categories(f"a {kind}", "model.policy.kind", "use mlp or cnn")])
     if kind == "cnn":
         known |= _pixels(spaces, cameras)
     elif kind != "mlp":
         known["cameras"] = list(cameras)
+        if problems := [*_of_other_channels(cameras, spaces, COLOURS, f"a {kind}")]:
+            raise Impossible(problems)
     size = math.prod(action.shape)
     problems = [
         problem(
@@ -130,20 +133,50 @@ def _complete(
     return {**known, **given}
 
 
+def _draws_no_categories(what: str, key: str, fix: str) -> KeyProblemView:
+    reason = f"{what} draws numbers, and some of the environment's actions are categories"
+    return problem(key, reason, f"{fix}, or choose an environment with continuous actions")
+
+
 def _pixels(spaces: Spaces, cameras: Mapping[str, str]) -> dict[str, Any]:
-    sizes = {tuple(spaces[name].shape[:2]) for name in cameras.values()}
+    sizes = sorted({tuple(spaces[name].shape) for name in cameras.values()})
     if len(sizes) != 1:
-        what = "no images" if not sizes else f"images of {len(sizes)} sizes"
-        fix = "ask for images of one size in environment.options, or choose environment.cameras"
+        what = "no images" if not sizes else f"images of {len(sizes)} shapes, {', '.join(map(_by, sizes))}"
+        fix = "ask for images of one shape in environment.options, or choose environment.cameras"
         raise Impossible([problem("environment.cameras", f"a cnn reads images, and there are {what}", fix)])
-    ((height, width),) = sizes
-    return {"cameras": list(cameras), "height": height, "width": width}
+    ((height, width, channels),) = sizes
+    if min(height, width) < FEWEST_PIXELS:
+        reason = (
+            f"a cnn reads images from {FEWEST_PIXELS} x {FEWEST_PIXELS} on, and these are {_by(sizes[0])}"
+        )
+        fix = f"use mlp, which reads pixels as numbers, {_naming('environment.state', cameras.values())}"
+        raise Impossible([problem("model.policy.kind", reason, fix)])
+    found: dict[str, Any] = {"cameras": list(cameras), "height": height, "width": width}
+    return found if channels == COLOURS else {**found, "channels": channels}
+
+
+def _of_other_channels(
+    cameras: Mapping[str, str], spaces: Spaces, channels: int, what: str
+) -> Iterator[KeyProblemView]:
+    for name in cameras.values():
+        if (shape := spaces[name].shape)[2] != channels:
+            reason = f"{name or CAMERA!r} is {_by(shape)}, and {what} reads height x width x {channels}"
+            fix = "show it so in the environment, choose other images in environment.cameras, or train a cnn"
+            yield problem("environment.cameras", reason, fix)
+
+
+def _naming(key: str, names: Iterable[str]) -> str:
+    return f"{key}: [{', '.join(sorted(name or repr(name) for name in names))}]"
 
 
 def bounds_of(action: simulator.Space) -> dict[str, list[float | None]]:
-    """Bounds of each number of an action; None in both where one of them is infinite."""
+    """Bounds of each number of an action; None in both where one of them is infinite. Of a category: first and last."""
     size = math.prod(action.shape)
     low, high = (_numbers(action, which, size) for which in ("low", "high"))
+    for place, count in enumerate(action.categories):
+        if count:
+            low[place] = low[place] if math.isfinite(low[place]) else 0.0
+            high[place] = low[place] + count - 1
     whole = [math.isfinite(a) and math.isfinite(b) for a, b in zip(low, high, strict=True)]
     return {
         "low": [value if both else None for value, both in zip(low, whole, strict=True)],
@@ -162,22 +195,18 @@ def _check_images(task: str, environment: EnvironmentSection, spaces: Spaces) ->
     """Raises `Impossible` for an image that policies cannot see, unless the spec reads it as a state or not at all."""
     read = None if environment.cameras is None else set(environment.cameras.values())
     for name, space in spaces.items():
-        pixels = space.data_type == common.DATA_TYPE_UINT8 and len(space.shape) == 3
-        if pixels and space.shape[2] != COLOURS and (read is None or name in read):
-            if name in (environment.state or ()):
-                continue
-            reason = (
-                f"{task} shows {name or CAMERA!r} with shape {_by(space.shape)}, and images are height x width x 3 "
-                "(red, green, blue)"
-            )
-            moved = "move its colours to the end (numpy.moveaxis(image, 0, -1))"
-            one = "give one RGB frame in place of frames or channels that are stacked"
-            fix = f"{moved if space.shape[0] == COLOURS else one} in the environment"
+        bytes_3d = _dtype(space) == np.uint8 and len(space.shape) == 3
+        if not bytes_3d or is_image(_dtype(space), space.shape) or name in (environment.state or ()):
+            continue
+        if read is None or name in read:
+            shape = f"{task} shows {name or CAMERA!r} with shape {_by(space.shape)}"
+            reason = f"{shape}, and images are height x width x channels"
+            fix = "move its channels to the end in the environment (numpy.moveaxis(image, 0, -1))"
             raise Impossible([problem("environment.tasks", reason, fix)])
 
 
-def _is_image(space: simulator.Space) -> bool:
-    return space.data_type == common.DATA_TYPE_UINT8 and len(space.shape) == 3 and space.shape[2] == COLOURS
+def _dtype(space: simulator.Space) -> np.dtype:
+    return NUMPY_TYPES.get(space.data_type, np.dtype(np.float32))
 
 
 def _known(key: str, named: Iterable[str], allowed: Iterable[str], what: str) -> None:
@@ -222,14 +251,22 @@ def _misfits(
     state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
     numbers = sum(math.prod(spaces[name].shape) for name in state)
     return [
-        *_file_action(file, math.prod(action.shape)),
+        *_file_action(file, action),
         *_file_state(file, state, numbers),
         *_file_cameras(file, environment.cameras, spaces, images),
     ]
 
 
-def _file_action(file: PolicyFile, size: int) -> Iterator[KeyProblemView]:
-    own = _length(file.get("bounds"))
+def _file_action(file: PolicyFile, action: simulator.Space) -> Iterator[KeyProblemView]:
+    own, size = _length(file.get("bounds")), math.prod(action.shape)
+    if file and list(file.get("categories", ())) != list(action.categories):
+        if "categories" not in file:
+            yield _draws_no_categories("its policy", "model.path", "name a policy for these actions")
+            return
+        own_counts, counts = list(file["categories"]), list(action.categories)
+        reason = f"its policy draws categories {own_counts}, and the environment's are {counts or 'none'}"
+        yield problem("model.path", reason, "name a policy for these actions, or another environment")
+        return
     if own is not None and own != size:
         reason = f"its policy draws {own} numbers an action, and the environment takes {size}"
         yield problem("model.path", reason, "name a policy for these actions, or another environment")
@@ -260,6 +297,8 @@ def _file_cameras(
         if None not in own and own != pixels:
             reason = f"{source} has {_by(pixels)} pixels, and the policy of model.path reads {_by(own)}"
             yield problem("environment.options", reason, "ask for images of that size")
+        channels = file.get("channels", COLOURS)
+        yield from _of_other_channels({camera: source}, spaces, channels, "the policy of model.path")
 
 
 def _file_state_size(file: PolicyFile) -> int | None:

@@ -85,14 +85,28 @@ class Dispatch:
         attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
         is_baseline = self._context.workers.leader.is_baseline
         message = rollout.AssignGroups()
+        agent = self._context.spec.agent
+        online = agent is not None and agent.online is not None
         for prompt, samples in work:
-            group = message.groups.add(prompt_ordinal=prompt, prompt=self._context.prompt(prompt))
+            group = message.groups.add(
+                prompt_ordinal=prompt,
+                prompt=self._context.prompt(prompt),
+                oldest_version=self._oldest(prompt) if online else 0,
+            )
             for sample in samples:
                 resume = self._prefixes.get((prompt, sample))
                 group.samples.add(
                     sample_index=sample, attempt=next(attempts), resume=resume, greedy=is_baseline(sample)
                 )
         return message
+
+    def _oldest(self, prompt: int) -> int:
+        """Number of the oldest version whose tokens a prompt's step may learn from."""
+        lineage, ahead = self._context.state.lineage, self._ledger.step_of(prompt) - self._ledger.step
+        base, most = lineage.base, self._context.spec.algorithm.max_staleness - ahead
+        numbers = lineage.chain(lineage.head)
+        fit = [n for n in numbers if base is not None and base.ordinal - lineage.versions[n].ordinal <= most]
+        return min(fit, default=lineage.head + 1)
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)

@@ -35,6 +35,8 @@ class RolloutClient(WorkerClient):
     digest: str = ""
     """Of the installed weights."""
     max_context_tokens: int = 0
+    endpoint_url: str = ""
+    """Where clients of an online run speak with it."""
     lost_pools: list[str] = field(default_factory=list)
     """Pools of environments that answer no more, as it says."""
     lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
@@ -46,6 +48,7 @@ class RolloutClient(WorkerClient):
         response: rollout.OpenRunResponse = await self.call("OpenRun", request, LOAD_S)
         self.max_concurrency = max(1, response.max_concurrency)
         self.max_context_tokens = response.max_context_tokens
+        self.endpoint_url = response.endpoint_url
 
     async def install(self, published: Published, *, in_flight: bool = False) -> None:
         """Compare-and-set to a version; `in_flight`: samples that are being made go on with it."""

@@ -184,6 +184,15 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         data = torch.cat(parts).view(torch.uint8).cpu().numpy().data
         return CachedContext(self._form(digest), length, data)
 
+    def kept(self, row: int, length: int) -> PromptKeys:
+        """A copy of a row's first `length` tokens."""
+        bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
+        layers = [
+            (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
+            for keys, values in bucket.layers
+        ]
+        return PromptKeys(length, layers)
+
     def keys_of(self, context: CachedContext, digest: str) -> PromptKeys | None:
         """What `context_of` of another engine made; None where its weights, its form or its size are others."""
         length, data = context.tokens, context.data

@@ -23,6 +23,7 @@ from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Str
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
+from headrace_rollout.engines.transformers.kept import KeptContexts
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.queue import Admission, Arrivals, JoinQueue, Waiting
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
@@ -33,6 +34,8 @@ PREFILL_TOKENS = 4096
 # Of what a device has free, how much the cache takes where no budget is set: the host has other processes, and a GPU
 # needs room for a pass.
 FREE_SHARE = {"cpu": 0.25, "cuda": 0.8}
+# Of the cache's budget, how much conversations between two turns may take beside it.
+KEPT_PART = 4
 
 
 class Decoder:
@@ -60,12 +63,14 @@ class Decoder:
         self._distributions: RowDistributions | None = None
         self._wave = 0
         self.oldest = 0
+        self.kept = KeptContexts()
         self.reset()
 
     def reset(self) -> None:
         """Forgets all trajectories."""
         self._batch = Batch(self._rows)
         self.model.cache.clear()
+        self.kept.clear()
         self._queue = JoinQueue(self._rows, PREFILL_TOKENS)
         self._running_wave = 0
         self._distributions = None
@@ -113,6 +118,7 @@ class Decoder:
             free = available_bytes(self.model.device)
             share = FREE_SHARE.get(self.model.device.type, FREE_SHARE["cpu"])
             self.model.cache.budget_bytes = self._kv_cache_bytes or int(free * share)
+            self.kept.budget_bytes = self.model.cache.budget_bytes // KEPT_PART
 
     def _take_moved(self, context: Waiting, policy: Policy) -> None:
         """Uses the keys and values that another engine with the same weights computed of a context."""
@@ -173,6 +179,7 @@ class Decoder:
         Refused in a wave of a deterministic stream, whose rounding would change.
         """
         policy = self.model.policy
+        self.kept.clear()
         if self._batch.count and self._running_wave:
             raise Refused("INVALID", "in_flight: a deterministic stream runs; pause first")
         running = []
@@ -218,6 +225,7 @@ class Decoder:
             return
         start = time.perf_counter()
         self._running_wave = admissions[0].waiting.wave
+        self._extend(admissions)
         first = self._batch.count
         moved = [a for a in admissions if a.waiting.keys is not None and a.waiting.hidden_D is None]
         kept = [a for a in admissions if a.waiting.keys is not None and a.waiting.hidden_D is not None]
@@ -243,6 +251,43 @@ class Decoder:
         )  # The first tokens come to the host: the device has done it all.
         if fresh:
             self.prefills.add(start, time.perf_counter())
+
+    def _extend(self, admissions: Sequence[Admission]) -> None:
+        """Computes contexts behind what is kept of the turns before."""
+        found = [(admission.waiting, self._known(admission)) for admission in admissions]
+        known = [(waiting, keys) for waiting, keys in found if keys is not None]
+        if not known:
+            return
+        start = time.perf_counter()
+        contexts = [waiting.context_ids for waiting, _ in known]
+        computed = sum(len(waiting.context_ids) - keys.length for waiting, keys in known)
+        with self._threads.work("prefill", computed):
+            hidden_ND, whole = self.model.extend(contexts, [keys for _, keys in known])
+        for (waiting, _), hidden_D, keys in zip(known, hidden_ND, whole, strict=True):
+            waiting.keys, waiting.hidden_D = keys, hidden_D
+        self.figures.prefill_tokens += computed
+        self.figures.shared_prompt_tokens -= computed  # Where it is placed, the whole is counted.
+        self.prefills.add(start, time.perf_counter())
+
+    def _known(self, admission: Admission) -> PromptKeys | None:
+        waiting, first = admission.waiting, admission.members[0]
+        if waiting.keys is not None or admission.images or not self._goes_on(first):
+            return None
+        return self.kept.find(first.key, waiting.context_ids)
+
+    def _goes_on(self, trajectory: RunningTrajectory) -> bool:
+        stream = trajectory.stream
+        return stream.goes_on and not stream.deterministic and not self.model.route_width
+
+    def _keep(self, row: int, kept: int | None) -> None:
+        """A turn has ended whose conversation may go on: its newest token was not computed yet."""
+        trajectory = self._batch.trajectories[row]
+        if not self._goes_on(trajectory) or trajectory.images:
+            return
+        tokens, _ = self._batch.answer(row, kept)
+        ids = [*trajectory.prompt_ids, *tokens]
+        length = min(int(self._batch.length[row]), len(ids))
+        self.kept.keep(trajectory.key, ids[:length], self.model.cache.kept(row, length))
 
     def _go_on(self, moved: Sequence[Admission], first: int) -> None:
         """Rows that another engine has begun: their next token comes with the next round."""
@@ -333,6 +378,7 @@ class Decoder:
         self._send_chunks([row for row in self._batch.due(first).tolist() if row not in ended])
         for row, (finish, kept) in ended.items():
             self._send(row, kept, finish=finish)
+            self._keep(row, kept)
         self._remove(list(ended))
 
     def _send_chunks(self, rows: Sequence[int]) -> None:

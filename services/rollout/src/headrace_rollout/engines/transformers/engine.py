@@ -133,6 +133,7 @@ class TransformersEngine(ThreadedHolder, Engine):
 
     def _begin_with(self, policy: Policy) -> None:
         self._decoder.oldest = policy.number
+        self._decoder.kept.clear()
 
     def _living(self) -> int:
         return self._decoder.living

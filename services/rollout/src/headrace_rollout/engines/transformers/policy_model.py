@@ -35,7 +35,8 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.attention import attend_by_parts
-from headrace_rollout.engines.transformers.cache import DecodePlan, SlotCache
+from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.kept import Extension
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -137,6 +138,20 @@ class PolicyModel(HeldModel):
                 found.append((np.arange(span.image.tokens) + row * length + span.start, span.image))
         return Pictures.of(found, positions_3PT, self._images.blank()).to(self.device)
 
+    def extend(
+        self, contexts: Sequence[Sequence[int]], known: Sequence[PromptKeys]
+    ) -> tuple[Tensor, list[PromptKeys]]:
+        """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
+        new = [context[keys.length :] for context, keys in zip(contexts, known, strict=True)]
+        lengths, extension = list(map(len, new)), Extension(known, self.device)
+        position_NT, mask = extension.inputs(lengths, self._model.dtype)
+        hidden_NTD = self.hidden(
+            padded(new, self.device), position_ids=position_NT, attention_mask=mask, past_key_values=extension
+        )
+        last = torch.tensor([length - 1 for length in lengths], device=self.device)
+        hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
+        return hidden_ND, extension.keys(lengths)
+
     def decode(
         self,
         tokens_N: NDArray[np.int64],
@@ -167,7 +182,7 @@ class PolicyModel(HeldModel):
         return shifted_N[None, :, None].expand(3, -1, -1)
 
     def hidden(
-        self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache
+        self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache | Extension
     ) -> Tensor:
         """(N, T, D) hidden states before the head."""
         if self._routing is not None and self._records:

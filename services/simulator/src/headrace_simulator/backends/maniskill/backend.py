@@ -41,8 +41,7 @@ class ShownExpert(GymnasiumEnvironment):
     def __init__(self, environment: Any, expert: Expert, *arguments: Any) -> None:
         super().__init__(environment, *arguments)
         self._expert = expert
-        self._shown = self.observation_spaces
-        self.observation_spaces = [*self._shown, replace(self.action_space, name=EXPERT_ACTION)]
+        self.observation_spaces = [*self.observation_spaces, replace(self.action_space, name=EXPERT_ACTION)]
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None
@@ -60,9 +59,6 @@ class ShownExpert(GymnasiumEnvironment):
         space = self.action_space
         action = np.clip(self._expert(self._environment.unwrapped), space.low, space.high)
         return {**observation, EXPERT_ACTION: action.astype(space.dtype)}
-
-    def _arrays(self, observation: Any) -> dict[str, np.ndarray]:
-        return {space.name: self._array(observation, space) for space in self._shown}
 
 
 def push_cube(base: Any) -> np.ndarray:

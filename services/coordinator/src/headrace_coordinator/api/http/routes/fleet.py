@@ -16,7 +16,14 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
 from headrace_schema.problems import choose, problem
-from headrace_schema.resources.fleet import DrainView, InstanceListView, LeaseListView, ScaleView
+from headrace_schema.resources.fleet import (
+    DrainView,
+    InstanceListView,
+    LeaseListView,
+    ScaleView,
+    ServiceListView,
+    ServiceView,
+)
 from headrace_schema.resources.overviews import LogLineView, LogView
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, ConfigDict, Field
@@ -136,6 +143,13 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         view = LeaseListView(leases=shown, devices=coordinator.reads.devices(), next_page_token=token)
         return view_response(view)
 
+    @routes.get("/services", response_model=ServiceListView)
+    async def list_services() -> Response:
+        """How many instances of each kind there are and could be used, and the autoscaling policy, which is off unless
+        the coordinator was given bounds.
+        """
+        return view_response(ServiceListView(services=services_of(coordinator)))
+
     @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=body_of("ScaleRequest"))
     async def scale_service(request: Request, kind: Kind, idempotency_key: GivenKey = None) -> Response:
         """Sets the number of processes of a kind, where a supervisor can."""
@@ -152,6 +166,21 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         return RunSpec.model_json_schema()
 
     return routes
+
+
+def services_of(coordinator: Coordinator) -> list[ServiceView]:
+    """The services in the order of KINDS."""
+    wanted, scaler = coordinator.reads.instances_wanted(), coordinator.autoscaler
+    there = [item.kind for item in coordinator.reads.instances() if item.state != "DRAINING"]
+    found = []
+    for kind in KINDS:
+        view = ServiceView(kind=kind, instances=there.count(kind), wanted=wanted.get(kind, 0))
+        if kind in scaler.bounds:
+            bounds, scaling = scaler.bounds[kind], scaler.scalings[kind]
+            view.least, view.most = bounds.least, bounds.most
+            view.asked, view.problem = scaling.asked, scaling.problem
+        found.append(view)
+    return found
 
 
 def _among(states: frozenset[str], state: str) -> bool:

@@ -14,6 +14,7 @@ from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
     DeletedView,
+    EndpointView,
     EvaluationView,
     RunListView,
     RunView,
@@ -183,6 +184,11 @@ def _reads(routes: APIRouter, coordinator: Coordinator) -> None:
     async def get_run(run_id: str) -> Response:
         """One run: its state, what it waits for, its evaluations and its counts."""
         return view_response(coordinator.reads.run(run_id))
+
+    @routes.get("/{run_id}/endpoint", response_model=EndpointView)
+    async def get_endpoint(run_id: str) -> Response:
+        """Where clients of an online run speak with its policy, and the key that they show."""
+        return view_response(coordinator.reads.endpoint(run_id))
 
     @routes.get("/{run_id}/metrics", response_model=StepListView)
     async def list_steps(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:

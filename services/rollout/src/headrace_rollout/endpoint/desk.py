@@ -1,0 +1,290 @@
+"""Sessions of an online run: clients from outside begin them, and those that they reward fill the slots of steps.
+
+A session is bound to a slot once it is rewarded, so that one whose client takes its time holds nobody up. Requests wait
+while no stream is open, such as between two steps; none fails for it. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from headrace_schema.sections.agent import OnlineSection
+
+from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.speaker import Asked, Speaker
+from headrace_rollout.endpoint.requests import Refusal
+from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.samples import Finish, SlotKey, TrajectoryUpdate
+
+LOG = logging.getLogger(__name__)
+SWEEP_S = 1.0
+_AGAIN_S = 0.05
+"""How long a turn that was stopped waits before it is asked for again, where no other stream has opened."""
+_KEYS = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A slot to fill with a rewarded session whose tokens are of version `oldest` or later, by `emit`."""
+
+    key: SlotKey
+    attempt: int
+    oldest: int
+    emit: Callable[[TrajectoryUpdate], None]
+    owner: object
+    """The stream that was assigned it."""
+
+
+@dataclass(eq=False)
+class Open:
+    """A session that has no reward yet; `at` is when it was last heard of."""
+
+    session: Session
+    group: str
+    at: float
+
+
+@dataclass(eq=False)
+class Rewarded:
+    """A session that is over; `oldest` is the oldest version that sampled a token of it."""
+
+    talk: Conversation
+    finish: Finish
+    oldest: int
+    at: float
+    state: str = "waiting"
+
+    def ended(self, place: Place) -> TrajectoryUpdate:
+        """As what fills a slot."""
+        return self.talk.ended(place.key, place.attempt, self.oldest, self.finish, greedy=False)
+
+
+class Desk:
+    """The sessions of a run at its instance, which outlive the streams of its steps.
+
+    `kept` says whether the instance still keeps the trajectory of a slot: one that is asked for again, as its stream
+    broke or the coordinator was started again, is told again.
+    """
+
+    def __init__(
+        self, key: str, section: OnlineSection, terms: Terms, group_size: int, kept: Callable[[SlotKey], bool]
+    ) -> None:
+        self.key, self.terms = key, terms
+        self.counts: Counter[str] = Counter()
+        """Sessions that are over, by what became of them: taken, unrewarded, stale, incomplete, withdrawn."""
+        self._section, self._group_size, self._kept = section, group_size, kept
+        self._open: dict[str, Open] = {}
+        self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
+        self._places: dict[int, dict[SlotKey, Place]] = defaultdict(dict)
+        self._filled: dict[SlotKey, Rewarded] = {}
+        self._speaker: Speaker | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._sweeping: asyncio.Task[None] | None = None
+
+    # --- clients
+
+    def begin(self, group: str = "") -> Session:
+        """A new session; those of a `group` are compared with each other. Raises Refusal."""
+        if self._group_size > 1 and not group:
+            reason = f"the run compares {self._group_size} sessions of a group (algorithm.group_size)"
+            raise Refusal(400, "invalid_request", f"group: {reason}; name one, such as the task's", "group")
+        waiting = sum(map(len, self._rewarded.values()))
+        if len(self._open) + waiting >= self._section.max_sessions:
+            most = f"{self._section.max_sessions} sessions are open (agent.online.max_sessions)"
+            raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
+        key = SlotKey(secrets.randbelow(_KEYS), 0)
+        talk = Conversation((), [])
+        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False)
+        self._open[session.id] = Open(session, group, time.monotonic())
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")
+        return session
+
+    def find(self, id: str) -> Session:
+        """The open session of an id. Raises Refusal 404."""
+        if (found := self._open.get(id)) is None:
+            reason = "it was rewarded or withdrawn, its reward came too late, or it never was"
+            raise Refusal(404, "not_found", f"no session {id[:40]!r} is open: {reason}")
+        return found.session
+
+    def has(self, session: Session) -> bool:
+        """Whether the session is one of these, and open."""
+        return session.id in self._open
+
+    def of_key(self, key: str) -> Session | None:
+        """The open session of its own key."""
+        return next((each.session for each in self._open.values() if each.session.api_key == key), None)
+
+    def end(self, session: Session) -> str:
+        """What becomes of a session that has its last reward: taken, waiting (for the next step), or stale."""
+        found = self._open.pop(session.id)
+        talk = session.join()
+        versions = [number for number, _ in talk.spans if number > 0]
+        finish = session.limit or (Finish.LENGTH if session.cut else Finish.TERMINATED)
+        rewarded = Rewarded(talk, finish, min(versions, default=0), time.monotonic())
+        group = found.group if self._group_size > 1 else session.id
+        self._rewarded[group].append(rewarded)
+        self._match()
+        return rewarded.state
+
+    def drop(self, session: Session, why: str) -> None:
+        """A session that will have no reward."""
+        if self._open.pop(session.id, None) is not None:
+            session.join()  # Ends what it waits for.
+            if session.turns:
+                self.counts[why] += 1
+                LOG.info("session %s is dropped: %s", session.id, why)
+
+    def figures(self) -> dict[str, object]:
+        """What there is now, and what became of the sessions that are over."""
+        return {
+            "open": len(self._open),
+            "rewarded": sum(map(len, self._rewarded.values())),
+            "wanted": sum(map(len, self._places.values())),
+            "answering": self._speaker is not None,
+            "ended": dict(self.counts),
+        }
+
+    # --- the policy
+
+    async def say(self, asked: Asked) -> TrajectoryUpdate:
+        """The turn, however often streams end meanwhile: what was told of it stays, as the beginning of the turn."""
+        while True:
+            speaker, turn = await self._speaking(), None
+            with suppress(Refused):  # paused, or another version is installed meanwhile
+                turn = await speaker.say(asked)
+            if turn is not None and not turn.stopped and turn.finish is not None:
+                return turn
+            if turn is not None and turn.whole and turn.whole.token_ids and asked.heard is not None:
+                asked = replace(asked, prefix=turn.whole)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S):
+                    await self._changed.wait()
+
+    async def _speaking(self) -> Speaker:
+        while self._speaker is None:
+            if self._closed:
+                raise Refusal(503, "run_over", "the run has left this instance; see headrace run endpoint")
+            await self._changed.wait()
+        return self._speaker
+
+    # --- streams
+
+    def opened(self, speaker: Speaker) -> None:
+        """Requests are answered by it from now on."""
+        self._speaker = speaker
+        self._wake()
+
+    def left(self, speaker: Speaker, owner: object) -> None:
+        """A stream has ended: what it was assigned is nobody's, and requests wait for the next one."""
+        self._withdraw(owner)
+        if self._speaker is speaker:
+            self._speaker = None
+            self._wake()
+
+    def offer(self, places: Iterable[Place]) -> None:
+        """Slots to fill."""
+        for place in places:
+            filled = self._filled.get(place.key)
+            if filled is not None and self._kept(place.key):
+                place.emit(filled.ended(place))
+            else:
+                self._places[place.key.prompt_ordinal][place.key] = place
+        self._match()
+
+    def stop(self, owner: object = None) -> None:
+        """What a stream was assigned (None: any) and is not filled comes back to it as stopped."""
+        for place in self._withdraw(owner):
+            place.emit(stopped(place.key, place.attempt, 0))
+
+    def _withdraw(self, owner: object) -> list[Place]:
+        found = []
+        for ordinal in list(self._places):
+            mine = [each for each in self._places[ordinal].values() if owner in (None, each.owner)]
+            for place in mine:
+                del self._places[ordinal][place.key]
+            if not self._places[ordinal]:
+                del self._places[ordinal]
+            found += mine
+        return found
+
+    def close(self) -> None:
+        """Ends all sessions."""
+        self._closed = True
+        self._wake()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for each in list(self._open.values()):
+            self.drop(each.session, "withdrawn")
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- which session fills which slot
+
+    def _match(self) -> None:
+        """Fills slots with whole groups of rewarded sessions, those that were complete first at first."""
+        for group in list(self._rewarded):
+            several = self._rewarded[group]
+            while len(several) >= self._group_size:
+                members = several[: self._group_size]
+                oldest = min(each.oldest for each in members)
+                whole = [slots for _, slots in sorted(self._places.items()) if len(slots) == self._group_size]
+                if not whole:
+                    break
+                slots = next((s for s in whole if max(p.oldest for p in s.values()) <= oldest), None)
+                del several[: self._group_size]
+                if slots is None:
+                    self._count("stale", members)
+                else:
+                    self._fill(list(slots.values()), members)
+            if not several:
+                del self._rewarded[group]
+
+    def _fill(self, places: Sequence[Place], members: Sequence[Rewarded]) -> None:
+        for place, member in zip(places, members, strict=True):
+            del self._places[place.key.prompt_ordinal][place.key]
+            self._filled = {key: each for key, each in self._filled.items() if self._kept(key)}
+            self._filled[place.key] = member
+            place.emit(member.ended(place))
+        if not self._places[places[0].key.prompt_ordinal]:
+            del self._places[places[0].key.prompt_ordinal]
+        self._count("taken", members)
+
+    def _count(self, what: str, members: Sequence[Rewarded]) -> None:
+        self.counts[what] += len(members)
+        for each in members:
+            each.state = what
+        if what != "taken":
+            LOG.info("%d rewarded sessions are dropped: %s", len(members), what)
+
+    async def _sweep(self) -> None:
+        """Drops sessions whose reward does not come, and groups that are not completed."""
+        while True:
+            await asyncio.sleep(min(SWEEP_S, self._section.reward_within_s / 4))
+            self.look()
+
+    def look(self) -> None:
+        """One round of it."""
+        now = time.monotonic()
+        for each in list(self._open.values()):
+            each.at = max(each.at, now if each.session.answering else each.session.answered_at)
+            if now - each.at > self._section.reward_within_s:
+                self.drop(each.session, "unrewarded")
+        if self._group_size == 1:
+            return
+        for group, several in list(self._rewarded.items()):
+            short = len(several) < self._group_size
+            if short and now - max(each.at for each in several) > self._section.reward_within_s:
+                del self._rewarded[group]
+                self._count("incomplete", several)

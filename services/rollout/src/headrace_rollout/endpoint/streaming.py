@@ -1,0 +1,130 @@
+"""Answers as they are made: new ids of a turn become pieces of text, of which none is taken back.
+
+Knows no session and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace_rollout.endpoint.session import Answer, Told
+
+MARKS = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("{", "<|python_tag|>"),
+    "json": ("{", "[", "```"),
+}
+"""What calls of tools begin with, by the form of `tool_calls`."""
+_CUT = "\ufffd"
+"""What a decoder shows of a character whose last bytes are missing."""
+
+
+class Decodes(Protocol):
+    """A tokenizer's way back."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+Tokens = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a choice: its text and (text, log-prob) of its tokens; with `answer`, the rest of it.
+
+    `first` is the number of the request's first choice.
+    """
+
+    first: int
+    choice: int
+    text: str
+    tokens: Tokens
+    answer: Answer | None = None
+
+
+class Pieces:
+    """One answer on its way. Text from the first of `marks` on is kept until the end: it may be a call of a tool."""
+
+    def __init__(self, codec: Decodes, marks: Sequence[str], *, log_probs: bool) -> None:
+        self._codec, self._marks, self._log_probs = codec, marks, log_probs
+        self._ids: list[int] = []
+        self._shown = self._read = 0
+        """Ids before `read` have their text; decoding begins at `shown`, as text may depend on the token before."""
+        self._text, self._sent = "", 0
+        self._values: list[float] = []
+        self._told = 0
+
+    def new(self, ids: Sequence[int], log_probs: Sequence[float]) -> tuple[str, Tokens]:
+        """What may be told of the text now, and the tokens since the last time; nothing while there is no text."""
+        self._ids += ids
+        self._values += log_probs
+        before = self._codec.decode(self._ids[self._shown : self._read])
+        whole = self._codec.decode(self._ids[self._shown :])
+        if len(whole) > len(before) and not whole.endswith(_CUT):
+            self._text += whole[len(before) :]
+            self._shown, self._read = self._read, len(self._ids)
+        text = self._until(self._safe())
+        return (text, self._tokens()) if text else ("", ())
+
+    def rest(self, answer: Answer) -> tuple[str, Tokens]:
+        """What was not told of an answer that has ended."""
+        sent = self._text[: self._sent]
+        # Blanks before a call were told, and are no part of the content beside it.
+        self._text = answer.content if answer.content.startswith(sent) else sent
+        return self._until(len(self._text)), answer.tokens[self._told :] if self._log_probs else ()
+
+    def _until(self, end: int) -> str:
+        text = self._text[self._sent : end]
+        self._sent += len(text)
+        return text
+
+    def _tokens(self) -> Tokens:
+        if not self._log_probs:
+            return ()
+        ids, values = self._ids[self._told :], self._values[self._told :]
+        self._told = len(self._ids)
+        return tuple((self._codec.decode([id]), value) for id, value in zip(ids, values, strict=True))
+
+    def _safe(self) -> int:
+        """Where text may be told to: a mark does not begin before it."""
+        ends = [len(self._text)]
+        for mark in self._marks:
+            if (found := self._text.find(mark)) >= 0:
+                ends.append(found)
+            else:
+                most = min(len(mark) - 1, len(self._text))
+                ends += [
+                    len(self._text) - size for size in range(1, most + 1) if self._text.endswith(mark[:size])
+                ]
+        return min(ends)
+
+
+async def pieces_of(
+    ask: Callable[[Told], Awaitable[Sequence[Answer]]], texts: Sequence[Pieces]
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices as they come, each one's end with its answer. Raises what `ask` does.
+
+    Closed early, it ends what was asked for.
+    """
+    waiting: asyncio.Queue[tuple[int, int, Sequence[int], Sequence[float]] | None] = asyncio.Queue()
+
+    def told(first: int, choice: int, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        waiting.put_nowait((first, choice, ids, log_probs))
+
+    asking = asyncio.ensure_future(ask(told))
+    asking.add_done_callback(lambda _: waiting.put_nowait(None))
+    try:
+        while (item := await waiting.get()) is not None:
+            first, choice, ids, log_probs = item
+            text, tokens = texts[choice].new(ids, log_probs)
+            if text:
+                yield Piece(first, choice, text, tokens)
+        for choice, answer in enumerate(asking.result()):
+            yield Piece(answer.number - choice, choice, *texts[choice].rest(answer), answer)
+    finally:
+        asking.cancel()

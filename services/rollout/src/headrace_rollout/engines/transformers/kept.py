@@ -1,0 +1,134 @@
+"""Keys and values of conversations between two turns: the next turn computes only what is new behind them.
+
+Shapes: N contexts, H key/value heads, D head dimension, P tokens of the longest known context, T new ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from headrace_rollout.engines.samples import SlotKey
+from headrace_rollout.engines.transformers.buckets import Layer
+from headrace_rollout.engines.transformers.cache import PromptKeys
+
+
+class KeptContexts:
+    """By slot and exact ids; beyond `budget_bytes` those go that were used longest ago."""
+
+    def __init__(self) -> None:
+        self.budget_bytes = 0
+        self._size = 0
+        self._kept: OrderedDict[tuple[SlotKey, tuple[int, ...]], PromptKeys] = OrderedDict()
+        self._of_slot: dict[SlotKey, list[tuple[int, ...]]] = {}
+
+    def clear(self) -> None:
+        """Other weights are there, or the memory is wanted."""
+        self._kept.clear()
+        self._of_slot.clear()
+        self._size = 0
+
+    def keep(self, key: SlotKey, ids: Sequence[int], keys: PromptKeys) -> None:
+        """Keeps a context of a slot, in place of those that it begins with."""
+        known = tuple(ids)
+        for other in list(self._of_slot.get(key, ())):
+            if known[: len(other)] == other:
+                self._drop(key, other)
+        self._kept[key, known] = keys
+        self._of_slot.setdefault(key, []).append(known)
+        self._size += _bytes(keys)
+        while self._size > self.budget_bytes:
+            self._drop(*next(iter(self._kept)))
+
+    def find(self, key: SlotKey, ids: Sequence[int]) -> PromptKeys | None:
+        """The longest context of the slot that these ids begin with, and go on from."""
+        begins = [
+            each
+            for each in self._of_slot.get(key, ())
+            if len(each) < len(ids) and tuple(ids[: len(each)]) == each
+        ]
+        if not begins:
+            return None
+        longest = max(begins, key=len)
+        self._kept.move_to_end((key, longest))
+        return self._kept[key, longest]
+
+    def _drop(self, key: SlotKey, ids: tuple[int, ...]) -> None:
+        self._size -= _bytes(self._kept.pop((key, ids)))
+        self._of_slot[key].remove(ids)
+        if not self._of_slot[key]:
+            del self._of_slot[key]
+
+
+class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
+    """The cache of one pass over new tokens behind known contexts, which stand padded before them."""
+
+    def __init__(self, known: Sequence[PromptKeys], device: torch.device) -> None:
+        super().__init__(layers=[])
+        self._lengths, self._longest = [each.length for each in known], max(each.length for each in known)
+        self._device = device
+        self._past = [
+            tuple(self._padded([each.layers[layer][side] for each in known]) for side in (0, 1))
+            for layer in range(len(known[0].layers))
+        ]
+        self._new: list[Layer] = []
+
+    def inputs(self, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions (N, T) of that many new tokens of each context, and what they may see: (N, 1, T, P + T)."""
+        places_T = torch.arange(max(lengths), device=self._device)
+        past_N = torch.tensor(self._lengths, device=self._device)
+        known_NP = torch.arange(self._longest, device=self._device)[None] < past_N[:, None]
+        seen_NTP = known_NP[:, None, :].expand(-1, len(places_T), -1)
+        seen_NTT = (places_T[None, :] <= places_T[:, None]).expand(len(lengths), -1, -1)
+        seen = torch.cat([seen_NTP, seen_NTT], 2)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=self._device).masked_fill_(~seen, float("-inf"))
+        return past_N[:, None] + places_T[None], mask
+
+    def keys(self, lengths: Sequence[int]) -> list[PromptKeys]:
+        """Each context with its new tokens behind it."""
+        found = []
+        for row, (known, new) in enumerate(zip(self._lengths, lengths, strict=True)):
+            whole = PromptKeys(known + new)
+            for past, made in zip(self._past, self._new, strict=True):
+                sides = [
+                    torch.cat([past[side][row, :, :known], made[side][row, :, :new]], 1) for side in (0, 1)
+                ]
+                whole.layers.append((sides[0], sides[1]))
+            found.append(whole)
+        return found
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What a layer's attention sees: the known keys and values, then the new ones."""
+        self._new.append((key_states, value_states))
+        past = self._past[layer_idx]
+        return torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, as the sequence length."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The pass brings its own mask."""
+        return self._longest + query_length, 0
+
+    def _padded(self, several: Sequence[Tensor]) -> Tensor:
+        heads, _, width = several[0].shape
+        found = several[0].new_zeros(len(several), heads, self._longest, width)
+        for row, each in enumerate(several):
+            found[row, :, : each.shape[1]] = each
+        return found
+
+
+def _bytes(keys: PromptKeys) -> int:
+    return sum(side.numel() * side.element_size() for layer in keys.layers for side in layer)

@@ -1,0 +1,137 @@
+"""An online run over real gRPC and HTTP, with a real engine: clients speak, streams of work come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.presets.tiny import tiny_model
+from openai import AsyncOpenAI
+from rollout_calls import HEADER, check_log_probs
+
+KEY = "sk-headrace-run"
+
+
+def slots(prompts, *, attempt=1, oldest=3):
+    start = rollout_pb2.Prompt(episode=rollout_pb2.EpisodeStart(task="online"))
+    return [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=start,
+            samples=[rollout_pb2.SampleAssignment(sample_index=0, attempt=attempt)],
+            oldest_version=oldest,
+        )
+        for ordinal in prompts
+    ]
+
+
+@pytest.fixture
+async def served(new_rollout, tiny_directory, publish, reference):
+    """An online run with version 3, and a client of it."""
+    rollout = await new_rollout()
+    rollout.model_path = tiny_directory
+    config = {
+        "workflow": "agentic",
+        "model": {"path": str(tiny_directory), "dtype": "float32", "max_context": 256},
+        "agent": {"online": {}},
+        "endpoint_key": KEY,
+        "sampling": {"max_new_tokens": 200},
+        "rollout": {"max_concurrency": 16},
+        "seed": 7,
+    }
+    opened = await rollout.stub.OpenRun(
+        rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config))
+    )
+    await rollout.install(publish(reference, 3))
+    async with AsyncOpenAI(base_url=opened.endpoint_url, api_key=KEY, max_retries=0) as client:
+        yield rollout, client
+
+
+async def opened(rollout, groups, number=3):
+    return await rollout.generate(groups, half_close=False, policy_number=number, max_new_tokens=200).start()
+
+
+async def rewarded(client, completion, reward=1.0):
+    body = {"completion": completion, "reward": reward}
+    return (await client.post("/feedback", cast_to=object, body=body))["state"]
+
+
+async def test_a_session_that_is_rewarded_is_a_trajectory_with_the_engines_log_probs(
+    served, reference, codec
+):
+    rollout, client = served
+    asking = asyncio.create_task(
+        client.chat.completions.create(
+            model="x", messages=[{"role": "user", "content": "1+1="}], max_tokens=6, n=2, logprobs=True
+        )
+    )
+    await asyncio.sleep(0.05)
+    assert not asking.done(), "it waits for a stream"
+    call = await opened(rollout, slots([5, 6]))
+    answer = await asking
+    assert await rewarded(client, answer.id, 0.5) == "taken"
+    await call.read_until(lambda call: len(call.finished()) == 1)
+    (trajectory,) = call.finished().values()
+    assert trajectory.sample.prompt_ordinal == 5
+    first, one, prompt, two = trajectory.segments
+    assert first.tokens.token_ids == prompt.tokens.token_ids and prompt.begins_sibling
+    for choice, segment in zip(answer.choices, (one, two), strict=True):
+        told = [token.logprob for token in choice.logprobs.content]
+        assert told == pytest.approx(list(segment.tokens.log_probs)) and len(told) <= 6
+        assert codec.decode(segment.tokens.token_ids) == choice.message.content
+    assert list(trajectory.conversation.rewards) == [0.5, 0.0]
+    # Each line is what the model says after its own prompt.
+    del trajectory.segments[2:]
+    check_log_probs(trajectory, reference)
+
+
+async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(served, publish):
+    """As a step ends, and weights are installed: the client sees one answer, and its tokens say who made them."""
+    rollout, client = served
+    call = await opened(rollout, slots([5]))
+    more = {"stream": True, "logprobs": True, "max_tokens": 200}
+    stream = await client.chat.completions.create(
+        model="x", messages=[{"role": "user", "content": "1+1="}], **more
+    )
+    pieces = [await anext(stream) for _ in range(3)]
+    call.call.cancel()
+    while rollout.servicer._run.streams:  # noqa: ASYNC110  # the stream ends by itself
+        await asyncio.sleep(0.01)
+    await rollout.install(publish(tiny_model(9), 4))
+    call = await opened(rollout, slots([5], attempt=2), 4)
+    pieces += [piece async for piece in stream]
+    tokens = [token for p in pieces if p.choices[0].logprobs for token in p.choices[0].logprobs.content]
+    assert await rewarded(client, pieces[0].id) == "taken"
+    await call.read_until(lambda call: len(call.finished()) == 1)
+    (trajectory,) = call.finished().values()
+    _, old, new = trajectory.segments
+    assert (old.policy_number, new.policy_number, trajectory.attempt) == (3, 4, 2)
+    sampled = [*old.tokens.log_probs, *new.tokens.log_probs]
+    assert [token.logprob for token in tokens] == pytest.approx(sampled), "each token is told once"
+    text = "".join(p.choices[0].delta.content or "" for p in pieces)
+    assert text == trajectory.conversation.messages[1].content
+
+
+async def test_a_pause_gives_slots_back_and_requests_wait(served):
+    rollout, client = served
+    call = await opened(rollout, slots([5, 6]))
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await call.read_until(lambda call: len(call.partials) == 2)
+    messages = [{"role": "user", "content": "1+1="}]
+    asking = asyncio.create_task(client.chat.completions.create(model="x", messages=messages, max_tokens=2))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
+    call.call.cancel()
+    call = await opened(rollout, slots([5], attempt=3))
+    assert await rewarded(client, (await asking).id) == "taken"
+    # What was taken and is asked for again is the same session: nothing of it is lost with a stream.
+    await call.read_until(lambda call: len(call.finished()) == 1)
+    before = call.finished()[5, 0]
+    call.call.cancel()
+    call = await opened(rollout, slots([5], attempt=4))
+    await call.read_until(lambda call: len(call.finished()) == 1)
+    again = call.finished()[5, 0]
+    assert again.attempt == 4 and again.segments[1].tokens == before.segments[1].tokens

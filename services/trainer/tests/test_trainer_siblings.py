@@ -1,0 +1,105 @@
+"""Siblings of a session: lines that are read apart, share one reward, and weigh as the option says."""
+
+from __future__ import annotations
+
+import pytest
+from headrace.trainer.v1 import trainer_pb2
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import SamplingSection
+from headrace_servicekit.rpc.digests import trajectory_digest
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.errors import Refusal
+from headrace_trainer.learning.figures import witnesses
+from headrace_trainer.learning.intake import Inferred, Intake
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member
+from headrace_trainer.learning.step import StepState, Version
+from headrace_trainer.wire.messages import read_group
+from trainer_calls import random_sequences, settled_trajectory
+
+STATE = StepState(version=Version(0, 0, 0, ""), lineage={0: 0})
+ALONE = Member(0, 1, "alone", 1.0, [1, 2, 3], [1, 2], [-1.0, -2.0], [0, 0])
+BOTH = Member(1, 1, "both", 0.0, [1, 2, 3, 1, 5, 6, 7], [1, 5, 6], [-1.0, -2.0, -3.0], [0] * 3, siblings=(3,))
+"""[1, 2, 3] with 2 sampled, then [1, 5, 6, 7] with 6 and 7."""
+
+
+def sequences(make_config, **options):
+    given = {"normalize_std": False, **options}
+    config = TrainerConfig.model_validate(make_config(algorithm={"group_size": 2, "options": given}))
+    intake = Intake(config, build_algorithm(config.algorithm))
+    group = Group(0, (ALONE, BOTH), "digest")
+    names = build_algorithm(config.algorithm).columns
+    columns = ({name: [1.0, 2.0] for name in names}, {name: [3.0, 4.0, 5.0] for name in names})
+    (prepared,) = intake.prepare(STATE, [Inferred(group, columns, (0.0, 0.0))])
+    return intake, group, prepared
+
+
+def test_the_lines_of_a_session_are_read_apart_and_share_what_it_is_worth(make_config):
+    _, _, prepared = sequences(make_config)
+    assert [(each.tokens, each.trained) for each in prepared.sequences] == [
+        ([1, 2, 3], [1, 2]),
+        ([1, 2, 3], [1]),
+        ([1, 5, 6, 7], [2, 3]),
+    ]
+    assert [each.engine_log_probs for each in prepared.sequences] == [[-1.0, -2.0], [-1.0], [-2.0, -3.0]]
+    assert [each.advantages for each in prepared.sequences] == [[0.5, 0.5], [-0.5], [-0.5, -0.5]], (
+        "the group is of two sessions, whatever they are made of"
+    )
+    assert prepared.record.sequences == 2 and prepared.record.tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [1.0, 0.5, 0.5]),
+        ({"siblings": "whole"}, [1.0, 1.0, 1.0]),
+        ({"loss_aggregation": "seq-mean-token-mean"}, [0.5, 0.5, 0.25]),
+    ],
+)
+def test_a_session_weighs_no_more_for_having_siblings_unless_each_is_to_count(make_config, options, weights):
+    _, _, prepared = sequences(make_config, **options)
+    assert [each.weight for each in prepared.sequences] == weights
+
+
+def test_columns_are_inferred_line_by_line(make_config):
+    intake, group, prepared = sequences(make_config, epochs=2)
+    assert [each.tokens for each in intake.bare(group)] == [[1, 2, 3], [1, 2, 3], [1, 5, 6, 7]]
+    assert [each.columns["old_log_probs"] for each in prepared.sequences] == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+
+    class Rounds:
+        def infer(self, bare, names):
+            return [
+                [{name: [float(sum(each.tokens))] * len(each.trained) for name in names} for each in bare[0]]
+            ]
+
+    (inferred,) = intake.inferred([group], Rounds())
+    assert inferred.columns[1]["old_log_probs"] == [6.0, 19.0, 19.0]
+
+
+def test_witnesses_of_the_engines_log_probs_are_lines():
+    record = GroupRecord(0, "digest", (), Disposition.ACCUMULATED)
+    state = StepState(version=Version(0, 0, 0, ""), lineage={0: 0}, groups={0: record})
+    found = witnesses(state, [Group(0, (BOTH,), "digest")])
+    assert [each.tokens for each in found] == [[1, 2, 3], [1, 5, 6, 7]]
+
+
+def test_siblings_come_with_prompts_of_their_own():
+    message = trainer_pb2.SettledGroup(prompt_ordinal=0)
+    trajectory = settled_trajectory(0, 0, 1, random_sequences(3)[1], 1)
+    given = trajectory.segments.add(begins_sibling=True)
+    given.tokens.token_ids.extend([4, 5])
+    own = trajectory.segments.add(policy_number=1)
+    own.tokens.CopyFrom(trajectory.segments[1].tokens)
+
+    def read():
+        trajectory.body_digest = trajectory_digest(trajectory)
+        message.ClearField("members")
+        message.members.add(trajectory=trajectory, reward=1.0)
+        (member,) = read_group(message, SamplingSection(), 32).members
+        return member
+
+    member = read()
+    (start,) = member.siblings
+    assert member.tokens[start : start + 2] == [4, 5] and len(member.lines(member.trained)) == 2
+    given.policy_number = 1
+    with pytest.raises(Refusal, match="a sibling begins with given ids"):
+        read()
