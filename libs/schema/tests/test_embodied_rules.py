@@ -57,7 +57,6 @@ def test_what_is_given_stays():
     [
         ({"sampling": {"max_new_tokens": 5}}, "sampling.max_new_tokens"),
         ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps"),
-        ({"trainer": {"lora": {}}}, "trainer.lora"),
         ({"trainer": {"backend": "megatron"}}, "trainer.backend"),
         ({"trainer": {"warmup": {"demonstrations": "./push"}}}, "trainer.warmup.demonstrations"),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine"),

@@ -213,7 +213,7 @@ def _fix_missing(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> str:
     owner = _model_at(model, at)
     allowed = list(owner.model_fields) if owner else []
-    elsewhere = [path(found) for found in _paths(model) if found[-1] == key]
+    elsewhere = [path(found) for found in sorted(_paths(model), key=len) if found[-1] == key]
     if elsewhere:
         return f"did you mean {elsewhere[0]}? the key {key} belongs there"
     here = ", ".join(sorted(allowed))
@@ -239,10 +239,10 @@ def _meant_elsewhere(key: str, model: type[BaseModel]) -> str:
 
 @cache
 def _index(model: type[BaseModel]) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """The first path of each key, and (description, path) of every key."""
+    """The shortest path of each key, and (description, path) of every key."""
     keys: dict[str, str] = {}
     descriptions: list[tuple[str, str]] = []
-    for found in _paths(model):
+    for found in sorted(_paths(model), key=len):
         keys.setdefault(found[-1], path(found))
         owner = _model_at(model, found[:-1])
         field = owner.model_fields.get(found[-1]) if owner else None  # a key of a mapping is no field
