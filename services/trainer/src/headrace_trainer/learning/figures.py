@@ -146,7 +146,7 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            Sequence(line.tokens, line.trained, member.engine_log_probs[line.part])
+            Sequence(line.tokens, line.trained, member.engine_log_probs[line.part], images=member.images)
             for member in group.members
             for line in member.lines(member.trained)
             if set(member.versions) == {version}
