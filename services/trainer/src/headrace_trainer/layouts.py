@@ -36,8 +36,10 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
         raise Refusal(
             "INVALID", f"model: every rank has all of a policy of kind {policy.kind}: there is one layout"
         )
-    algorithm = run_kind(config).algorithm()
-    backend.check(config, algorithm)
+    kind = run_kind(config)
+    algorithm = kind.algorithm() if policy is None else kind.check()
+    if policy is None:
+        backend.check(config, algorithm)
     ranks = config.trainer.ranks
     ranks_here = max(1, min(ranks, ranks_per_host))
     device = Room("GPU memory", gpu_bytes, gpu_bytes) if gpu_bytes else None

@@ -200,8 +200,12 @@ def learning_policy(
 
 
 def layers_of_policy(policy: AnyPolicy) -> list[nn.Module]:
-    """The layers of a large policy, each of which is gathered alone."""
-    return [module for module in policy.modules() if type(module).__name__ in policy.shape.layers]
+    """The layers of a large policy, each of which is gathered alone; one that no pass goes through is none of them."""
+    return [
+        module
+        for module in policy.modules()
+        if type(module).__name__ in policy.shape.layers and not getattr(module, "unused", False)
+    ]
 
 
 def tokenizer_files(directory: Path | str) -> list[Path]:

@@ -84,6 +84,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=EPSILON)
         if shape.attention_pool:
             self.attn_pool = _UnusedPool(shape)
+        self.blocks[-1].unused = True  # type: ignore[assignment]
         unused = (self.blocks[-1], self.norm, getattr(self, "attn_pool", None))
         for module in unused:
             if module is not None:
@@ -114,6 +115,8 @@ class _PatchEmbedding(nn.Module):
 
 
 class _Block(nn.Module):
+    unused = False
+
     def __init__(self, shape: VitShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width, eps=EPSILON)
