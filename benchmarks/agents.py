@@ -69,12 +69,13 @@ async def measure(folder: Path, options: argparse.Namespace) -> None:
         reuse = []
         for repetition in range(1 + options.repetitions):  # the first warms up
             for kind, run in (("endpoint", bench.over_http), ("turn", bench.with_environments)):
-                took, asked, prefilled = await run()
+                took, speaker, prefilled = await run()
+                asked = speaker.asked
                 alone = await bench.alone(asked)
                 if repetition:
                     overheads[kind].append(1000 * (took - alone) / len(asked))
                     say(f"{kind}: {len(asked)} turns in {took:.3f} s, the engine alone {alone:.3f} s")
-                    reuse.append(reused(asked, prefilled))
+                    reuse.append(reused(speaker, prefilled))
         figures = {f"{kind}_overhead_ms": median(found) for kind, found in overheads.items()}
         say(f"at the end: {machine()}")
         emit("agents", {**figures, "prefix_reuse": median(reuse)})
@@ -82,13 +83,17 @@ async def measure(folder: Path, options: argparse.Namespace) -> None:
         await bench.close()
 
 
-def reused(asked: Sequence[Any], prefilled: int) -> float:
-    """What was not computed again of contexts that were computed before; 1: all of them, 0: nothing."""
-    whole = sum(len(each.prompt_ids) for each in asked)
-    known = 0
-    for each in asked:
-        before = [other for other in asked if other.key == each.key and other.turn == each.turn - 1]
-        known += len(before[0].prompt_ids) if before else 0
+def reused(speaker: Any, prefilled: int) -> float:
+    """What was not computed again of contexts that were computed before; 1: all of them, 0: nothing.
+
+    A turn's newest token is sampled, and was not computed yet when the turn ends.
+    """
+    asked = {(each.key, each.turn): each for each in speaker.asked}
+    whole = known = 0
+    for (key, turn), each in asked.items():
+        whole += len(each.prompt_ids)
+        if before := asked.get((key, turn - 1)):
+            known += len(before.prompt_ids) + speaker.said[key, turn - 1] - 1
     return (whole - prefilled) / known
 
 
@@ -140,8 +145,8 @@ class Bench:
             self._simulator.wait()
         await self._engine.close()
 
-    async def over_http(self) -> tuple[float, list[Any], int]:
-        """Seconds, what the engine was asked, and the tokens of it that it computed, of agents in another process."""
+    async def over_http(self) -> tuple[float, Any, int]:
+        """Seconds, the speaker that asked, and the tokens that the engine computed, of agents in another process."""
         from headrace_rollout.conversations.conversation import Conversation
         from headrace_rollout.endpoint.session import Session, Terms
         from headrace_rollout.engines.samples import SlotKey
@@ -174,9 +179,9 @@ class Bench:
             await agents.wait()
         prefilled = self._engine.figures.prefill_tokens - before
         await speaker.close()
-        return took, speaker.asked, prefilled
+        return took, speaker, prefilled
 
-    async def with_environments(self) -> tuple[float, list[Any], int]:
+    async def with_environments(self) -> tuple[float, Any, int]:
         """The same of conversations with environments of a simulator."""
         from headrace.rollout.v1 import rollout_pb2
         from headrace_rollout.conversations.runner import (
@@ -206,7 +211,7 @@ class Bench:
         took = time.perf_counter() - started
         prefilled = self._engine.figures.prefill_tokens - before
         await runner.close()
-        return took, speaker.asked, prefilled
+        return took, speaker, prefilled
 
     async def alone(self, asked: Sequence[Any]) -> float:
         """Seconds of the engine for the same turns, each asked for as soon as the one before has ended."""
@@ -236,13 +241,16 @@ class Bench:
 
         class Kept(Speaker):
             asked: list[Any]
+            said: dict[Any, int]
 
             async def say(self, asked: Any) -> Any:
                 self.asked.append(asked)
-                return await super().say(asked)
+                turn = await super().say(asked)
+                self.said[asked.key, asked.turn] = len(turn.whole.token_ids)
+                return turn
 
         speaker = Kept(self._engine, self._stream())
-        speaker.asked = []
+        speaker.asked, speaker.said = [], {}
         return speaker
 
     async def _open_environments(self, folder: Path) -> None:

@@ -40,16 +40,12 @@ def main() -> None:
     model = options.folder / "tiny"
     run_python("-m", "headrace_modelkit.presets.tiny", model)
     with Collector() as collector:
-        plain = Fleet(options.folder / "plain", "--simulator", "0")
-        traced = Fleet(
-            options.folder / "traced", "--simulator", "0", HEADRACE_OTLP_ENDPOINT=collector.endpoint
-        )
         found: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(options.turns):
-            for fleet in (plain, traced) if turn % 2 else (traced, plain):
-                with fleet:
-                    found[fleet is traced] += _steps(fleet, model, options.steps)
-                    fleet.client.close()
+            for traced in (False, True) if turn % 2 else (True, False):
+                variables = {"HEADRACE_OTLP_ENDPOINT": collector.endpoint} if traced else {}
+                with Fleet(options.folder / f"{turn}-{traced}", "--simulator", "0", **variables) as fleet:
+                    found[traced] += _steps(fleet, model, options.steps)
             say(
                 f"turn {turn + 1}: {median(found[False]):.4f} s a step without, {median(found[True]):.4f} s with traces"
             )

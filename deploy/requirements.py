@@ -12,26 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/servicekit[tracing]")
+COORDINATOR = (
+    "proto",
+    "libs/servicekit[tracing,docker]",
+    "libs/schema",
+    "libs/planner",
+)  # the scaler runs in it too
 IMAGES = {
-    "coordinator": (
-        "proto",
-        "libs/servicekit[tracing,docker]",
-        "libs/schema",
-        "libs/planner",
-        "services/coordinator",
-    ),
-    "coordinator-reasoning-gym": (
-        *COMMON,
-        "libs/schema",
-        "libs/planner",
-        "services/coordinator[reasoning-gym]",
-    ),
-    "coordinator-data": (
-        *COMMON,
-        "libs/schema",
-        "libs/planner",
-        "services/coordinator[reasoning-gym,datasets,vision]",
-    ),
+    "coordinator": (*COORDINATOR, "services/coordinator"),
+    "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
+    "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),

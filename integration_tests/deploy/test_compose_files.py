@@ -79,6 +79,21 @@ def test_the_trainers_host_starts_as_many_ranks_as_it_sees_gpus(
     assert devices.instance_count(environment["HEADRACE_COUNT"]) == ranks
 
 
+def test_the_scaler_alone_has_the_engines_socket_and_is_not_there_unless_it_is_asked_for(render):
+    services = render("--profile", "*")["services"]
+    socket = "/var/run/docker.sock"
+    holders = [
+        name
+        for name, service in services.items()
+        if any(volume["target"] == socket for volume in service.get("volumes", []))
+    ]
+    assert holders == ["scaler"] and "scaler" not in render()["services"]
+    assert services["scaler"]["entrypoint"] == ["python", "-m", "headrace_servicekit.scaling", "docker"]
+    given = services["scaler"]["environment"]
+    assert set(given["HEADRACE_SCALER_TARGETS"].split(",")) == {"rollout", "trainer", "reward", "simulator"}
+    assert given["HEADRACE_SCALER_PROJECT"] == "headrace", "the project of the file"
+
+
 def test_measuring_is_a_profile_that_publishes_grafana_alone_on_the_loopback(render):
     plain, measured = render()["services"], render("--profile", "observability")["services"]
     added = measured.keys() - plain.keys()

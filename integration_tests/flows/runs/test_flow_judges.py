@@ -49,6 +49,7 @@ def test_a_judge_that_goes_away_costs_no_slot(fleet: Fleet, tiny_model: Path) ->
     with judge() as port:
         run = fleet.submit(example(tiny_model, port))
         wait_for(lambda: fleet.client.get(run.id).step >= 2, "two steps", RUN_S)
+    fleet.kill("reward-0")  # the next one opens the run while its judge is away
     wait_for(
         lambda: any("options.base_url" in wait for wait in fleet.client.get(run.id).waiting_for),
         "the run to say what it waits for",

@@ -72,7 +72,7 @@ def test_a_broken_image_is_refused_with_its_line(
 ) -> None:
     whole = (digits / "images" / "00000.png").read_bytes()
     (tmp_path / "whole.png").write_bytes(whole)
-    (tmp_path / "cut.png").write_bytes(whole[:-20])
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     rows = tmp_path / "rows.jsonl"
     line = '{{"image": "{0}", "question": "which digit?", "answer": "1"}}\n'
     rows.write_text(line.format("whole.png") + line.format("cut.png"))

@@ -30,7 +30,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __enter__(self) -> Self:
         self._server = grpc.server(ThreadPoolExecutor(4))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add(self, self._server)
         self._server.add_insecure_port(self.endpoint.removeprefix("http://"))
         self._server.start()
         return self

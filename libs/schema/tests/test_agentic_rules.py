@@ -176,3 +176,37 @@ def test_agents_and_seconds_are_of_agentic_runs():
         "reward": {"scorers": [{"name": "exact"}]},
     }
     assert "needs workflow: agentic" in problems_of({**text, "agent": {"python": "a.py:f"}})["agent"]
+
+
+ONLINE: dict[str, Any] = {**BASE, "environment": None, "agent": {"online": {"reward_within_s": 60}}}
+
+
+def test_an_online_run_needs_no_data_no_agent_and_no_group():
+    spec = RunSpec.model_validate(ONLINE)
+    assert (spec.algorithm.name, spec.algorithm.group_size, spec.environment) == ("reinforce_pp", 1, None)
+    assert spec.data.source == "episodes" and [each.name for each in spec.reward.scorers] == ["episode"]
+    assert spec.limits.step_timeout_s > 86400 and spec.install == "in_flight"
+    config = RolloutConfig.of(spec, endpoint_key="key", group_size=spec.algorithm.group_size)
+    assert config.agent is not None and config.agent.online is not None and config.sampling == spec.sampling
+    own = {"limits": {"step_timeout_s": 60}, "algorithm": {"name": "grpo", "group_size": 4}}
+    assert RunSpec.model_validate({**ONLINE, **own}).limits.step_timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"algorithm": {"name": "grpo"}}, "algorithm.group_size", "X-Headrace-Group"),
+        ({"algorithm": {"name": "remax"}}, "algorithm.name", "greedy"),
+        ({"agent": {"online": {}, "python": "a.py:f"}}, "agent.python", "nothing is started"),
+        ({"environment": {"tasks": ["tools"]}}, "environment", "outside clients"),
+        ({"data": JSONL}, "data.source", "comes from the clients"),
+        ({"data": {"heldout": 4}}, "data.heldout", "nobody asks"),
+        ({"rollout": {"instances": 2}}, "rollout.instances", "set 1"),
+        ({"deterministic": True}, "deterministic", "remove it"),
+        ({"agent": {"online": {"reward_within_s": 0}}}, "agent.online.reward_within_s", ""),
+    ],
+)
+def test_what_an_online_run_cannot_have_is_refused(more, key, words):
+    found = problems_of({**ONLINE, **more})
+    assert words in found.get(key, str(found)), found
+    assert key in found

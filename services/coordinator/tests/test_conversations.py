@@ -16,10 +16,9 @@ from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.projections.trajectories import Call
 from headrace_coordinator.run.modality import Conversations
 from headrace_coordinator.run.simulators.pools import opening, other_kind
-from headrace_coordinator.run.step.certificate import told
 from headrace_coordinator.run.step.scoring.rewards import added_up, by_turn, turns_problem
 from headrace_coordinator.run.step.scoring.scoring import score_item
-from headrace_coordinator.run.step.trajectories import Shown, Trajectory
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory, told
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from headrace_simulation.virtual_time import run_virtual
@@ -91,14 +90,36 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     message.conversation.turn_tokens.extend([9, 1])
     message.conversation.turn_messages.extend([2, 4])
     shown = Shown.of(message)
-    assert [tokens for _, _, tokens in shown.said] == [None, None, 9, None, 1]
-    of = trajectory([0.25, 0.75])
-    found = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="hermes")), of, shown)  # type: ignore[arg-type]
+    assert [tokens for *_, tokens in shown.said] == [None, None, 9, None, 1]
+    found = told("hermes", shown.said, [0.25, 0.75])
     assert [(each.role, each.content) for each in found] == said
     assert [each.reward for each in found] == [None, None, 0.25, None, 0.75]
     assert [each.calls for each in found if each.calls] == [[Call("add", '{"a": 1}')]]
-    plain = told(SimpleNamespace(spec=SimpleNamespace(tool_calls="")), of, shown)  # type: ignore[arg-type]
+    plain = told("", shown.said, [0.25, 0.75])
     assert not any(each.calls for each in plain)
+
+
+def test_the_tokens_of_roles_are_shown_turn_by_turn_though_their_lines_stand_apart():
+    """Asker, teller, asker; the asker's second turn was sampled by another version, in a segment of its own."""
+    message = common.Trajectory()
+    for number, log_probs in ((0, []), (1, [-1.0]), (0, []), (2, [-3.0]), (0, []), (1, [-2.0, -2.5])):
+        tokens = common.TokenSegment(
+            token_ids=[7] * len(log_probs), log_probs=log_probs, text_bytes=[1] * len(log_probs)
+        )
+        message.segments.add(policy_number=number, tokens=tokens)
+    for role, party in (("user", "asker"), *(("assistant", each) for each in ("asker", "teller", "asker"))):
+        message.conversation.messages.add(role=role, party=party, content=party)
+    message.conversation.turn_tokens.extend([1, 2, 1])
+    message.conversation.turn_messages.extend([1, 2, 3])
+    shown = Shown.of(message)
+    assert shown.log_probs.tolist() == [-1.0, -2.0, -2.5, -3.0] and list(shown.text_bytes) == [1] * 4
+    found = told("", shown.said, [0.25, 1.0, -0.5])
+    assert [(each.party, each.tokens, each.reward) for each in found] == [
+        ("asker", None, None),
+        ("asker", 1, 0.25),
+        ("teller", 2, 1.0),
+        ("asker", 1, -0.5),
+    ]
 
 
 def begin(item: DataItem) -> rollout.EpisodeStart:

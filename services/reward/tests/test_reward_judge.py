@@ -13,7 +13,7 @@ from headrace_reward import scorers
 from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, ScorerError, Unavailable
 from headrace_reward.scorers.contract import check_scorer
 from headrace_reward.scorers.judges.verdicts import fill
-from headrace_servicekit.rpc.errors import message_of
+from headrace_servicekit.rpc.errors import message_of, reason_of
 from judge_stub import between_marks, judge, shown, slow
 
 SUM = Answer(prompt="1 + 1?", completion="It is 2.", reference="2")
@@ -259,6 +259,7 @@ async def test_the_service_refuses_a_judge_that_is_not_there_with_key_and_fix(re
     assert said.startswith(
         "reward.scorers[0].options.base_url: the judge at http://127.0.0.1:9/v1 gave no verdict"
     )
+    assert reason_of(raised.value) == "SCORER_AWAY", "a run that was accepted waits for it"
     with pytest.raises(
         grpc.aio.AioRpcError, match=r"options.deadline_s: 60 s are more than reward.timeout_s = 5,"
     ):

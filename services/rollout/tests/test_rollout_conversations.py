@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, check_log_probs, refused
 from transformers import AutoTokenizer
@@ -45,6 +49,25 @@ class Talk:
         done = self.turn == self.turns
         return [{"role": "user", "content": says}], 0.5 * self.turn, done, {"success": done}
 """
+
+# The asker asks twice and the teller tells once; each has heard what is to it alone.
+GAME = """
+class Game:
+    roles = ("asker", "teller")
+
+    def reset(self, seed, item):
+        self.turn = 0
+        rule = {"role": "system", "content": "copy", "to": "teller"}
+        return [rule, {"role": "user", "content": f"{seed % 10}=", "to": "asker"}]
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 1:
+            return [{"role": "user", "content": "+", "to": "teller"}], {"teller": 0.25}, False
+        if self.turn == 2:
+            return [{"role": "user", "content": "-", "to": "asker"}], {"teller": 0.5, "asker": 1.0}, False
+        return [], {"asker": -3.0, "teller": 2.0}, True
+"""
 TASK = "talks.py:Talk"
 
 
@@ -52,6 +75,7 @@ TASK = "talks.py:Talk"
 def talks(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("talks")
     (directory / "talks.py").write_text(TALKS)
+    (directory / "game.py").write_text(GAME)
     simulator = SimulatorProcess(directory)
     yield simulator.address
     simulator.kill()
@@ -283,3 +307,89 @@ async def test_a_template_that_rewrites_earlier_turns_is_refused_as_the_run_open
     await refused(rollout.stub.OpenRun(request), "MODEL_NOT_READABLE", *words)
     config["environment"]["rewritten_turns"] = "append"
     await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
+
+
+async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking, talks, codec, reference):
+    rollout = await talking()
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
+    )
+    groups = begins([4, 7], 2)
+    for group in groups:
+        group.prompt.episode.task = "game.py:Game"
+    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
+    ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
+    assert len(found) == 4 and ended
+    for trajectory in ended:
+        talk = trajectory.conversation
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        assert [(each.role, each.party) for each in talk.messages] == [
+            ("system", "teller"),
+            ("user", "asker"),
+            ("assistant", "asker"),
+            ("user", "teller"),
+            ("assistant", "teller"),
+            ("user", "asker"),
+            ("assistant", "asker"),
+        ]
+        # A reward is of the role's last turn; the teller's first came before it had spoken.
+        assert list(talk.turn_messages) == [2, 4, 6] and list(talk.rewards) == [1.0, 0.25 + 0.5 + 2.0, -3.0]
+        begins_at = [at for at, segment in enumerate(trajectory.segments) if segment.begins_sibling]
+        (second,) = begins_at
+        seed = trajectory.sample.prompt_ordinal
+        asker, teller = trajectory.segments[:second], trajectory.segments[second:]
+        assert text_of(codec, asker[0].tokens.token_ids) == f"{seed}="
+        assert text_of(codec, teller[0].tokens.token_ids) == "copy+"
+        assert [text_of(codec, each.tokens.token_ids) for each in asker[1:] if not each.policy_number] == [
+            "-"
+        ]
+        for line, roles in ((asker, [0, 2]), (teller, [1])):
+            own = [segment for segment in line if segment.policy_number]
+            assert sum(len(each.tokens.token_ids) for each in own) == sum(
+                talk.turn_tokens[turn] for turn in roles
+            )
+            check_log_probs(SimpleNamespace(segments=line), reference)  # behind its own line alone
+
+
+async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
+    talking, talks, codec, reference, tmp_path_factory
+):
+    """Greedy: what the teller says is what Hugging Face makes of the frozen model; only the asker carries loss."""
+    frozen_directory = tmp_path_factory.mktemp("frozen") / "tiny"
+    write_tiny(frozen_directory, seed=5)
+    teller = {"path": str(frozen_directory), "temperature": 0, "max_new_tokens": 3}
+    rollout = await talking(roles={"teller": teller})
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
+    )
+    groups = begins([4, 7], 2)
+    for group in groups:
+        group.prompt.episode.task = "game.py:Game"
+    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
+    ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
+    assert len(found) == 4 and ended
+    frozen = load_model(ModelSection(path=str(frozen_directory), dtype="float32"))
+    ids = codec.encode_prompt(chat=[{"role": "user", "content": "copy+"}])
+    with torch.inference_mode():
+        for _ in range(3):
+            ids.append(int(frozen(torch.tensor([ids])).logits[0, -1].argmax()))
+    # A stop string of the stream cuts its turn too.
+    whole = codec.decode(ids[-3:])
+    for trajectory in ended:
+        talk = trajectory.conversation
+        assert whole.startswith(talk.messages[4].content) and talk.messages[4].party == "teller"
+        assert list(talk.turn_messages) == [2, 6] and list(talk.rewards) == [1.0, -3.0]
+        assert not any(segment.begins_sibling for segment in trajectory.segments)
+        check_log_probs(trajectory, reference)
+
+
+async def test_a_conversation_in_which_nobody_learns_has_failed(talking, talks):
+    rollout = await talking(roles={"asker": {"learns": False}})
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=1, count=1, processes=1
+    )
+    groups = begins([4])
+    groups[0].prompt.episode.task = "game.py:Game"
+    (found,) = (await said(rollout, pool, groups, stop=ANY, max_new_tokens=20)).values()
+    assert found.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert "before a role had a turn that is learned from" in found.conversation.failure

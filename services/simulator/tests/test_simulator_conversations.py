@@ -237,3 +237,56 @@ def test_the_example_is_played_as_it_says():
     assert secrets == {1, 2, 3}
     game.reset(0, {})
     assert game.step({"role": "assistant", "content": "x2"})[1:] == (-0.5, True)
+
+
+PARTIES = """
+class Game:
+    def __init__(self, roles=("speaker", "guesser")):
+        self.roles = roles
+
+    def reset(self, seed, item):
+        self.heard = []
+        return [{"role": "user", "content": str(seed), "to": "speaker", **item.get("other", {})}]
+
+    def step(self, message):
+        self.heard.append(message)
+        if message["content"] == "stranger":
+            return [], {"stranger": 1.0}, True
+        if message["by"] == "speaker":
+            return [{"role": "user", "content": message["content"], "to": "guesser"}], 0.5, False
+        assert [each["by"] for each in self.heard] == ["speaker", "guesser"]
+        return [], {"speaker": 1, "guesser": -1}, True
+"""
+
+
+async def test_with_several_roles_each_message_says_to_whom_it_is_and_rewards_are_by_role(
+    simulator, tmp_path
+):
+    (tmp_path / "party.py").write_text(PARTIES)
+    pool = await talk(simulator, "party.py:Game")
+    assert list(pool.opened.roles) == ["speaker", "guesser"]
+    first = await pool.reset(seed=4)
+    assert [(each.content, each.party) for each in first.messages] == [("4", "speaker")]
+    second = await pool.say("up")
+    assert [(each.content, each.party) for each in second.messages] == [("up", "guesser")]
+    assert second.role_rewards == {"speaker": 0.5} and second.reward == 0.5
+    last = await pool.say("7")
+    assert last.terminated and last.role_rewards == {"speaker": 1.0, "guesser": -1.0} and last.reward == 0.0
+
+    for other, told in [
+        ({"to": "nobody"}, "to 'nobody' (str); it may be to speaker, guesser"),
+        ({"by": "x"}, "and no more"),
+    ]:
+        lost = await pool.reset(options={"other": other})
+        assert lost.status == LOST and told in lost.detail
+    await pool.reset()
+    lost = await pool.say("stranger")
+    assert "a reward of 'stranger' (str); roles: speaker, guesser" in lost.detail
+
+
+@pytest.mark.parametrize("roles", [["alone"], ["twice", "twice"], "text", ["one", ""]])
+async def test_roles_are_two_names_or_more(simulator, tmp_path, roles):
+    (tmp_path / "party.py").write_text(PARTIES)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await talk(simulator, "party.py:Game", options={"roles": roles})
+    assert "roles are two names or more" in message_of(caught.value)

@@ -184,7 +184,7 @@ def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_confi
     ]
     write(tmp_path / "shown", rows, "push the cube")
     warmup = cloning(tmp_path / "shown", steps=30, batch=12)
-    model = {"path": str(tmp_path / "policy")}
+    model = {"path": str(tmp_path / "policy"), "dtype": "float32"}
     fields = robot_config(trainer=warmup, instruction="In: {question}?\nOut:") | {"model": model}
     config = TrainerConfig.model_validate(fields)
     check_demonstrations(config)

@@ -26,6 +26,9 @@ POLICIES = {
     "openvla_oft": ({"state": 0}, "action", 3e-3, 8),
     "pi0": ({"state": STATE}, "chunk", 3e-3, 8),
 }
+ADAPTERS = "openvla_oft adapters"
+LEARNERS = POLICIES | {ADAPTERS: ({"state": 0}, "action", 1e-2, 8)}
+TRAINER = {ADAPTERS: {"lora": {"rank": 8, "alpha": 16}, "freeze": ["vision"]}}
 
 
 def seen_of(rng, ids, state):
@@ -60,16 +63,18 @@ def episodes_of(seen, chunk):
     return parts, rewards
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("name", LEARNERS)
 async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
-    kind, client, robot_config, robots, fetched_weights, settled_digest, tmp_path
+    name, client, robot_config, robots, fetched_weights, settled_digest, tmp_path
 ):
-    given, level, rate, steps = POLICIES[kind]
+    given, level, rate, steps = LEARNERS[name]
+    kind = name.split()[0]
     directory = tmp_path / "policy"
     write_tiny_robot(directory, tiny_fields(kind, 2, chunk_length=LENGTH, **given))
     config = robot_config(options={"epochs": 4, "level": level, "value_clip": None, "gamma": 0.01})
-    config |= {"model": {"path": str(directory)}, "checkpoint": {"enabled": False}}
+    config |= {"model": {"path": str(directory), "dtype": "float32"}, "checkpoint": {"enabled": False}}
     config["optimizer"] |= {"lr": rate}
+    config["trainer"] = TRAINER.get(name, {})
     policy = load_policy(directory)
     ids = instruction_encoder(policy.config, str(directory))("push the cube")
 
@@ -120,7 +125,9 @@ def test_a_minibatch_may_have_fewer_chunks_than_there_are_ranks(
     given, level, *_ = POLICIES[kind]
     write_tiny_robot(tmp_path / "policy", tiny_fields(kind, 2, chunk_length=LENGTH, **given))
     fields = robot_config(options={"level": level, "minibatch_size": 1, "value_clip": None})
-    config = TrainerConfig.model_validate(fields | {"model": {"path": str(tmp_path / "policy")}})
+    config = TrainerConfig.model_validate(
+        fields | {"model": {"path": str(tmp_path / "policy"), "dtype": "float32"}}
+    )
     run = run_kind(config)
     algorithm = run.check()
     backend = run.backend(algorithm, trainer_group)

@@ -15,7 +15,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.robot.backend import RobotBackend
+from headrace_trainer.backends.robot.whole import WholeRobot
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import (
     COPY,
@@ -163,7 +163,7 @@ def test_a_refusal_says_how_many_ranks_would_fit_or_that_none_do(make_config):
 def test_a_robot_policy_that_does_not_fit_is_told_that_more_ranks_do_not_help(kind, robot_config):
     config = TrainerConfig.model_validate(robot_config())
     group = SimpleNamespace(device=torch.device(kind), rank=0, world_size=2)
-    plan = RobotBackend(config, build_algorithm(config.algorithm), group).memory_plan(ROOMY)
+    plan = WholeRobot(config, build_algorithm(config.algorithm), group).memory_plan(ROOMY)
     room = Room("host memory" if kind == "cpu" else "GPU memory", 1, 1)
     rooms = Rooms(room, None) if kind == "cpu" else Rooms(ROOMY.host, room)
     with pytest.raises(Refusal, match=f"give more {room.name}: more ranks alone do not help"):

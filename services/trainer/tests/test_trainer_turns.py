@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import SamplingSection
@@ -15,7 +17,7 @@ from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import VALUES, Outcomes, Turns, turn_credit_of
-from headrace_trainer.algorithms._turns import by_turn
+from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.intake import Inferred, Intake
@@ -237,3 +239,87 @@ def test_options_that_would_have_no_effect_are_refused_by_key():
     with pytest.raises(Refusal, match="kl_reward_coef: with credit: turn"):
         build("rloo", kl_reward_coef=0.1)
     assert turn_credit_of(build("ppo", kl_reward_coef=0.1)) is not None
+
+
+def test_a_role_is_worth_its_own_rewards_against_the_same_role_of_its_group():
+    """Two samples of speaker and guesser, and one in which the guesser has not come to a turn."""
+    talks: list[list[Talk]] = [
+        [([0.0, 1.0, -1.0], [2, 1, 1]), ([0.0, 0.5, 1.0], [1, 1, 2]), ([0.25, 0.25], [1, 1])],
+        [([1.0, 0.0], [1, 1]), ([3.0], [2])],
+    ]
+    outcomes = outcomes_of(talks)
+    roles_BN = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, -1], [0, 1, -1], [0, -1, -1]])
+    assert outcomes.turns is not None
+    outcomes = replace(outcomes, turns=replace(outcomes.turns, roles_BN=roles_BN))
+    speakers, guessers, others = [1.0, 0.0, 0.5], [-1.0, 1.5], [1.0, 3.0]
+    plain = build_algorithm(AlgorithmSection(name="dr_grpo"))
+    found_BT = by_role(plain.advantages, outcomes)
+    speaker = [each - statistics.fmean(speakers) for each in speakers]
+    guesser = [each - statistics.fmean(guessers) for each in guessers]
+    first = [each - statistics.fmean(others) for each in others]
+    expected = [
+        [speaker[0], speaker[0], speaker[0], guesser[0]],
+        [speaker[1], guesser[1], guesser[1], guesser[1]],
+        [speaker[2], speaker[2], 0.0, 0.0],
+        [first[0], 0.0, 0.0, 0.0],  # only one guesser spoke: nothing to compare
+        [first[1], first[1], 0.0, 0.0],
+    ]
+    torch.testing.assert_close(found_BT, torch.tensor(expected, dtype=torch.float64))
+
+    credit = partial(by_turn, build("dr_grpo").advantages, discount=1.0)
+    both_BT = by_role(credit, outcomes, credit=True)
+    # The guesser's second turn has one sample: it is compared with the last turn that two have.
+    together = statistics.fmean([-1.0, 1.5, 1.0])
+    assert both_BT[0, 3] == pytest.approx(-1.0 - together)
+    assert both_BT[1, 1:].tolist() == pytest.approx([1.5 - together, 1.0 - together, 1.0 - together])
+
+
+def in_roles(rewards: list[float]) -> trainer_pb2.SettledTrajectory:
+    """Turns of one, two and one token: asker, teller, asker; the teller's line is behind the asker's."""
+    one = common_pb2.SamplingDistribution(temperature=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED)
+    trajectory = common_pb2.Trajectory(
+        sample=common_pb2.SlotKey(), attempt=1, finish_reason=common_pb2.FINISH_REASON_TERMINATED
+    )
+    for number, ids, sibling in (
+        (0, [5], False), (1, [6], False), (0, [7], False), (1, [8], False), (0, [9, 10], True), (1, [11, 12], False)
+    ):  # fmt: skip
+        tokens = common_pb2.TokenSegment(token_ids=ids)
+        if number:
+            tokens.log_probs.extend([-float(each) for each in ids])
+            tokens.distribution.CopyFrom(one)
+        trajectory.segments.add(policy_number=number, tokens=tokens, begins_sibling=sibling)
+    talk = trajectory.conversation
+    for role, party in (("user", "asker"), *(("assistant", each) for each in ("asker", "teller", "asker"))):
+        talk.messages.add(role=role, party=party)
+    talk.turn_tokens.extend([1, 2, 1])
+    talk.turn_messages.extend([1, 2, 3])
+    trajectory.body_digest = trajectory_digest(trajectory)
+    return trainer_pb2.SettledTrajectory(trajectory=trajectory, reward=sum(rewards), turn_rewards=rewards)
+
+
+def test_each_role_is_learned_as_a_sequence_of_its_own_with_its_own_advantage(make_config):
+    message = trainer_pb2.SettledGroup(prompt_ordinal=0)
+    for index, rewards in enumerate(([0.5, 1.0, 0.0], [0.0, 0.0, 1.5])):
+        each = in_roles(rewards)
+        each.trajectory.sample.sample_index = index
+        each.trajectory.body_digest = trajectory_digest(each.trajectory)
+        message.members.append(each)
+    group = read_group(message, SamplingSection(), 32)
+    assert group.members[0].turn_roles == ("asker", "asker", "teller")
+    assert group.members[0].turn_tokens == (1, 1, 2) and group.members[0].turn_rewards == (0.5, 0.0, 1.0)
+    config = TrainerConfig.model_validate(
+        make_config(algorithm={"group_size": 2, "options": {"normalize_std": False}})
+    )
+    state = StepState(version=Version(0, 0, 0, ""), lineage={0: 0, 1: 0})
+    (prepared,) = Intake(config, build_algorithm(config.algorithm)).prepare(
+        state, [Inferred(group, ({}, {}), (0.0, 0.0))]
+    )
+    assert [(each.tokens, each.trained, each.engine_log_probs) for each in prepared.sequences[:2]] == [
+        ([5, 6, 7, 8], [1, 3], [-6.0, -8.0]),
+        ([9, 10, 11, 12], [2, 3], [-11.0, -12.0]),
+    ]
+    advantages = [each.advantages for each in prepared.sequences]
+    assert advantages == [[-0.5, -0.5], [0.5, 0.5], [0.5, 0.5], [-0.5, -0.5]]
+    record = prepared.record
+    assert (record.sequences, record.trained_sequences, record.tokens) == (2, 4, 8) and not record.all_equal
+    assert record.rewards == (1.5, 1.5) and record.advantages == pytest.approx((0.0, 0.0))

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,18 +21,22 @@ from unittest.mock import patch
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.backends import build_backend, choose_backend
+from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.robot_sizes import chunks_of, seen_by
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.robot.episodes import Chunks, Credits
 from headrace_trainer.group.rank import Rank
+from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
 from torch.distributed.fsdp import FSDPModule
 
 from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS, write_model
+from headrace_fake_world.robots import ROBOTS, write_robot
 from headrace_fake_world.tracker import Phase, Tracker
 from headrace_fake_world.world import fake_world, rooms_of
 
@@ -59,6 +64,19 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def acts(self) -> bool:
+        """Whether the model is a robot policy, which learns from episodes."""
+        return self.model in ROBOTS
+
+    def write(self, directory: Path, layers: int | None = None) -> Path:
+        """A directory with the model's configuration alone, in `directory`; a robot policy has all of its layers."""
+        return (
+            write_robot(directory, self.model)
+            if self.acts
+            else write_model(directory, self.model, layers=layers)
+        )
+
     def config(self, directory: Path) -> TrainerConfig:
         """As OpenRun takes it, of the model in `directory`; with a layout, all its keys are fixed."""
         trainer = {"ranks": self.ranks, "micro_batch_tokens": self.tokens, **self.trainer}
@@ -73,7 +91,12 @@ class Case:
         return TrainerConfig.model_validate(
             {
                 "model": {"path": str(directory), "dtype": self.dtype},
-                "algorithm": {"group_size": 4, "prompts_per_step": 8, **self.algorithm},
+                "algorithm": {
+                    "name": "ppo" if self.acts else "grpo",
+                    "group_size": 1 if self.acts else 4,
+                    "prompts_per_step": 8,
+                    **self.algorithm,
+                },
                 "optimizer": {"lr": 1e-6},
                 "trainer": trainer,
                 "checkpoint": {"keep": 2},
@@ -130,12 +153,12 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     if case.layout is None:
         layout, plan = planned(case)
         case = replace(case, layout=layout, saves_in_place=plan.saves_in_place)
-    layers = case.layers or MODELS[case.model]["num_hidden_layers"]
+    layers = 0 if case.acts else case.layers or MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
-            return _go(case, write_model(Path(directory), case.model, layers=case.layers), device, started)
-        few = _go(case, write_model(Path(directory), case.model, layers=FEW), device, started)
-        more = _go(case, write_model(Path(directory), case.model, layers=MORE), device, started)
+            return _go(case, case.write(Path(directory), case.layers), device, started)
+        few = _go(case, case.write(Path(directory), FEW), device, started)
+        more = _go(case, case.write(Path(directory), MORE), device, started)
     times = (layers - FEW) / (MORE - FEW)
     phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
     kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
@@ -147,9 +170,9 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
 
     Raises Refusal where no layout fits.
     """
-    config = case.config(write_model(Path(_models().name), case.model, layers=case.layers))
+    config = case.config(case.write(Path(_models().name), case.layers))
     chosen = choose_backend(config.trainer)
-    algorithm = build_algorithm(config.algorithm)
+    algorithm = run_kind(config).algorithm()
     assert isinstance(chosen.options, FsdpOptions)
     ranks_here = min(case.ranks, GPUS_PER_HOST)
     layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
@@ -180,15 +203,16 @@ def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
 def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
     with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
         config = case.config(directory)
-        backend: Any = build_backend(config, build_algorithm(config.algorithm), group)
+        kind = run_kind(config)
+        algorithm = kind.algorithm()
+        backend: Any = kind.backend(algorithm, group)
         if case.layout is not None:  # chosen for the whole model: what fits one of few layers says nothing
             backend._layout, backend.saves_in_place = case.layout, case.saves_in_place
         with tracker.phase("restore"):
             backend.load_initial()
             backend.load_reference()
         _label(tracker, backend)
-        rows = case.rows()
-        columns = build_algorithm(config.algorithm).columns
+        work = _Episodes(case, backend) if case.acts else _Answers(case, backend, algorithm.columns)
         with tracker.phase("first commit"):  # which moments come with
             backend.commit(10.0, 1e-6)
         _label(tracker, backend)
@@ -202,13 +226,12 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
             group.leads = False
         with tracker.phase("publish beside the leader"):
             _exhaust(backend.weights())
-        if columns:
-            with tracker.phase("infer"):
-                backend.infer(rows, columns)
-            _label(tracker, backend)
+        with tracker.phase("infer"):
+            work.infer()
+        _label(tracker, backend)
         for name in ("first micro-batch", "micro-batch"):
             with tracker.phase(name):
-                backend.micro(rows)
+                work.micro()
             _label(tracker, backend)
         with tracker.phase("suspend"):
             backend.suspend()
@@ -222,6 +245,44 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         _label(tracker, backend)
         kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
         return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
+
+
+class _Answers:
+    """What a language model does with a micro-batch."""
+
+    def __init__(self, case: Case, backend: Any, columns: Many[str]) -> None:
+        self._backend, self._rows, self._columns = backend, case.rows(), columns
+
+    def infer(self) -> None:
+        if self._columns:
+            self._backend.infer(self._rows, self._columns)
+
+    def micro(self) -> None:
+        self._backend.micro(self._rows)
+
+
+class _Episodes:
+    """What a robot policy does with a micro-batch of chunks."""
+
+    def __init__(self, case: Case, backend: Any) -> None:
+        policy = backend._policy
+        self._backend, self._count = backend, chunks_of(policy, case.tokens)
+        shape = self._count, policy.chunk_length, policy.action_size
+        valid = torch.ones(shape[:2], dtype=torch.bool)
+        self._chunks = Chunks(*seen_by(policy, self._count), valid)
+        backend._chunks = self._chunks
+        backend._credits = Credits(
+            *(torch.zeros(shape), torch.zeros(shape), torch.zeros(self._count), torch.zeros(shape[:2])),
+            *(valid, torch.ones(self._count), torch.zeros(self._count)),
+        )
+
+    def infer(self) -> None:
+        with torch.no_grad():
+            index = torch.arange(self._count)
+            self._backend._evaluate(self._chunks.take(index, self._backend._ranks.device))
+
+    def micro(self) -> None:
+        self._backend.learn(list(range(self._count)))
 
 
 def _exhaust(tensors: Iterator[Any]) -> None:
@@ -244,7 +305,7 @@ def _label(tracker: Tracker, backend: Any) -> None:
     tracker.label("gradients", (parameter.grad for parameter in model.parameters.values()))
     for state in backend._adamw._adamw.state.values():
         tracker.label("moments", state.values())
-    if backend._reference is not None:
+    if getattr(backend, "_reference", None) is not None:
         reference: ShardedModel = backend._reference._model
         tracker.label("reference", [*reference.parameters.values(), *reference.buffers.values()])
 

@@ -146,11 +146,15 @@ class Tracker(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return _one(args[0])
         if name in ("index", "index_put", "index_put_") and _has_mask(args[1]):
-            args = (args[0], [_everywhere(index) for index in args[1]], *args[2:])
+            args = (args[0], [each for index in args[1] for each in _everywhere(index)], *args[2:])
         if name == "nonzero":
             return torch.zeros((args[0].numel(), args[0].dim()), dtype=torch.int64, device=args[0].device)
         if name == "_pin_memory":  # fake tensors have none
             return torch.empty_like(args[0])
+        if name == "_to_copy" and isinstance(args[0], FakeTensor):
+            args[
+                0
+            ].constant = None  # torch would move the values of `torch.tensor([…])`, and this device has none
         self._count(func, args)
         found = func(*args, **kwargs)
         self._carry(name, args, found)
@@ -224,8 +228,8 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, Tensor) and index.dtype is torch.bool for index in indices)
 
 
-def _everywhere(index: Any) -> Any:
-    """What a mask that is true everywhere chooses; of one dimension alone."""
+def _everywhere(index: Any) -> list[Any]:
+    """What a mask that is true everywhere chooses: an index of each of its dimensions."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool:
-        return index
-    return torch.zeros(math.prod(index.shape), dtype=torch.int64, device=index.device)
+        return [index]
+    return [torch.zeros(math.prod(index.shape), dtype=torch.int64, device=index.device)] * index.dim()

@@ -188,7 +188,10 @@ def _conversation_lines(item: Trajectory, width: int) -> Iterator[str]:
         said = wrap(_escaped(message.content), room) or ["(nothing)"]
         if len(said) > MESSAGE_LINES:
             said = [*said[: MESSAGE_LINES - 1], f"… {len(message.content)} characters"]
-        for role, line in zip((message.role, *[""] * len(said)), said, strict=False):
+        who = message.role
+        if message.party:
+            who = message.party if message.tokens is not None else f"→{message.party}"
+        for role, line in zip((who, *[""] * len(said)), said, strict=False):
             yield f"  {_escaped(role)[:ROLE]:<{ROLE}}  {line}"
         for call in message.calls:
             what = (

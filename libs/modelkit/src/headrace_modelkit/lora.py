@@ -211,14 +211,16 @@ def _merge(found_OI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scal
 
 
 def add_adapters(
-    model: PreTrainedModel,
+    model: nn.Module,
     lora: LoraSection,
     seed: int,
     device: torch.device | None = None,
     *,
     vision: bool = False,
 ) -> None:
-    """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0.
+    """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0. What is frozen already
+    gets none.
+
 
     `vision`: layers of a vision tower are among those that a target names. They are where their layers are, or on
     `device`: those of a model on meta have values elsewhere only.
@@ -227,26 +229,27 @@ def add_adapters(
     """
     if problem := targets_problem(model, lora, vision=vision):
         raise ValueError(problem)
-    model.requires_grad_(False)
     generator = torch.Generator("cpu").manual_seed(seed)
     scale = lora.alpha / lora.rank
-    for name in _targeted(model, lora, vision=vision):
+    targeted, of_experts = _targeted(model, lora, vision=vision), _targeted_experts(model, lora)
+    model.requires_grad_(False)
+    for name in targeted:
         owner, _, attribute = name.rpartition(".")
         holder = model.get_submodule(owner)
         layer = LoraLinear(getattr(holder, attribute), lora.rank, scale, generator, device)
         setattr(holder, attribute, layer)
-    for name in _targeted_experts(model, lora):
+    for name in of_experts:
         owner, _, attribute = name.rpartition(".")
         experts = model.get_submodule(owner)
         beside = LoraExperts(getattr(experts, attribute), lora.rank, scale, generator, device)
         setattr(experts, f"{attribute}{ADAPTER}", beside)
 
 
-def targets_problem(model: PreTrainedModel, lora: LoraSection, *, vision: bool = False) -> str:
+def targets_problem(model: nn.Module, lora: LoraSection, *, vision: bool = False) -> str:
     """What is wrong with the targets for this model, with the fix; empty: nothing. `vision` as in `add_adapters`."""
     names = _linear_layers(model, vision=vision)
     if not names:
-        return "the model has no linear layer but its head; remove trainer.lora"
+        return "the model has no linear layer that learns but its head; remove trainer.lora"
     if isinstance(lora.targets, str):
         return ""
     tensors = _expert_tensors(model)
@@ -298,23 +301,23 @@ def standing_in(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[No
             layer._stand_ins.pop()
 
 
-def _targeted(model: PreTrainedModel, lora: LoraSection, *, vision: bool) -> list[str]:
+def _targeted(model: nn.Module, lora: LoraSection, *, vision: bool) -> list[str]:
     names = _linear_layers(model, vision=vision)
     if isinstance(lora.targets, str):
         return names
     return [name for name in names if any(_is(name, target) for target in lora.targets)]
 
 
-def _targeted_experts(model: PreTrainedModel, lora: LoraSection) -> list[str]:
+def _targeted_experts(model: nn.Module, lora: LoraSection) -> list[str]:
     if isinstance(lora.targets, str):
         return []
     names = _expert_tensors(model)
     return [name for name in names if any(_is_of_experts(name, target) for target in lora.targets)]
 
 
-def _expert_tensors(model: PreTrainedModel, *, known: bool = True) -> list[str]:
+def _expert_tensors(model: nn.Module, *, known: bool = True) -> list[str]:
     """Names of what has the weights of a layer's experts; `known`: of models whose experts `experts` computes."""
-    if known and expert_shape(model.config) is None:
+    if not isinstance(model, PreTrainedModel) or (known and expert_shape(model.config) is None):
         return []
     modules = {module: name for name, module in model.named_modules()}
     return [f"{modules[block.experts]}.{name}" for block in expert_blocks(model) for name in PROJECTIONS]
@@ -324,16 +327,17 @@ def _is_of_experts(name: str, target: str) -> bool:
     return _is(name, target) or _is(name.rpartition(".")[0], target)
 
 
-def _linear_layers(model: PreTrainedModel, *, vision: bool) -> list[str]:
-    """Names of all but the head, which computes log-probs a tile at a time, and, without `vision`, a vision tower's."""
-    untyped: Any = model
-    left_out = {untyped.get_output_embeddings()}
+def _linear_layers(model: nn.Module, *, vision: bool) -> list[str]:
+    """Names of all that learn but the head, which computes log-probs a tile at a time, and, without `vision`, a vision
+    tower's.
+    """
+    left_out = {getattr(model, "get_output_embeddings", lambda: None)()}
     if not vision and (tower := vision_tower(model)) is not None:
         left_out |= {*tower.modules()}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in left_out
+        if isinstance(module, nn.Linear) and module not in left_out and module.weight.requires_grad
     ]
 
 

@@ -7,7 +7,8 @@ one tensor, types) is done here by its own conversions, for each tensor when it 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -54,12 +55,8 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
 
     As `load_model`. Raises ModelNotReadable.
     """
-    register: Any = register_module_parameter_registration_hook
-    hook = register(_onto_meta)
-    try:
+    with parameters_on_meta():
         model = load_model(config, weights=False, dtype=dtype)
-    finally:
-        hook.remove()
     model.tie_weights()
     untyped: Any = model
     for pattern, kept in untyped._get_dtype_plan(model.dtype).items():
@@ -67,6 +64,17 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
             if pattern in name:
                 parameter.data = parameter.data.to(kept)
     return model
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """What modules that are made in the body get as parameters lies on meta; buffers are as they must be."""
+    register: Any = register_module_parameter_registration_hook
+    hook = register(_onto_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _onto_meta(

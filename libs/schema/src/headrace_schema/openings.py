@@ -13,7 +13,7 @@ from headrace_schema.problems import Impossible, problem
 from headrace_schema.rules.combinations import truncated_sampling
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.base import Count, Section, Seed, Tokens
-from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection, RoleSection
 from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection, SamplingSection
 from headrace_schema.sections.learning import (
     AlgorithmSection,
@@ -78,6 +78,11 @@ def reply_model(model: ModelSection, reply: ReplySection) -> ModelSection | None
     if not reply.path:
         return None
     return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
+
+
+def role_model(model: ModelSection, role: RoleSection) -> ModelSection:
+    """The frozen model that plays a role of a conversation."""
+    return model.model_copy(update={"path": role.path, "revision": role.revision, "gguf_file": None})
 
 
 class WarmupExample(Section):

@@ -21,7 +21,7 @@ from headrace_servicekit.process.worker_pipes import (
 from headrace_servicekit.registry import PluginError
 
 from headrace_reward import judge, scorers
-from headrace_reward.scorers.base import Answer, ScorerError
+from headrace_reward.scorers.base import Answer, ScorerError, Unavailable
 
 Sets = dict[str, list[judge.LoadedScorer]]
 
@@ -60,7 +60,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
     """Loads `sets` {name: [{name, options, part}]} for paths below `directory`, announcing each step {at}.
 
     `timeout_s` and `give` are those of the section. Returns {digests: {set: [digest]}, at_once: [set], one_process},
-    or {error: {scorer_set, index, field, message}}.
+    or {error: {scorer_set, index, field, message, away}}.
     """
     directory = Path(message["directory"])
     for set_name, entries in message["sets"].items():
@@ -74,7 +74,8 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
                 _check_limits(each, message)
                 judge.probe(each)
             except ScorerError as error:
-                return {"error": place | {"field": error.field, "message": error.message}}
+                away = isinstance(error, Unavailable)
+                return {"error": place | {"field": error.field, "message": error.message, "away": away}}
             loaded[set_name].append(each)
     digests = {name: [each.digest for each in scorer_set] for name, scorer_set in loaded.items()}
     return {

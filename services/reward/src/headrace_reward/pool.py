@@ -19,7 +19,7 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
 from headrace_reward import judge
 from headrace_reward.config import PoolSettings
-from headrace_reward.scorers.base import Answer, ScorerError
+from headrace_reward.scorers.base import Answer, ScorerError, Unavailable
 
 # A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
 _TRIES = 2
@@ -28,11 +28,15 @@ _DEATHS = 3
 
 
 class OpenFault(Exception):
-    """The scorers cannot be opened: `field` of scorer `index` of set `scorer_set` has to change."""
+    """The scorers cannot be opened: `field` of scorer `index` of set `scorer_set` has to change.
 
-    def __init__(self, scorer_set: str, index: int, field: str, message: str) -> None:
+    `away`: what the scorer stands on, such as a judge's endpoint, is not there now; later it may be.
+    """
+
+    def __init__(self, scorer_set: str, index: int, field: str, message: str, *, away: bool = False) -> None:
         super().__init__(message)
         self.scorer_set, self.index, self.field, self.message = scorer_set, index, field, message
+        self.away = away
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,10 @@ class ScorerPool(Pool):
             try:
                 return await self._start()
             except OpenFault as fault:
-                if attempt == _TRIES:
-                    broken = Finding("scorer", f"the scorers cannot be loaded again: {fault.message}")
+                if attempt == _TRIES or fault.away:
+                    kind: judge.Fault = "unavailable" if fault.away else "scorer"
+                    broken = Finding(kind, f"the scorers cannot be loaded again: {fault.message}")
+                    break
         while jobs:
             _settle(jobs.popleft(), broken)
         return None
@@ -328,7 +334,8 @@ class InlinePool(Pool):
                         entry["name"], entry["options"], entry["part"], directory, self._opening["give"]
                     )
                 except ScorerError as error:
-                    raise OpenFault(name, index, error.field, error.message) from error
+                    away = isinstance(error, Unavailable)
+                    raise OpenFault(name, index, error.field, error.message, away=away) from error
                 self._loaded[name].append(each)
         return {name: [each.digest for each in loaded] for name, loaded in self._loaded.items()}
 

@@ -15,6 +15,7 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.rpc.streams import unordered, until
@@ -26,6 +27,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _IN_FLIGHT = 2048
 _LINGER_S = 0.002
 _PAGE = 50
+SCORER_AWAY = "SCORER_AWAY"
+"""Reason of a refusal to open a run one of whose scorers cannot be asked now."""
 _STATUS = {
     Status.OK: reward_pb2.SCORE_STATUS_OK,
     Status.ANSWER_FAILED: reward_pb2.SCORE_STATUS_ANSWER_FAILED,
@@ -73,6 +76,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         except OpenFault as fault:
             key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
+            if fault.away:
+                code, message = grpc.StatusCode.FAILED_PRECONDITION, f"{key}: {fault.message}"
+                raise ServiceError(code, SCORER_AWAY, message, key=key) from fault
             raise invalid(f"{key}: {fault.message}", key=key) from fault
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 
@@ -167,13 +173,18 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
 
 def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:
     rewards = list(conversation.rewards)
-    episode = {
+    episode: dict[str, Any] = {
         "return": sum(rewards),
         "success": conversation.success,
         "steps": len(rewards),
         "rewards": rewards,
     }
-    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+    if roles := turn_roles(conversation):
+        episode["roles"] = roles
+    messages = [
+        {"role": turn.role, "content": turn.content, **({"party": turn.party} if turn.party else {})}
+        for turn in conversation.messages
+    ]
     return {"messages": messages, "episode": episode}
 
 

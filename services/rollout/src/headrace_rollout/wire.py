@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number, json_object
@@ -206,7 +208,10 @@ def fill_trajectory(
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
     text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
     if output.said is not None:
-        lengths = _turn_lengths(output.whole, output.said.turn_tokens, codec)
+        text = _fill_said(trajectory.conversation, output.said)
+        turns = output.said.turn_tokens
+        order = in_token_order(turn_roles(trajectory.conversation), len(turns))
+        lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)
     elif any(number <= GIVEN for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
@@ -215,8 +220,6 @@ def fill_trajectory(
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
     trajectory.image_digests.extend(map(digest_bytes, output.images))
-    if output.said is not None:
-        text = _fill_said(trajectory.conversation, output.said)
     # Before the texts, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     trajectory.completion_text = text
@@ -246,13 +249,16 @@ def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -
 
 def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     """Fills in what was said; returns it as text for people."""
-    for role, content in said.messages:
-        message.messages.add(role=role, content=content)
+    for (role, content), party in zip(said.messages, said.parties or repeat(""), strict=False):
+        message.messages.add(role=role, content=content, party=party)
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
     message.turn_messages.extend(said.turn_messages)
     message.success, message.failure = said.success, said.failure
-    return "\n".join(f"{role}: {content}" for role, content in said.messages)
+    return "\n".join(
+        f"{f'{each.party} ({each.role})' if each.party else each.role}: {each.content}"
+        for each in message.messages
+    )
 
 
 def partial_of(

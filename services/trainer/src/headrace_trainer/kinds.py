@@ -21,10 +21,17 @@ from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
-from headrace_modelkit.robot.directory import policy_of, save_policy
+from headrace_modelkit.robot.directory import (
+    empty_policy,
+    is_large,
+    learning_policy,
+    parts_problem,
+    policy_of,
+    write_policy,
+)
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import ImageReader, load_images
-from headrace_modelkit.weights import CheckpointNames, load_weights, state_tensors
+from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -44,8 +51,11 @@ from headrace_trainer.algorithms.episodes import build_episode_algorithm
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.backends import build_backend, choose_backend
 from headrace_trainer.backends._base import Backend
-from headrace_trainer.backends.robot.backend import RobotBackend
+from headrace_trainer.backends.fsdp.layouts.layout import check_run as check_layout
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.robot.cloning import check_demonstrations
+from headrace_trainer.backends.robot.sharded import ShardedRobot
+from headrace_trainer.backends.robot.whole import WholeRobot
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.episodes import EpisodeLearner
@@ -298,16 +308,49 @@ class EpisodesRun(RunKind):
                 "its own: leave it out",
                 key="trainer.backend",
             )
+        if trainer.reference is not None:
+            raise invalid("trainer.reference: is for language models; leave it out", key="trainer.reference")
+        algorithm = self.algorithm()
+        if is_large(self._policy):
+            self._check_large(algorithm)
+        else:
+            self._check_small()
+        check_demonstrations(self._config)
+        return algorithm
+
+    def _check_small(self) -> None:
+        """Raises Refusal INVALID for what a policy that every rank has whole cannot be given."""
+        trainer = self._config.trainer
         idle = {
             "trainer.backend_options": bool(trainer.backend_options),
-            "trainer.reference": trainer.reference is not None,
             "trainer.lora": trainer.lora is not None,
+            "trainer.freeze": bool(trainer.freeze),
             "trainer.gradient_checkpointing": bool(trainer.gradient_checkpointing),
         }
         for key in (key for key, given in idle.items() if given):
+            reason = f"is for large models, and every rank has all of a policy of kind {self._policy.kind}"
+            raise invalid(f"{key}: {reason}; leave it out", key=key)
+
+    def _check_large(self, algorithm: Algorithm) -> None:
+        """Raises Refusal INVALID, naming the key, for a layout, parts or adapters that the policy cannot have."""
+        trainer = self._config.trainer
+        options = choose_backend(trainer).options
+        assert isinstance(options, FsdpOptions)
+        of_text = {
+            "expert_parallel": options.expert_parallel > 1,
+            "context_parallel": options.context_parallel > 1,
+            "compile": options.compile,
+        }
+        for name in (name for name, given in of_text.items() if given):
+            key = f"trainer.backend_options.{name}"
             raise invalid(f"{key}: is for language models; leave it out", key=key)
-        check_demonstrations(self._config)
-        return self.algorithm()
+        check_layout(options, self._config, algorithm)
+        if problem := parts_problem(empty_policy(self._config.model), trainer.freeze):
+            raise invalid(f"trainer.freeze: {problem}", key="trainer.freeze")
+        try:
+            learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
+        except ValueError as error:
+            raise invalid(f"trainer.lora.targets: {error}", key="trainer.lora.targets") from error
 
     @override
     def algorithm(self) -> Algorithm:
@@ -315,7 +358,12 @@ class EpisodesRun(RunKind):
 
     @override
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
-        return RobotBackend(self._config, cast(EpisodeAlgorithm, algorithm), ranks)
+        episodes = cast(EpisodeAlgorithm, algorithm)
+        if not is_large(self._policy):
+            return WholeRobot(self._config, episodes, ranks)
+        return ShardedRobot(
+            self._config, episodes, ranks, options=choose_backend(self._config.trainer).options
+        )
 
     @override
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
@@ -335,13 +383,23 @@ class EpisodesRun(RunKind):
 
     @override
     def weight_names(self) -> list[str]:
-        return [name for name, _ in state_tensors(self._policy.build(self._config.seed))]
+        return [name for name, _ in state_tensors(empty_policy(self._config.model))]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
-        built = self._policy.build(self._config.seed)
-        load_weights(built, {name: tensor.clone() for name, tensor in tensors})
-        save_policy(built, target, tokenizer=self._config.model.path or None)
+        """A policy directory in the run's type. Adapters, which are merged into the weights, go by themselves into
+        `adapter/`, in peft's format.
+        """
+        section, lora = self._config.model, self._config.trainer.lora
+        own = {name: tensor.dtype for name, tensor in state_tensors(empty_policy(section))}
+        found = {name: tensor.to(own.get(name, tensor.dtype), copy=True) for name, tensor in tensors}
+        adapters = {name: found.pop(name) for name in [*found] if is_adapter(name)}
+
+        def save_beside(directory: Path) -> None:
+            if lora is not None:
+                save_adapter(directory / "adapter", lora, adapters, section.path)
+
+        write_policy(self._policy, found, target, tokenizer=section.path or None, beside=save_beside)
 
 
 def _keep_generation_config(section: ModelSection, directory: Path) -> None:

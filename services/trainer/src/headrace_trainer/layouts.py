@@ -11,14 +11,15 @@ import sys
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.directory import is_large, policy_of
 from headrace_schema.openings import TrainerConfig
 from pydantic import ValidationError
 
-from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
+from headrace_trainer.kinds import run_kind
 from headrace_trainer.memory import Room, Rooms, check_host, check_rooms
 
 
@@ -30,7 +31,12 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     backend = choose_backend(config.trainer)
     if not isinstance(backend.options, FsdpOptions):
         raise Refusal("INVALID", f"trainer.backend: {config.trainer.backend} chooses no layout; fsdp does")
-    algorithm = build_algorithm(config.algorithm)
+    policy = policy_of(config.model)
+    if policy is not None and not is_large(policy):
+        raise Refusal(
+            "INVALID", f"model: every rank has all of a policy of kind {policy.kind}: there is one layout"
+        )
+    algorithm = run_kind(config).algorithm()
     backend.check(config, algorithm)
     ranks = config.trainer.ranks
     ranks_here = max(1, min(ranks, ranks_per_host))

@@ -25,6 +25,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
@@ -33,6 +34,8 @@ from headrace_modelkit.robot.policy import (
 from headrace_modelkit.robot.scaling import ActionBounds
 
 GAIN = 2**0.5
+PATCH_PIXELS = 14 * 14
+"""Pixels of an image that count as a position of a pass."""
 
 
 CONVOLUTIONS = {
@@ -115,10 +118,12 @@ class CnnConfig(_ActorCriticConfig):
 class _ActorCritic(nn.Module, RobotPolicy, ABC):
     """Actor and critic on features of an observation."""
 
+    shape = PolicyShape((), {}, ())
+
     def __init__(self, config: _ActorCriticConfig, features: int, state_size: int) -> None:
         super().__init__()
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
-        self.horizon = self.chunk_length
+        self.horizon = self.chunk_tokens = self.chunk_length
         self.state_size = state_size
         self.normalizer = (
             Normalizer((state_size,), config.normalizer) if config.normalizer and state_size else None
@@ -193,6 +198,7 @@ class CnnPolicy(_ActorCritic):
     def __init__(self, config: CnnConfig) -> None:
         super().__init__(config, config.features + config.state_size, config.state_size)
         self.config = config
+        self.chunk_tokens += len(config.cameras) * (config.height * config.width // PATCH_PIXELS)
         channels = config.channels * len(config.cameras)
         self.encoder = _convolutions(channels, (config.height, config.width), config.features)
 

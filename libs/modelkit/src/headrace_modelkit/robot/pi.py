@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers import PI0Config, PI0ForConditionalGeneration
+from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
 from typing_extensions import override
@@ -32,6 +33,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
@@ -39,8 +41,71 @@ from headrace_modelkit.robot.policy import (
 )
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
+
+class _Prefix(DynamicCache):
+    """Takes a prefix's keys and values once: a layer that is computed again, in a backward pass, adds none."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Those of the prefix alone."""
+        if layer_idx == len(self.layers):
+            layer = _CacheLayer()
+            layer.keys, layer.values, layer.is_initialized = key_states, value_states, True
+            self.layers.append(layer)
+        return key_states, value_states
+
+
+class _Behind(DynamicCache):
+    """What follows a prefix reads it and leaves it as it is."""
+
+    def __init__(self, prefix: _Prefix) -> None:
+        super().__init__()
+        self.layers = prefix.layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The prefix's and these."""
+        prefix: Any = self.layers[layer_idx]
+        return torch.cat([prefix.keys, key_states], -2), torch.cat([prefix.values, value_states], -2)
+
+
+class _GradientTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, beside: Tensor, values: Tensor) -> Tensor:
+        ctx.beside = beside.shape, beside.dtype, beside.device
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.beside
+        return torch.zeros(shape, dtype=dtype, device=device), upstream
+
+
+def _with_gradient_to(beside: Tensor, values: Tensor) -> Tensor:
+    """`values`, whose backward pass goes through `beside` too, with a gradient of 0.
+
+    The last layer of the prefix gives keys and values that a loss depends on, and hidden states that it may not. Who
+    divides the layers over ranks gathers one when the gradient of its hidden states comes.
+    """
+    untyped: Any = _GradientTo
+    found: Tensor = untyped.apply(beside, values)
+    return found
+
+
+def _shape(vlm: str, expert: tuple[str, ...]) -> PolicyShape:
+    vision = (f"{vlm}vision_tower.", f"{vlm}multi_modal_projector.")
+    return PolicyShape(
+        layers=("SiglipEncoderLayer", "GemmaDecoderLayer", "_AdaptiveLayer"),
+        parts={"vision": vision, "language": (f"{vlm}language_model.",), "expert": expert},
+        added=("value_head.", "noise_head."),
+    )
+
+
 # transformers' modules are not annotated.
 _Times: Any = PI0TimestepEmbeddings
+_CacheLayer: Any = DynamicLayer
 _Mlp: Any = GemmaMLP
 
 
@@ -79,6 +144,7 @@ class PiConfig(Section):
 class PiPolicy(nn.Module, RobotPolicy, ABC):
     """What both share: reading the prefix once, and a path of denoising steps."""
 
+    shape: PolicyShape
     vlm: Any
 
     def __init__(self, config: PiConfig, sizes: PI0Config) -> None:
@@ -90,6 +156,9 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         untyped: Any = sizes
         self.horizon = int(untyped.chunk_size)
         self.value_head = ValueHead(untyped.vlm_config.text_config.hidden_size)
+        eye = untyped.vlm_config.vision_config
+        patches = (eye.image_size // eye.patch_size) ** 2 * len(config.cameras)
+        self.chunk_tokens = patches + self.horizon + 1
         if config.flow.noise == "learned":
             self.noise_head = NoiseHead(untyped.dit_config.hidden_size, untyped.max_action_dim, config.flow)
 
@@ -128,19 +197,19 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         cache, mask_BN, values_B = self.prefix(observation)
         found = flow.score(self.field(observation, cache, mask_BN), self.config.flow, sampled)
         log_probs_BCA, entropy_BCA = (self._executed(values) for values in found)
-        return Evaluation(log_probs_BCA, entropy_BCA, values_B)
+        return Evaluation(_with_gradient_to(values_B, log_probs_BCA), entropy_BCA, values_B)
 
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Squared errors of the velocity at a drawn time; see `RobotPolicy.imitate`. Unused numbers are to be 0."""
         sizes: Any = self.sizes
-        cache, mask_BN, _ = self.prefix(observation)
+        cache, mask_BN, values_B = self.prefix(observation)
         drawn = self.scaling.drawn(actions_BHA.to(mask_BN.device))
         actions = F.pad(drawn, (0, sizes.max_action_dim - self.action_size))
         noise = row_noise(seeds, tuple(actions.shape[1:]), actions.device)
         time_B = imitation_times(sizes, seeds).to(actions.device)
         time = time_B[:, None, None]
         velocity, _ = self.field(observation, cache, mask_BN)(time * noise + (1 - time) * actions, time_B)
-        return (velocity - (noise - actions)).square().mean(-1)
+        return _with_gradient_to(values_B, (velocity - (noise - actions)).square().mean(-1))
 
     def prefix(self, observation: Observation) -> tuple[Any, Tensor, Tensor]:
         """(keys and values of images and prompt, their (B, N) mask, (B,) values). Raises ValueError without prompts."""
@@ -153,24 +222,24 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
             attention_mask=mask_BN.long(),
             position_ids=(mask_BN.cumsum(-1) - 1).clamp(min=0),
             token_type_ids=torch.zeros_like(mask_BN, dtype=torch.long),
+            past_key_values=(prefix := _Prefix()),
             use_cache=True,
         )
         shares_BN1 = (mask_BN / mask_BN.sum(-1, keepdim=True))[..., None]
         values_B = self.value_head((found.last_hidden_state * shares_BN1).sum(1))
-        return found.past_key_values, mask_BN, values_B
+        return _Behind(prefix), mask_BN, values_B
 
     def _embeds(self, observation: Observation, device: torch.device) -> tuple[Tensor, Tensor]:
         """All cameras' tokens, then the prompt, filled on the right."""
-        parts = []
+        parts, words = [], self.vlm.get_input_embeddings().weight
         for camera in self.config.cameras:
             image = fit(image_of(observation, camera).to(device), self.vlm.config.vision_config.image_size)
-            parts.append(self.vlm.get_image_features(image * 2 - 1).pooler_output)
+            parts.append(self.vlm.get_image_features((image * 2 - 1).to(words.dtype)).pooler_output)
         longest = max(len(prompt) for prompt in observation.prompts)
-        ids_BT = torch.zeros(len(observation), longest, dtype=torch.long, device=device)
-        kept_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        for row, prompt in enumerate(observation.prompts):
-            ids_BT[row, : len(prompt)] = torch.tensor(prompt, device=device)
-            kept_BT[row, : len(prompt)] = True
+        filled = [[*prompt, *[0] * (longest - len(prompt))] for prompt in observation.prompts]
+        ids_BT = torch.tensor(filled, dtype=torch.long).to(device)
+        lengths_B = torch.tensor([len(prompt) for prompt in observation.prompts]).to(device)
+        kept_BT = torch.arange(longest, device=device) < lengths_B[:, None]
         parts.append(self.vlm.get_input_embeddings()(ids_BT))
         embeds_BND = torch.cat(parts, 1)
         return embeds_BND, F.pad(kept_BT, (embeds_BND.shape[1] - longest, 0), value=True)
@@ -179,16 +248,21 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         return values[:, : self.chunk_length, : self.action_size]
 
     def _log_width(self, features: Tensor) -> Tensor | None:
-        return self.noise_head(features) if self.config.flow.noise == "learned" else None
+        return self.noise_head(features).float() if self.config.flow.noise == "learned" else None
 
 
 class Pi0Policy(PiPolicy):
     """`pi0`."""
 
+    shape = _shape(
+        "model.model.vlm.", ("model.model.dit.", "model.embed_action_time.", "model.action_out_proj.")
+    )
+
     def __init__(self, config: PiConfig) -> None:
         sizes = PI0Config(**config.model)
         super().__init__(config, sizes)
         self.model: Any = PI0ForConditionalGeneration(sizes)
+        self.model.model.dit.embed_tokens.requires_grad_(False)  # no word is read with it
         assert config.state is not None
         self.state_scaling = ActionScaling(config.state)
 
@@ -203,23 +277,25 @@ class Pi0Policy(PiPolicy):
         sizes: Any = self.sizes
         state_BS = state_of(observation, self.config.state.size).to(mask_BN.device)
         state_BS = self.state_scaling.drawn(state_BS)
-        state_BS = F.pad(state_BS, (0, sizes.max_state_dim - state_BS.shape[1]))
+        dtype = self.vlm.get_input_embeddings().weight.dtype
+        state_BS = F.pad(state_BS, (0, sizes.max_state_dim - state_BS.shape[1])).to(dtype)
 
         def velocity(point: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
             found = self.model.model(
-                action_embeds=self.model.embed_action_time(state_BS, point, time_B),
+                action_embeds=self.model.embed_action_time(state_BS, point.to(dtype), time_B),
                 attention_mask=mask_BN.long(),
                 past_key_values=cache,
             )
-            cache.crop(mask_BN.shape[1] - cache.get_seq_length())
             features = found.last_hidden_state[:, -sizes.chunk_size :]
-            return self.model.action_out_proj(features), self._log_width(features)
+            return self.model.action_out_proj(features).float(), self._log_width(features)
 
         return velocity
 
 
 class Pi05Policy(PiPolicy):
     """`pi05`: a Gemma expert whose norms are set by the time, and no state token."""
+
+    shape = _shape("vlm.", ("expert.", "time_mlp_", "action_in_proj.", "action_out_proj."))
 
     def __init__(self, config: PiConfig) -> None:
         sizes = PI0Config(**config.model)
@@ -237,12 +313,12 @@ class Pi05Policy(PiPolicy):
 
     @override
     def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
+        dtype = self.vlm.get_input_embeddings().weight.dtype
 
         def velocity(point: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
-            time_BF = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.times(time_B)))))
-            features = self.expert(self.action_in_proj(point), time_BF, cache, mask_BN)
-            cache.crop(mask_BN.shape[1] - cache.get_seq_length())
-            return self.action_out_proj(features), self._log_width(features)
+            time_BF = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.times(time_B).to(dtype)))))
+            features = self.expert(self.action_in_proj(point.to(dtype)), time_BF, cache, mask_BN)
+            return self.action_out_proj(features).float(), self._log_width(features)
 
         return velocity
 
@@ -258,7 +334,7 @@ class AdaptiveGemma(nn.Module):
         self.rotary = GemmaRotaryEmbedding(config)
 
     def forward(self, hidden: Tensor, condition_BF: Tensor, cache: Any, mask_BN: Tensor) -> Tensor:
-        """(B, H, F) features of (B, H, F) embeddings; appends to the cache."""
+        """(B, H, F) features of (B, H, F) embeddings."""
         length = hidden.shape[1]
         seen = F.pad(mask_BN, (0, length), value=True)
         blocked = hidden.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)

@@ -85,14 +85,32 @@ class Evaluation:
     values_B: Tensor
 
 
+@dataclass(frozen=True)
+class PolicyShape:
+    """What a large policy is made of, for those who divide it, freeze parts of it or give it adapters; a small one: of
+    nothing.
+
+    `layers` are class names of its layers; ranks gather one at a time. `parts` are what can be frozen by name, and
+    beginnings of their weights' names. `added`: beginnings of the names of what reinforcement learning adds to a
+    published model, which always learns whole.
+    """
+
+    layers: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]]
+    added: tuple[str, ...]
+
+
 @runtime_checkable
 class RobotPolicy(Protocol):
     """A torch module whose parameters and persistent buffers are one version of the policy."""
 
+    shape: PolicyShape
     chunk_length: int
     action_size: int
     horizon: int
     """H, actions that it predicts; the first `chunk_length` of them are executed."""
+    chunk_tokens: int
+    """Positions that a chunk takes in a pass, without its instruction's: actions and patches of images."""
     normalizer: Normalizer | None
     """Changed by `Normalizer.update` alone, when a version is committed."""
 

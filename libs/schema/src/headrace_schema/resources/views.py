@@ -286,6 +286,9 @@ class MessageView(Resource):
     calls: list[CallView] = Field(
         default=[], description="of the policy's turn, where the spec says their form"
     )
+    party: str = Field(
+        default="", description="with several roles: whose turn it is, or who is told it; empty with one"
+    )
 
 
 class TrajectoryView(Resource):

@@ -110,6 +110,9 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         if spec.environment is not None and spec.environment.max_episode_s:
             reason = f"is of agentic runs, and workflow is {spec.workflow}"
             yield problem("environment.max_episode_s", reason, "use environment.max_episode_steps")
+        if spec.environment is not None and spec.environment.roles:
+            reason = f"is of agentic runs, and workflow is {spec.workflow}"
+            yield problem("environment.roles", reason, "remove it")
         if spec.agent is not None:
             yield problem(
                 "agent",
@@ -128,11 +131,27 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     if spec.algorithm.options.get("routing_replay"):
         reason = "a conversation is put together without routes"
         yield problem("algorithm.options.routing_replay", reason, "remove it")
+    yield from _roles(spec.environment, spec.agent)
     yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
     count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
     if count < least:
         reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
         yield problem("environment.count", reason, f"the nearest valid value is {least}")
+
+
+def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Iterator[KeyProblemView]:
+    if environment.roles and agent is not None:
+        yield problem("environment.roles", "an agent leads its conversation itself", "remove it")
+    for name, role in environment.roles.items():
+        key = f"environment.roles.{name}"
+        if role.revision is not None and not role.path:
+            yield problem(
+                f"{key}.revision", "is of a frozen model, and path is empty", "remove it, or give path"
+            )
+        for option in ("temperature", "max_new_tokens"):
+            if role.trained and getattr(role, option) is not None:
+                reason = "the role is learned from, and its tokens are drawn as sampling says"
+                yield problem(f"{key}.{option}", reason, "remove it, or set learns: false, or give path")
 
 
 def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:

@@ -19,8 +19,6 @@ OF_TEXT = {
     "data.prompt.prefill": "an episode begins with an observation",
     "data.exclude": "start states are no questions",
     "trainer.reference": "no term of it is computed for robot policies",
-    "trainer.lora": "a robot policy's weights are all trained",
-    "trainer.micro_batch_tokens": "chunks are counted, not tokens",
     "trainer.helpers": "an episode does not go on elsewhere, so no device is released inside a step",
     "rollout.helpers": "an episode does not go on elsewhere, so no device is released inside a step",
     "trainer.shared_prefix": "episodes have no common beginning",
@@ -78,6 +76,7 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
             "environment": spec.environment is not None and spec.workflow != CONVERSATIONS,
             "model.policy": spec.model.policy is not None,
             "trainer.warmup.demonstrations": bool(spec.trainer.warmup.demonstrations),
+            "trainer.freeze": bool(spec.trainer.freeze),
         }
         for key, given in of_robots.items():
             if given:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace_schema.sections.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section, Tokens
+
+
+class RoleSection(Section):
+    """Who plays a role of a conversation: the policy, or a frozen model."""
+
+    path: str = Field(
+        default="",
+        description="local directory or Hugging Face id of a frozen model that plays it, such as what another run "
+        "exported; empty: the policy does",
+    )
+    revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    learns: bool = Field(
+        default=True,
+        description="whether the policy learns from this role's turns; a frozen model's are never learned from",
+    )
+    temperature: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="of a role that is not learned from; default: sampling.temperature"
+    )
+    max_new_tokens: Tokens | None = Field(
+        default=None, description="of a role that is not learned from; default: sampling.max_new_tokens"
+    )
+
+    @property
+    def trained(self) -> bool:
+        """Whether its turns are learned from."""
+        return self.learns and not self.path
 
 
 class EnvironmentSection(Section):
@@ -70,6 +96,12 @@ class EnvironmentSection(Section):
         default="refuse",
         description="of an agentic run whose chat template rewrites earlier turns once another one follows: refuse it, "
         "or append to what was sampled, which then stays in the context as it is",
+    )
+
+    roles: dict[str, RoleSection] = Field(
+        default_factory=dict,
+        description="of an agentic run whose environment has roles: who plays them, by role; default: the policy plays "
+        "all, and learns from each",
     )
 
     def variant_of(self, task: str) -> tuple[str, str]:

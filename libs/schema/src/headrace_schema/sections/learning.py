@@ -136,6 +136,11 @@ class TrainerSection(Section):
         description="frozen model that KL terms compare with, or the teacher of distillation; default: the run's "
         "initial policy",
     )
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="parts of a robot policy that do not learn and get no adapter: vision, projector, language "
+        "(openvla, openvla_oft); vision, language, expert (pi0)",
+    )
     lora: LoraSection | None = Field(
         default=None,
         description="train adapters of low rank and no other weight; {} takes the defaults; default: train all weights",

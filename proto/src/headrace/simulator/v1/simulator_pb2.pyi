@@ -104,7 +104,7 @@ class Space(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., categories: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenPoolResponse(_message.Message):
-    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation")
+    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation", "roles")
     POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_SPACES_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class OpenPoolResponse(_message.Message):
     INIT_STATE_COUNT_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     pool: str
     pool_incarnation: str
     observation_spaces: _containers.RepeatedCompositeFieldContainer[Space]
@@ -119,7 +120,8 @@ class OpenPoolResponse(_message.Message):
     init_state_count: int
     instruction: str
     conversation: bool
-    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("header", "pool", "pool_incarnation", "operations")
@@ -184,7 +186,7 @@ class StepResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentOutcome(_message.Message):
-    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation", "messages", "tools_json", "success_reported")
+    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation", "messages", "tools_json", "success_reported", "role_rewards")
     class ObservationEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +201,13 @@ class EnvironmentOutcome(_message.Message):
         key: str
         value: _common_pb2.Tensor
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class RoleRewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +225,7 @@ class EnvironmentOutcome(_message.Message):
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_REPORTED_FIELD_NUMBER: _ClassVar[int]
+    ROLE_REWARDS_FIELD_NUMBER: _ClassVar[int]
     environment: int
     step_index: int
     status: OutcomeStatus
@@ -233,7 +243,8 @@ class EnvironmentOutcome(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]
     tools_json: str
     success_reported: bool
-    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., success_reported: _Optional[bool] = ...) -> None: ...
+    role_rewards: _containers.ScalarMap[str, float]
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., success_reported: _Optional[bool] = ..., role_rewards: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
     __slots__ = ("pool", "environments", "video")

@@ -11,12 +11,12 @@ export function conversation(each) {
   let from = 0;
   let turn = 0;
   return h("ol", { class: "talk", "aria-label": "Conversation" }, each.messages.map((message) => {
-    if (message.tokens === null) return h("li", { class: `given ${message.role === "tool" ? "tool" : ""}` }, head(message.role, h("span", { class: "muted" }, "given, no loss")), given(message));
+    if (message.tokens === null) return h("li", { class: `given ${message.role === "tool" ? "tool" : ""}` }, head(message.party ? `${message.role} to ${message.party}` : message.role, h("span", { class: "muted" }, "given, no loss")), given(message));
     const tokens = { from, to: from + message.tokens };
     from = tokens.to;
     turn += 1;
     return h("li", { class: "own" },
-      head(`${message.role}, turn ${turn}`, message.reward === null ? null : h("span", { class: "chip" }, `reward ${number(message.reward)}`),
+      head(`${message.party || message.role}, turn ${turn}`, message.reward === null ? null : h("span", { class: "chip" }, `reward ${number(message.reward)}`),
         h("span", { class: "muted" }, `${plural(message.tokens, "token")} ${each.masked ? "without loss" : "with loss"}, version ${versionsOf(each, tokens).join(", ") || "?"}`)),
       answer(ofTurn(each, message, tokens, turn)), message.calls.map(call));
   }));

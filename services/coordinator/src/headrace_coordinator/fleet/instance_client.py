@@ -11,6 +11,10 @@ USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVA
 """Reasons of refusals that asking again does not change: what is wrong is in the spec."""
 
 
+SCORER_AWAY = "SCORER_AWAY"
+"""Reason of a reward instance that cannot open a run: what a scorer stands on, such as a judge, is not there now."""
+
+
 class InstanceDown(Exception):
     """No answer from an instance: dead, cut off or out of time. What it did is unknown."""
 

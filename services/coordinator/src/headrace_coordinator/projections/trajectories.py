@@ -49,6 +49,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int | None = None
     reward: float | None = None
     calls: list[Call] = []
+    party: str = ""
 
 
 class SettledTrajectory(Slot, frozen=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.endpoint_key import endpoint_key
@@ -28,6 +29,8 @@ from headrace_coordinator.run.workers.opening import (
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a scorer that could not be asked is tried again; each pause is twice the one before."""
 Helper = TypeVar("Helper", bound=WorkerClient)
 
 
@@ -83,17 +86,38 @@ class Staffing:
                 return
 
     async def _open_rewards(self, instance: InstanceState) -> None:
+        """Opens the run there. A scorer that cannot be asked now is waited for, `limits.step_timeout_s` at most."""
         workers, fleet = self.workers, self._fleet
-        try:
-            scorer = client_of(workers, RewardClient, instance)
-            async with fleet.deaths.opening(workers.run, instance):
-                with fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
-                    await open_run(workers, scorer, lambda scorer: scorer.open_run(workers.spec.reward))
-        except InstanceDown:
-            if await fleet.fate(instance.incarnation):
-                raise
-        else:
-            workers.rewards.append(scorer)
+        limit_s, pause_s, began = (
+            workers.spec.limits.step_timeout_s,
+            FIRST_PAUSE_S,
+            fleet.event_log.monotonic(),
+        )
+        while fleet.alive(instance.incarnation):
+            try:
+                scorer = client_of(workers, RewardClient, instance)
+                async with fleet.deaths.opening(workers.run, instance):
+                    with fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
+                        await open_run(workers, scorer, lambda scorer: scorer.open_run(workers.spec.reward))
+            except InstanceDown:
+                if await fleet.fate(instance.incarnation):
+                    raise
+                return
+            except CallRefused as refused:
+                if refused.reason != SCORER_AWAY:
+                    raise
+                away_s = fleet.event_log.monotonic() - began
+                if away_s + pause_s > limit_s:
+                    why = f"{refused.message}; it was asked for {away_s:.0f} s (limits.step_timeout_s)"
+                    raise CallRefused(refused.incarnation, "INVALID", why, refused.key) from refused
+                if pause_s == FIRST_PAUSE_S:
+                    workers.note(f"a scorer cannot be asked now; it is waited for: {refused.message}")
+                with fleet.waits.named(workers.run, f"a scorer: {refused.message}"):
+                    await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                workers.rewards.append(scorer)
+                return
 
     def check_scorers_deaths(self) -> None:
         """Raises CallRefused where reward instances die of the run's scorers, whose names it says."""

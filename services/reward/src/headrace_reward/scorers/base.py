@@ -24,7 +24,8 @@ class Answer:
     messages: Sequence[Mapping[str, str]] = ()
     """The data item's conversation, {role, content}, whose last turn is `prompt`; empty where it is plain text.
 
-    Of a conversation with an environment: all that was said in it, calls and answers of tools among it.
+    Of a conversation with an environment: all that was said in it, calls and answers of tools among it; with several
+    roles, each with its `party`.
     """
     finish_reason: str = ""
     """Why generation ended: stop, length, …"""
@@ -39,7 +40,9 @@ class Answer:
     group: Sequence[str] = ()
     """All answers to the prompt, by sample: with `reward.give: [group]`, in a stage that waits for whole groups."""
     episode: Mapping[str, Any] | None = None
-    """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn."""
+    """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn; with several
+    roles, `roles`, who took each turn.
+    """
 
 
 BLANK = Answer(prompt="", completion="", reference="", metadata={}, prompt_ids=[0], group=[""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options, plugin
@@ -31,7 +32,7 @@ class Episode:
         self._of, self._scale = options.of, options.scale
 
     def score(self, answer: Answer) -> Score:
-        """The scaled figure, of a conversation's return by turn too.
+        """The scaled figure, of a conversation's return by turn and by role too.
 
         A blank answer, which scorers are tried with, is worth 0; ValueError for other text.
         """
@@ -56,5 +57,9 @@ class Episode:
         if not math.isfinite(value):
             raise ValueError(f"the {self._of} of the episode is {found}")
         if self._of == "return" and answer.episode is not None:
-            return {"score": value, "turns": [each * self._scale for each in answer.episode["rewards"]]}
+            turns = [each * self._scale for each in answer.episode["rewards"]]
+            by_role: dict[str, float] = defaultdict(float)
+            for role, reward in zip(answer.episode.get("roles", ()), turns, strict=False):
+                by_role[role] += reward
+            return {**by_role, "score": value, "turns": turns}
         return value

@@ -12,7 +12,10 @@ from headrace_rollout.engines.samples import BEGINS, GIVEN, Finish, Prefix, Said
 
 @dataclass(eq=False)
 class Conversation:
-    """A sample under way. `tokens` are all those behind the prompt, `said` all messages, those of the prompt first."""
+    """A sample under way. `tokens` are all those behind the prompt, `said` all messages, those of the prompt first.
+
+    `parties`: with several roles, who said or is told each message.
+    """
 
     prompt_ids: Sequence[int]
     said: list[tuple[str, str]]
@@ -22,6 +25,7 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     turn_messages: list[int] = field(default_factory=list)
+    parties: list[str] = field(default_factory=list)
     success: bool = False
     failure: str = ""
 
@@ -37,12 +41,16 @@ class Conversation:
 
     def spoke(self, whole: Prefix, text: str) -> None:
         """Adds a turn of the policy, which carries loss."""
-        self.tokens += whole.token_ids
-        self.log_probs += whole.log_probs
-        self.spans += whole.spans
+        self.takes(whole)
         self.turn_tokens.append(len(whole.token_ids))
         self.turn_messages.append(len(self.said))
         self.said.append(("assistant", text))
+
+    def takes(self, whole: Prefix) -> None:
+        """Adds sampled ids, which carry loss."""
+        self.tokens += whole.token_ids
+        self.log_probs += whole.log_probs
+        self.spans += whole.spans
 
     def judged(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
         """Adds what the environment answered, as messages alone."""
@@ -50,12 +58,12 @@ class Conversation:
         self.success = outcome.success
         self.said += [(message.role, message.content) for message in outcome.messages]
 
-    def gave(self, ids: Sequence[int]) -> None:
+    def gave(self, ids: Sequence[int], what: int = GIVEN) -> None:
         """Adds ids between two turns: context, without loss."""
         if ids:
             self.tokens += ids
             self.log_probs += [0.0] * len(ids)
-            self.spans.append((GIVEN, len(ids)))
+            self.spans.append((what, len(ids)))
 
     def joined(self, siblings: Sequence[Conversation]) -> None:
         """Puts other lines of the same session behind this one: they are trained apart, and share its reward."""
@@ -91,6 +99,7 @@ class Conversation:
                 self.failure,
                 tuple(self.turn_tokens),
                 tuple(self.turn_messages),
+                tuple(self.parties),
             ),
         )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
 from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.players import Player
+from headrace_rollout.conversations.roles import Roles, View
 from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines.base import Engine, Refused
@@ -55,17 +58,27 @@ class ConversationPlan:
 class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]):
     """The conversations of one stream."""
 
-    def __init__(self, plan: ConversationPlan, engine: Engine, pools: Sequence[Pool]) -> None:
+    def __init__(
+        self,
+        plan: ConversationPlan,
+        engine: Engine,
+        pools: Sequence[Pool],
+        others: Mapping[str, Player] | None = None,
+    ) -> None:
         self._plan, self._stream = plan, plan.stream
         self._speaker = Speaker(engine, plan.stream)
-        self._most_tokens = engine.max_context_tokens
+        self._policy = Player(engine, plan.codec, plan.template)
+        self._others = {
+            role: (player, player.speaker(plan.stream)) for role, player in (others or {}).items()
+        }
         self._openings: dict[int, tuple[int, ...]] = {}
         super().__init__(pools, plan.pool_lost)
 
     @override
     async def close(self) -> None:
         await super().close()
-        await self._speaker.close()
+        for speaker in (self._speaker, *(speaker for _, speaker in self._others.values())):
+            await speaker.close()
 
     @override
     def _stopped(self, sample: ConversationSample) -> TrajectoryUpdate:
@@ -105,41 +118,38 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         late = due(self._plan.seconds)
         outcome = await environment.reset(sample.start)
         tools = json.loads(outcome.tools_json) if outcome.tools_json else None
-        talk.said = [(message.role, message.content) for message in outcome.messages]
-        talk.prompt_ids = self._plan.template.opened(_messages(outcome), tools)
-        self._check_opening(sample, talk.prompt_ids)
-        while True:
-            asked = Asked(sample.key, sample.attempt, talk.turns, talk.context, sample.greedy)
-            turn = await self._speaker.say(asked)
-            if turn.stopped or turn.finish is None:
-                return None
-            if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
-                return turn.finish
-            assert turn.whole is not None
-            text = self._plan.codec.decode(turn.whole.token_ids)
-            talk.spoke(turn.whole, text)
-            if not self._stream.holds():
-                return None
-            outcome = await environment.say(text)
-            talk.judged(outcome)
-            finish = _end(turn.finish, outcome, late=asyncio.get_running_loop().time() > late)
-            finish = finish or self._go_on(talk, turn.whole.token_ids, outcome, tools)
-            if finish is not None:
-                return finish
-
-    def _go_on(
-        self,
-        talk: Conversation,
-        spoken: Sequence[int],
-        outcome: simulator_pb2.EnvironmentOutcome,
-        tools: Sequence[Any] | None,
-    ) -> Finish | None:
-        """Adds what the policy reads before its next turn; LENGTH where the context has no room for it and a token."""
-        given = self._plan.template.between(spoken, _messages(outcome), tools)
-        if len(talk.prompt_ids) + len(talk.tokens) + len(given) >= self._most_tokens:
-            return Finish.LENGTH
-        talk.gave(given)
-        return None
+        roles = Roles(talk)
+        role = roles.hears(outcome)
+        try:
+            for index in itertools.count():
+                player, speaker = self._others.get(role, (self._policy, self._speaker))
+                view = roles.view(role)
+                if (finish := _tell(view, player, tools)) is not None:
+                    return _judged(talk, finish)
+                if not index:
+                    self._check_opening(sample, view.line.prompt_ids)
+                greedy = player.greedy(sample.greedy)
+                asked = Asked(sample.key, sample.attempt, index, view.line.context, greedy)
+                turn = await speaker.say(asked)
+                if turn.stopped or turn.finish is None:
+                    return None
+                if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
+                    later = index and turn.finish is Finish.PROMPT_TOO_LONG  # of a role that speaks first now
+                    return _judged(talk, Finish.LENGTH if later else turn.finish)
+                assert turn.whole is not None
+                text = player.codec.decode(turn.whole.token_ids)
+                roles.spoke(role, turn.whole, text, learns=player.learns)
+                if not self._stream.holds():
+                    return None
+                outcome = await environment.say(text)
+                role = roles.judged(role, outcome)
+                # What another one said may be cut: the policy's own turn is the last one.
+                cut = turn.finish if player.learns else Finish.EOS
+                if finish := _end(cut, outcome, late=asyncio.get_running_loop().time() > late):
+                    return _judged(talk, finish)
+            return None
+        finally:
+            roles.end()
 
     def _check_opening(self, sample: ConversationSample, ids: Sequence[int]) -> None:
         """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""
@@ -152,6 +162,28 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
                 "it begins otherwise for the same seed and item, and the answers of one prompt are compared with each "
                 "other; draw all that is random in reset from its seed",
             )
+
+
+def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
+    """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
+    line, told = view.line, view.told
+    view.told = []
+    if not line.prompt_ids:
+        line.prompt_ids = player.template.opened(told, tools)
+        return None
+    given = player.template.between(view.spoken, told, tools)
+    if len(line.prompt_ids) + len(line.tokens) + len(given) >= player.engine.max_context_tokens:
+        return Finish.LENGTH
+    line.gave(given)
+    return None
+
+
+def _judged(talk: Conversation, finish: Finish) -> Finish:
+    """The finish, or ERROR where there is nothing to learn from."""
+    if not talk.turn_tokens and finish is not Finish.PROMPT_TOO_LONG:
+        talk.failure = talk.failure or "it ended before a role had a turn that is learned from"
+        return Finish.ERROR
+    return finish
 
 
 def due(seconds: float) -> float:
@@ -171,10 +203,6 @@ def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome, *, late: bool)
     if outcome.truncated:
         return Finish.TRUNCATED
     return Finish.TIMED_OUT if late else None
-
-
-def _messages(outcome: simulator_pb2.EnvironmentOutcome) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in outcome.messages]
 
 
 def _unfit(sample: ConversationSample, reason: str) -> ServiceError:

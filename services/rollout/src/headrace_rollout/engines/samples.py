@@ -122,6 +122,7 @@ class Said:
 
     `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
     `turn_tokens` are the sampled tokens of each turn of the policy, `turn_messages` their places among the messages.
+    `parties`: with several roles, who said or is told each message; the siblings are in the order in which roles spoke.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -130,6 +131,7 @@ class Said:
     failure: str = ""
     turn_tokens: tuple[int, ...] = ()
     turn_messages: tuple[int, ...] = ()
+    parties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
-from headrace_rollout.engines.base import (
-    Authority,
-    Engine,
-    Freed,
-    Policy,
-    Refused,
-    Scope,
-    Weights,
-    allowed,
-    prefills_of,
-)
-from headrace_rollout.engines.figures import BusyTime, Prefills
-from headrace_rollout.engines.samples import Distribution, Finish, Group, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.base import Engine, Policy, Refused
+from headrace_rollout.engines.beside import FROZEN_NUMBER, EngineBeside, Frozen
+from headrace_rollout.engines.figures import BusyTime
+from headrace_rollout.engines.samples import Finish, Group, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.exchanges.exchange import FIRST, Exchange, Rules, Turn
-
-if TYPE_CHECKING:
-    import torch
-
-REPLY_NUMBER = 1
-"""Version number of a frozen model in its engine."""
-ReadWeights = Callable[[], tuple[str, Weights]]
-"""Digest and weights of the frozen model, from the disk."""
 
 
 class Replies(Protocol):
@@ -105,16 +88,15 @@ class _StreamExchanges:
         return len(gone)
 
 
-class ExchangeEngine(Engine):
+class ExchangeEngine(EngineBeside):
     """Two engines as one; without a second one the policy replies to itself."""
 
-    def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
-        self._speaker, self._replier, self._read = speaker, replier, read
-        self._here = OtherSide(rules, replier or speaker)
+    def __init__(self, speaker: Engine, replier: Frozen | None, rules: Rules) -> None:
+        super().__init__(speaker, [replier] if replier else [])
+        self._replier = replier
+        self._here = OtherSide(rules, replier.engine if replier else speaker)
         self._elsewhere: dict[Stream, OtherSide] = {}
         self._streams: dict[Stream, _StreamExchanges] = {}
-        self._frozen: tuple[str, Weights] | None = None
-        self._installing = asyncio.Lock()
         self.capabilities = replace(
             speaker.capabilities,
             deterministic=False,
@@ -123,34 +105,6 @@ class ExchangeEngine(Engine):
             inflight_update=False,
         )
         self.max_context_tokens = rules.context_limit
-        self.vocabulary_size = speaker.vocabulary_size
-        self.figures = speaker.figures  # Its samples are answers, several of an exchange.
-
-    @property
-    @override
-    def prefills(self) -> Sequence[Prefills]:
-        """Of both policies, where both can tell."""
-        found = [prefills_of(engine) for engine in self._engines]
-        return [each for one in found for each in one] if all(found) else []
-
-    @property
-    def policy(self) -> Policy | None:
-        """The installed version of the policy that learns."""
-        return self._speaker.policy
-
-    @property
-    @override
-    def paused(self) -> bool:
-        return self._speaker.paused
-
-    @property
-    def waiting_samples(self) -> int:
-        """Turns that have no row yet."""
-        return sum(engine.waiting_samples for engine in self._engines)
-
-    @property
-    def _engines(self) -> list[Engine]:
-        return [self._speaker, *([self._replier] if self._replier else [])]
 
     # --- exchanges
 
@@ -200,7 +154,7 @@ class ExchangeEngine(Engine):
             rules, frozen = state.side.rules, self._replier is not None
             made = replace(
                 made,
-                policy_number=REPLY_NUMBER if frozen else outer.policy_number,
+                policy_number=FROZEN_NUMBER if frozen else outer.policy_number,
                 distribution=rules.distribution,
                 max_new_tokens=rules.max_new_tokens,
                 stop=rules.stop,
@@ -267,26 +221,10 @@ class ExchangeEngine(Engine):
         return count
 
     @override
-    async def score(
-        self,
-        sequences: Sequence[tuple[Sequence[int], int]],
-        distribution: Distribution,
-        authority: Authority = allowed,
-    ) -> tuple[list[list[float]], int]:
-        return await self._speaker.score(sequences, distribution, authority)
-
-    # --- the policies and their memory
-
-    @override
     async def pause(self) -> int:
         for engine in self._engines:
             await engine.pause()
         return await self.abort(None)
-
-    @override
-    async def resume(self) -> None:
-        for engine in self._engines:
-            await engine.resume()
 
     @override
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
@@ -296,59 +234,4 @@ class ExchangeEngine(Engine):
         living = sum(len(state.live) for state in self._streams.values())
         if living and policy != self.policy:
             raise Refused("POLICY_MISMATCH", f"{living} exchanges of the installed version live; pause first")
-        await self._install_reply()
-        return await self._speaker.check_install(policy)
-
-    @override
-    async def install(
-        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
-    ) -> float:
-        if await self.check_install(policy, in_flight=in_flight):
-            return 0.0
-        return await self._speaker.install(policy, weights, authority)
-
-    async def _install_reply(self) -> None:
-        if self._replier is None:
-            return
-        async with self._installing:
-            if self._replier.policy is None:
-                if self._frozen is None:
-                    self._frozen = await asyncio.to_thread(self._read)
-                digest, weights = self._frozen
-                await self._replier.install(Policy(REPLY_NUMBER, digest), weights)
-
-    @override
-    async def suspend(self) -> Freed:
-        return _summed([await engine.suspend() for engine in self._engines])
-
-    @override
-    async def release(self) -> Freed:
-        await self.abort(None)
-        return _summed([await engine.release() for engine in self._engines])
-
-    @override
-    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        await self._speaker.wake(scope, authority)
-        if self._replier is not None:
-            if scope is not Scope.KV_CACHE:
-                await self._replier.wake(Scope.WEIGHTS, authority)
-            if scope is not Scope.WEIGHTS:
-                await self._install_reply()
-                await self._replier.wake(Scope.KV_CACHE, authority)
-
-    @override
-    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """Both policies are on the same devices."""
-        for engine in self._engines:
-            await engine.place(devices, threads)
-
-    @override
-    async def close(self) -> None:
-        await self.abort(None)
-        for engine in self._engines:
-            await engine.close()
-
-
-def _summed(freed: Sequence[Freed]) -> Freed:
-    """The released bytes of both; what is free and used now was measured by the last one."""
-    return replace(freed[-1], released_bytes=sum(each.released_bytes for each in freed))
+        return await super().check_install(policy)

@@ -51,6 +51,7 @@ class RobotEngine(ThreadedHolder):
     def __init__(
         self,
         policy: AnyConfig,
+        dtype: torch.dtype,
         environment: EnvironmentSection,
         devices: tuple[torch.device, ...],
         blobs: BlobReader,
@@ -59,7 +60,7 @@ class RobotEngine(ThreadedHolder):
         self.figures = RobotFigures()
         self.environment = environment
         self.views = Views(policy, environment)
-        self._model = RobotModel(policy, devices[0] if devices else HOST)
+        self._model = RobotModel(policy, dtype, devices[0] if devices else HOST)
         super().__init__(self._model, "policy")
         self._pools = Pools(blobs, token, environment.step_timeout_s)
         self._runners: set[EpisodeRunner] = set()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from headrace_modelkit.products import use_fp32_products
+from headrace_modelkit.robot.directory import in_type
 from headrace_modelkit.robot.policy import Observation
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays, is_image
@@ -50,12 +52,13 @@ class Decision:
 
 
 class RobotModel(HeldModel):
-    """A robot policy in float32; used from its holder's thread alone."""
+    """A robot policy in the run's type; used from its holder's thread alone."""
 
-    def __init__(self, config: AnyConfig, device: torch.device) -> None:
+    def __init__(self, config: AnyConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.device = HOST
         self.policy: Policy | None = None
-        self._module: AnyPolicy = config.build(seed=0).eval().requires_grad_(False)
+        self._module: AnyPolicy = in_type(config.build(seed=0).eval().requires_grad_(False), dtype)
+        use_fp32_products(self._module, device)
         self._memory = ParameterMemory(self._module)
         self._memory.free()
         self.place(device)

@@ -24,6 +24,7 @@ from headrace_rollout.wire import duration_of
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.conversations.players import Player
     from headrace_rollout.conversations.template import TurnTemplate
     from headrace_rollout.endpoint.desk import Desk
     from headrace_rollout.environments.pool import Pools
@@ -212,6 +213,8 @@ class ConversationRun(TextRun):
 
     template: TurnTemplate
     pools: Pools
+    others: Mapping[str, Player] = field(default_factory=dict)
+    """Who plays the roles that the config names."""
 
     @override
     async def close(self) -> None:

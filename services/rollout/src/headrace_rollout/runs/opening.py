@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
-from headrace_schema.openings import RolloutConfig, reply_model
+from headrace_schema.openings import RolloutConfig, reply_model, role_model
 from headrace_schema.sections.agent import AgentSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.instance import host_memory
@@ -31,9 +32,11 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transfer import receive_weights
 
+from headrace_rollout.conversations.players import Player
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Authority, Engine, EngineConfig, Policy, Weights
+from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
@@ -112,10 +115,14 @@ def _text_run(
     if config.reply is not None:
         return TextRun(name, config, _exchange_engine(config, config.reply, settings, build), codec)
     if config.environment is not None:
-        template = TurnTemplate(codec, config.prompt, append=config.environment.rewritten_turns == "append")
-        template.check()
+        engine = build(settings)
+        policy = _player(config, engine, codec)
+        others = _players(config, settings, policy, build)
+        frozen = {each.frozen.engine: each.frozen for each in others.values() if each.frozen}
+        if frozen:
+            engine = EngineBeside(engine, [*frozen.values()])
         pools = Pools(blobs, token, config.environment.step_timeout_s)
-        return ConversationRun(name, config, build(settings), codec, template, pools)
+        return ConversationRun(name, config, engine, codec, policy.template, pools, others)
     if config.agent is not None and config.agent.online is not None:
         return _online_run(name, config, config.agent, build(settings), codec)
     return TextRun(name, config, build(settings), codec)
@@ -149,6 +156,46 @@ def _online_run(
 
     desk = Desk(config.endpoint_key, agent.online, terms, config.group_size, kept)
     return OnlineRun(name, config, engine, codec, desk, retention=retention)
+
+
+def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any) -> Player:
+    """A model with the form in which it reads messages. Raises ModelNotReadable for a template that has none."""
+    assert config.environment is not None
+    template = TurnTemplate(codec, config.prompt, append=config.environment.rewritten_turns == "append")
+    template.check()
+    return Player(engine, codec, template, **more)
+
+
+def _players(
+    config: RolloutConfig,
+    settings: EngineConfig,
+    policy: Player,
+    build: Callable[[EngineConfig], Engine],
+) -> dict[str, Player]:
+    """Who plays each role that the config names; a frozen model that plays several is there once."""
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    assert config.environment is not None
+    found: dict[str, Player] = {}
+    made: dict[tuple[str, str | None], Player] = {}
+    for name, role in config.environment.roles.items():
+        player = policy
+        if role.path:
+            model = role_model(config.model, role)
+            with _naming(f"environment.roles.{name}.path"):
+                if (role.path, role.revision) not in made:
+                    codec = load_tokenizer(model)
+                    engine = build(replace(settings, model=model, codec=codec))
+                    frozen = Frozen(engine, _reader(config, model))
+                    made[role.path, role.revision] = _player(config, engine, codec, frozen=frozen)
+                player = made[role.path, role.revision]
+        found[name] = replace(
+            player,
+            learns=role.trained,
+            temperature=role.temperature,
+            max_new_tokens=role.max_new_tokens,
+        )
+    return found
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
@@ -189,6 +236,7 @@ def _robot_run(
     blobs: BlobReader,
     token: str | None,
 ) -> RobotRun:
+    from headrace_modelkit.robot.directory import policy_type
     from headrace_modelkit.robot.language import instruction_encoder
 
     from headrace_rollout.robot.engine import RobotEngine
@@ -201,7 +249,10 @@ def _robot_run(
     if config.environment is None:
         raise ModelNotReadable("environment: a robot policy acts in environments; name them")
     encode = instruction_encoder(policy, config.model.path)
-    return RobotRun(name, config, RobotEngine(policy, config.environment, devices, blobs, token), encode)
+    dtype = policy_type(policy, config.model)
+    return RobotRun(
+        name, config, RobotEngine(policy, dtype, config.environment, devices, blobs, token), encode
+    )
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:
@@ -242,14 +293,14 @@ def _exchange_engine(
     from headrace_modelkit.tokenizer import load_tokenizer
 
     frozen = reply_model(config.model, reply)
-    replier: Engine | None = None
+    replier: Frozen | None = None
     if frozen is not None:
-        with _naming_reply():
+        with _naming("reply.path"):
             _same_tokens(settings.codec, reply, load_tokenizer(frozen))
             if not config.replies_elsewhere:
-                replier = build(replace(settings, model=frozen))
+                replier = Frozen(build(replace(settings, model=frozen)), _reader(config, frozen))
     speaker = build(settings)
-    limits = [engine.max_context_tokens for engine in (speaker, replier) if engine is not None]
+    engines = [speaker, replier.engine] if replier else [speaker]
     rules = Rules(
         turns=reply.turns,
         before=_glue(settings.codec, reply.before),
@@ -257,27 +308,32 @@ def _exchange_engine(
         distribution=Distribution(temperature=reply.temperature),
         max_new_tokens=reply.max_new_tokens,
         stop=tuple(reply.stop),
-        context_limit=min(limits),
+        context_limit=min(engine.max_context_tokens for engine in engines),
         last_alone=reply.scored == "last",
     )
+
+    return ExchangeEngine(speaker, replier, rules)
+
+
+def _reader(config: RolloutConfig, model: ModelSection) -> Callable[[], tuple[str, Weights]]:
+    """What reads a frozen model's weights."""
 
     def read() -> tuple[str, Weights]:
         from headrace_rollout.runs.policy_files import read_policy
 
-        assert frozen is not None
-        manifest, body = read_policy(config.model_copy(update={"model": frozen}), "", "")
+        manifest, body = read_policy(config.model_copy(update={"model": model}), "", "")
         return manifest.digest, weights_of(manifest, body)
 
-    return ExchangeEngine(speaker, replier, rules, read)
+    return read
 
 
 @contextmanager
-def _naming_reply() -> Iterator[None]:
-    """Names `reply.path` in errors about the second model, which say `model.path`."""
+def _naming(key: str) -> Iterator[None]:
+    """Names `key` in errors about a frozen model, which say `model.path`."""
     try:
         yield
     except ModelNotReadable as error:
-        raise ModelNotReadable(str(error).replace("model.path", "reply.path")) from error
+        raise ModelNotReadable(str(error).replace("model.path", key)) from error
 
 
 def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:

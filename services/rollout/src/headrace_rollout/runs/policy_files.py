@@ -12,7 +12,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
-from headrace_modelkit.robot.directory import initial_policy, policy_of
+from headrace_modelkit.robot.directory import initial_policy, policy_of, policy_type
 from headrace_modelkit.tensor_files import TensorFiles, TornTensor
 from headrace_modelkit.weights import copy_out, read_weights, weight_layout
 from headrace_schema.openings import RolloutConfig
@@ -48,8 +48,8 @@ def read_policy(
     config = run.model
     model: nn.Module
     try:
-        if policy_of(config) is not None:
-            model, dtype = initial_policy(config, run.seed), torch.float32
+        if (policy := policy_of(config)) is not None:
+            model, dtype = initial_policy(config, run.seed), policy_type(policy, config)
         else:
             model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
         if checkpoint:

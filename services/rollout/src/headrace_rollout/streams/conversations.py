@@ -35,7 +35,7 @@ class ConversationStream(Generation):
             seconds=environment.max_episode_s,
         )
         if run.config.agent is None:
-            self._runner = ConversationRunner(plan, run.engine, pools)
+            self._runner = ConversationRunner(plan, run.engine, pools, run.others)
         else:
             terms = Terms(
                 model=run.name,

@@ -91,7 +91,10 @@ class SimulatedEnvironment(Protocol):
 
 
 Message = Mapping[str, str]
-"""{"role": …, "content": …}; roles are system, user, assistant and tool."""
+"""{"role": …, "content": …}; roles are system, user, assistant and tool. Where several parties speak: with "to", who is
+told it, or "by", who said it.
+"""
+Reward = float | Mapping[str, float]
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
 
@@ -100,6 +103,9 @@ class ConversationEnvironment(Protocol):
     """One conversation at a time with a language model. It may raise anything: the service then makes a new one.
 
     Same seed and same item: the same first messages, as the answers of one prompt are compared with each other.
+
+    Where several parties speak it has an attribute `roles`, their names. Each reads what is `to` it alone, and who is
+    told the last message speaks next.
     """
 
     def reset(
@@ -113,10 +119,10 @@ class ConversationEnvironment(Protocol):
 
     def step(
         self, message: Message
-    ) -> tuple[Sequence[Message], float, bool] | tuple[Sequence[Message], float, bool, Mapping[str, Any]]:
+    ) -> tuple[Sequence[Message], Reward, bool] | tuple[Sequence[Message], Reward, bool, Mapping[str, Any]]:
         """Takes what the model says: what follows it, the turn's reward, and whether the conversation is over.
 
-        A fourth value may hold `success`.
+        With several roles the reward may be one for each of some. A fourth value may hold `success`.
         """
         ...
 

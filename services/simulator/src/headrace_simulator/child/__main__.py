@@ -45,7 +45,8 @@ class Host:
             self._environments[index] = self._make()
         opened = self._environments[opening["environments"][0]]
         if not isinstance(opened, Episodes):
-            return simulator_pb2.OpenPoolResponse(conversation=True)
+            roles = opened.roles if isinstance(opened, Conversations) else ()
+            return simulator_pb2.OpenPoolResponse(conversation=True, roles=roles)
         first = opened.environment
         return simulator_pb2.OpenPoolResponse(
             observation_spaces=[to_message(space) for space in first.observation_spaces],

@@ -22,6 +22,7 @@ MOST_CHARACTERS = 1 << 20
 """Of the messages, and of the tools, that one call returns."""
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE = "{'role': 'user', 'content': 'TEXT'}"
+TOLD = "{'role': 'user', 'content': 'TEXT', 'to': 'ROLE'}"
 
 
 class Conversations:
@@ -35,7 +36,8 @@ class Conversations:
                     f"{kind} has no method {method}; a conversation has reset(seed, item) and step(message)"
                 )
         self._environment, self._most_turns = environment, most_turns
-        self._turns = 0
+        self.roles = _roles(getattr(environment, "roles", ()))
+        self._turns, self._speaks = 0, ""
 
     def operate(
         self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
@@ -51,20 +53,23 @@ class Conversations:
         item = json.loads(reset.options_json or "{}")
         said: Any = call(lambda: self._environment.reset(reset.seed, item))
         messages, tools = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
-        outcome.messages.extend(_messages(messages, "reset", ROLES))
+        outcome.messages.extend(_messages(messages, "reset", ROLES, self.roles))
         if not outcome.messages:
             raise Raised("reset returned no message, and the model has to answer one")
+        self._speaks = outcome.messages[-1].party
         if tools:
             outcome.tools_json = _tools(tools)
 
     def _step(self, content: str, outcome: simulator_pb2.EnvironmentOutcome) -> None:
-        said: Any = call(lambda: self._environment.step({"role": "assistant", "content": content}))
+        message = {"role": "assistant", "content": content, **({"by": self._speaks} if self.roles else {})}
+        said: Any = call(lambda: self._environment.step(message))
         if not isinstance(said, tuple) or len(said) not in (3, 4):
             raise Raised(f"step returned {_shown(said)}; return (messages, reward, done)")
         messages, reward, done, info = said if len(said) == 4 else (*said, {})
         self._turns += 1
-        outcome.messages.extend(_messages(messages, "step", tuple(r for r in ROLES if r != "assistant")))
-        outcome.reward = _number(reward)
+        given = tuple(role for role in ROLES if role != "assistant")
+        outcome.messages.extend(_messages(messages, "step", given, self.roles))
+        self._reward(reward, outcome)
         outcome.terminated = _flag(done, "done")
         outcome.truncated = not outcome.terminated and self._turns == self._most_turns
         outcome.success = isinstance(info, Mapping) and bool(info.get("success"))
@@ -73,17 +78,49 @@ class Conversations:
             raise Raised(
                 "step returned no message and done is False: return one for the model to answer, or True"
             )
+        self._speaks = outcome.messages[-1].party if outcome.messages else ""
+
+    def _reward(self, given: Any, outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        """A number is the reward of who spoke; with several roles it may be a number for each of some."""
+        if not (self.roles and isinstance(given, Mapping)):
+            outcome.reward = _number(given)
+            if self.roles:
+                outcome.role_rewards[self._speaks] = outcome.reward
+            return
+        if strange := [each for each in given if each not in self.roles]:
+            raise Raised(f"step returned a reward of {_shown(strange[0])}; roles: {', '.join(self.roles)}")
+        for role, reward in given.items():
+            outcome.role_rewards[role] = _number(reward)
+        outcome.reward = sum(outcome.role_rewards.values())
 
 
-def _messages(given: Any, method: str, roles: Sequence[str]) -> list[common_pb2.ChatMessage]:
+def _roles(given: Any) -> tuple[str, ...]:
+    """The roles that an environment says it has; none: one speaks with it."""
+    fix = "roles are two names or more, such as ('speaker', 'guesser')"
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {MESSAGE}")
+        raise Raised(f"its roles are {_shown(given)}; {fix}")
+    found = tuple(given)
+    if found and (
+        len({*found}) < max(2, len(found)) or not all(each and isinstance(each, str) for each in found)
+    ):
+        raise Raised(f"its roles are {list(map(str, found))}; {fix}")
+    return found
+
+
+def _messages(
+    given: Any, method: str, roles: Sequence[str], parties: Sequence[str]
+) -> list[common_pb2.ChatMessage]:
+    form, keys = (TOLD, {"role", "content", "to"}) if parties else (MESSAGE, {"role", "content"})
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {form}")
     found, total = list[common_pb2.ChatMessage](), 0
     for index, each in enumerate(given):
         where = f"message {index} of what {method} returned"
-        if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
-            raise Raised(f"{where} is {_shown(each)}; a message is {MESSAGE} and no more")
-        role, content = each["role"], each["content"]
+        if not isinstance(each, Mapping) or set(each) != keys:
+            raise Raised(f"{where} is {_shown(each)}; a message is {form} and no more")
+        role, content, party = each["role"], each["content"], each.get("to", "")
+        if parties and party not in parties:
+            raise Raised(f"{where} is to {_shown(party)}; it may be to {', '.join(parties)}")
         if role not in roles:
             raise Raised(f"{where} has the role {_shown(role)}; it may be {', '.join(roles)}")
         total += len(_text(content, where))
@@ -91,7 +128,7 @@ def _messages(given: Any, method: str, roles: Sequence[str]) -> list[common_pb2.
             raise Raised(
                 f"the messages of one {method} are longer than {MOST_CHARACTERS} characters; shorten them"
             )
-        found.append(common_pb2.ChatMessage(role=role, content=content))
+        found.append(common_pb2.ChatMessage(role=role, content=content, party=party))
     return found
 
 

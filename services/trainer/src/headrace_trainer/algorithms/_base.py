@@ -101,11 +101,13 @@ class TurnCredit:
 class Turns:
     """The turns of B conversations, N of the one that has most: 0 behind each one's last, of which `counts_B` says the
     number. `rewards_BN` in float64 adds up to the samples' rewards. `tokens_BN` counts what was sampled in each turn.
+    `roles_BN` numbers who took each, -1 behind the last; the turns of a role follow each other. None: one party did.
     """
 
     rewards_BN: Tensor
     tokens_BN: Tensor
     counts_B: Tensor
+    roles_BN: Tensor | None = None
 
     @property
     def starts_BN(self) -> Tensor:
@@ -127,7 +129,7 @@ class Outcomes:
     longest turn where it has several; `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`,
     0 outside the mask. `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's
     value behind the last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
-    `turns`: where the algorithm has a `turn_credit`.
+    `turns`: where the algorithm has a `turn_credit`, and of conversations of several roles (see `by_role`).
     """
 
     rewards_B: Tensor

@@ -1,17 +1,20 @@
-"""Credit by turn: each turn of a conversation is an answer of its own, worth what is earned from it on.
+"""Credit by turn: each turn of a conversation is an answer of its own, worth what is earned from it on. Credit by role:
+what each role said is one, worth what that role has earned.
 
 Shapes: B samples, N turns of the one that has most, T trained tokens; U turns of all samples, P tokens of the longest.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Outcomes
+from headrace_trainer.algorithms._base import Outcomes, Turns
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.algorithms.functional.advantages.turns import turn_returns
 
@@ -72,6 +75,96 @@ def by_turn(
     if isinstance(found, Advantages):
         return Advantages(joined(found.advantages), joined(found.returns))
     return joined(found)
+
+
+def by_role(
+    compute: Callable[[Outcomes], Computed], outcomes: Outcomes, least: int = 2, *, credit: bool = False
+) -> Computed:
+    """Advantages of each token, (B, T), of samples in which several roles spoke.
+
+    What a role said in a sample is a sample of its own. Its reward is the sum of its turns' rewards, and it is compared
+    with what the same role came to in its group's other samples. A role that spoke in fewer of them than `least` has
+    advantage 0. `credit`: `compute` gives credit by turn.
+    """
+    turns = outcomes.turns
+    assert turns is not None and turns.roles_BN is not None
+    units = _units(turns, outcomes.groups_B, least)
+    mask_BT = outcomes.mask_BT
+
+    def cut(values_BT: Tensor) -> Tensor:
+        """(U, P): a row for each unit."""
+        values_UP = values_BT.new_zeros(len(units), max(1, *(unit.tokens for unit in units)))
+        for row, unit in enumerate(units):
+            own = values_BT[unit.sample, unit.first : unit.first + unit.tokens]
+            values_UP[row, : len(own)] = own
+        return values_UP
+
+    def joined(values_UP: Tensor) -> Tensor:
+        """(B, T): undoes `cut`."""
+        values_BT = values_UP.new_zeros(mask_BT.shape)
+        for row, unit in enumerate(units):
+            own = values_BT[unit.sample, unit.first : unit.first + unit.tokens]
+            own[:] = values_UP[row, : len(own)]
+        return values_BT
+
+    if not units:
+        return torch.zeros(mask_BT.shape, dtype=outcomes.rewards_B.dtype)
+    samples_U = torch.tensor([unit.sample for unit in units])
+    own_UN = torch.zeros(len(units), turns.rewards_BN.shape[1], dtype=torch.bool)
+    counts_U = torch.tensor([unit.turns for unit in units])
+    for row, unit in enumerate(units):
+        own_UN[row, unit.turn : unit.turn + unit.turns] = True
+    places_UN = torch.argsort((~own_UN).long(), dim=1, stable=True)
+    rewards_UN = (turns.rewards_BN[samples_U] * own_UN).gather(1, places_UN)
+    tokens_UN = (turns.tokens_BN[samples_U] * own_UN).gather(1, places_UN)
+    last_U = torch.tensor([unit.last for unit in units])
+    values_B = outcomes.bootstrap_values_B
+    found = compute(
+        replace(
+            outcomes,
+            rewards_B=rewards_UN.sum(1),
+            groups_B=torch.tensor([unit.group for unit in units]),
+            mask_BT=cut(mask_BT),
+            lengths_B=tokens_UN.amax(1),
+            columns_BT={name: cut(column_BT) for name, column_BT in outcomes.columns_BT.items()},
+            bootstrap_values_B=None if values_B is None else values_B[samples_U] * last_U,
+            turns=Turns(rewards_UN, tokens_UN, counts_U) if credit else None,
+        )
+    )
+    if isinstance(found, Advantages):
+        return Advantages(joined(found.advantages), joined(found.returns))
+    return joined(found)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What a role said in a sample: `turns` from `turn` on, `tokens` from `first` on. `last`: none follows."""
+
+    group: int
+    sample: int
+    turn: int
+    turns: int
+    first: int
+    tokens: int
+    last: bool
+
+
+def _units(turns: Turns, groups_B: Tensor, least: int) -> list[_Unit]:
+    """Those that are compared one behind the other, numbered by group and role."""
+    assert turns.roles_BN is not None
+    roles, tokens = turns.roles_BN.tolist(), turns.tokens_BN.tolist()
+    spoke: dict[tuple[int, int], list[_Unit]] = defaultdict(list)
+    for sample, group in enumerate(groups_B.tolist()):
+        turn = first = 0
+        there = [role for role in roles[sample] if role >= 0]
+        for role, run in groupby(there):
+            count = len(list(run))
+            length = sum(tokens[sample][turn : turn + count])
+            last = turn + count == len(there)
+            spoke[group, role].append(_Unit(0, sample, turn, count, first, length, last))
+            turn, first = turn + count, first + length
+    compared = [several for _, several in sorted(spoke.items()) if len(several) >= least]
+    return [replace(unit, group=number) for number, several in enumerate(compared) for unit in several]
 
 
 def _compared(there_BN: Tensor, groups_B: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor]:

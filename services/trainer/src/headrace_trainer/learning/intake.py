@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ from headrace_trainer.algorithms._base import (
     siblings_of,
     turn_credit_of,
 )
-from headrace_trainer.algorithms._turns import by_turn
+from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
@@ -105,11 +106,13 @@ class Intake:
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
         outcomes, credit = self._outcomes(state, batch), turn_credit_of(self._algorithm)
+        compute, least = self._algorithm.advantages, self._algorithm.least_group
         if credit is not None and credit.apart:
-            least = self._algorithm.least_group
-            computed = by_turn(self._algorithm.advantages, outcomes, credit.discount, least)
+            compute = partial(by_turn, compute, discount=credit.discount, least=least)
+        if outcomes.turns is not None and outcomes.turns.roles_BN is not None:
+            computed = by_role(compute, outcomes, least, credit=credit is not None)
         else:
-            computed = self._algorithm.advantages(outcomes)
+            computed = compute(outcomes)
         advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
         advantages = iter(advantages_BT.tolist())
         returns = None if returns_BT is None else iter(returns_BT.tolist())
@@ -140,7 +143,11 @@ class Intake:
             keys=tuple(group.keys()),
             disposition=Disposition.ACCUMULATED,
             sequences=len(group.members),
-            trained_sequences=sum(1 for length in lengths if length),
+            trained_sequences=sum(
+                len(member.lines(self.trained(member))) if member.turn_roles else 1
+                for member, length in zip(group.members, lengths, strict=True)
+                if length
+            ),
             tokens=sum(lengths),
             staleness=steps.staleness(state, set(by_version)),
             all_equal=len({(member.reward, member.turn_rewards) for member in sampled}) == 1,
@@ -177,8 +184,14 @@ class Intake:
             ).getrandbits(48),
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
             bootstrap_values_B=self._following(batch),
-            turns=_turns([member for _, member in members]) if turn_credit_of(self._algorithm) else None,
+            turns=self._turns([member for _, member in members]),
         )
+
+    def _turns(self, members: Many[Member]) -> Turns | None:
+        """Where credit goes by turn, or by role."""
+        if turn_credit_of(self._algorithm) is None and not any(member.turn_roles for member in members):
+            return None
+        return _turns(members)
 
     def _following(self, batch: Many[Inferred]) -> Tensor | None:
         critic = self._algorithm.critic
@@ -221,7 +234,8 @@ class Intake:
         ):
             kept = {**self._kept(columns), **more}
             lines = member.lines(self.trained(member))
-            share = 1.0 if siblings_of(self._algorithm) == "whole" else 1.0 / max(1, len(lines))
+            whole = member.turn_roles or siblings_of(self._algorithm) == "whole"
+            share = 1.0 if whole else 1.0 / max(1, len(lines))
             found += [
                 Sequence(
                     line.tokens,
@@ -318,7 +332,16 @@ def _turns(members: Many[Member]) -> Turns:
         rewards_BN=_double([_padded(list(member.turn_rewards), most) for member in members]),
         tokens_BN=torch.tensor(tokens),
         counts_B=torch.tensor([len(member.turn_rewards) for member in members]),
+        roles_BN=_roles(members, most),
     )
+
+
+def _roles(members: Many[Member], most: int) -> Tensor | None:
+    names = {role: number for number, role in enumerate(sorted({r for m in members for r in m.turn_roles}))}
+    if not names:
+        return None
+    rows = [[names[role] for role in member.turn_roles] for member in members]
+    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
 
 
 def _double(values: list[float] | list[list[float]]) -> Tensor:

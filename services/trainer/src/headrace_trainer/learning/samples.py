@@ -71,7 +71,7 @@ class Member:
     """One finished trajectory with its reward. `versions` has the sampling version of each trained token.
 
     A session whose requests did not all extend each other has several lines, which stand behind each other: they share
-    its reward, and none is read with another one's tokens.
+    its reward, and none is read with another one's tokens. A conversation of several roles has a line for each.
     """
 
     sample_index: int
@@ -91,7 +91,9 @@ class Member:
     turn_rewards: tuple[float, ...] = ()
     """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
     turn_tokens: tuple[int, ...] = ()
-    """Sampled tokens of each of these turns."""
+    """Sampled tokens of each of these turns, which are in the order of `tokens`."""
+    turn_roles: tuple[str, ...] = ()
+    """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
     siblings: tuple[int, ...] = ()
     """Where in `tokens` each line but the first begins."""
 

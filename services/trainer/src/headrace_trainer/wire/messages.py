@@ -11,6 +11,7 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
+from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
 from headrace_servicekit.rpc.routes import unpack_routes
@@ -170,22 +171,34 @@ def _read_member(
         masked=message.masked,
         siblings=siblings,
         routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
-        **(_read_turns(message, where, len(trained)) if by_turn else {}),
+        **_read_turns(message, where, len(trained), by_turn=by_turn),
     )
 
 
 class _TurnsRead(TypedDict, total=False):
     turn_rewards: tuple[float, ...]
     turn_tokens: tuple[int, ...]
+    turn_roles: tuple[str, ...]
 
 
-def _read_turns(message: trainer_pb2.SettledTrajectory, where: str, sampled: int) -> _TurnsRead:
-    tokens, rewards = message.trajectory.conversation.turn_tokens, message.turn_rewards
-    if not tokens or len(tokens) != len(rewards):
+def _read_turns(
+    message: trainer_pb2.SettledTrajectory, where: str, sampled: int, *, by_turn: bool
+) -> _TurnsRead:
+    """The turns in the order of their tokens, where credit goes by turn or by role."""
+    talk, rewards = message.trajectory.conversation, message.turn_rewards
+    tokens, roles = talk.turn_tokens, turn_roles(talk)
+    if not (by_turn or roles):
+        return _TurnsRead()
+    if not tokens or len(tokens) != len(rewards) or len(roles) not in (0, len(tokens)):
         raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
     if min(tokens) < 0 or sum(tokens) != sampled:
         raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
-    return _TurnsRead(turn_rewards=tuple(rewards), turn_tokens=tuple(tokens))
+    order = in_token_order(roles, len(tokens))
+    return _TurnsRead(
+        turn_rewards=tuple(rewards[turn] for turn in order),
+        turn_tokens=tuple(tokens[turn] for turn in order),
+        turn_roles=tuple(roles[turn] for turn in order) if roles else (),
+    )
 
 
 def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:

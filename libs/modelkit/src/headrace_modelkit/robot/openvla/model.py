@@ -30,6 +30,7 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
@@ -81,6 +82,16 @@ class OpenVlaConfig(Section):
 class OpenVlaPolicy(nn.Module, RobotPolicy):
     """`openvla`: the numbers of one action, one token after the other."""
 
+    shape = PolicyShape(
+        layers=("_Block", "LlamaDecoderLayer"),
+        parts={
+            "vision": ("vision_backbone.",),
+            "projector": ("projector.",),
+            "language": ("language_model.",),
+        },
+        added=("value_head.", "log_std"),
+    )
+
     def __init__(self, config: OpenVlaConfig) -> None:
         super().__init__()
         self.config = config
@@ -94,6 +105,13 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         self.value_head = ValueHead(text.hidden_size)
         self.scaling = ActionScaling(config.bounds)
         self.tokens = ActionTokens(config.action_vocabulary, config.bins)
+        patches = config.featurizers[0].patches * len(config.cameras)
+        self.chunk_tokens = patches + self.chunk_length * self.action_size
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, which gets no adapter."""
+        found: nn.Module = self.language_model.lm_head
+        return found
 
     @torch.no_grad()
     @override
@@ -102,14 +120,14 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
     ) -> ActionChunk:
         check_seeds(observation, seeds)
         embeds_BND, mask_BN = self.prefix(observation)
-        hidden_BND, cache = self._read(embeds_BND, mask_BN, None)
+        hidden_BND, cache = self._read(embeds_BND, mask_BN, None, use_cache=True)
         values_B = self.value_head(hidden_BND[:, -1])
         ids: list[Tensor] = []
         scores: list[Tensor] = []
         for number in range(self.action_size):
             if number:
                 mask_BN = F.pad(mask_BN, (0, 1), value=True)
-                hidden_BND, cache = self._read(self._embed(ids[-1]), mask_BN, cache)
+                hidden_BND, cache = self._read(self._embed(ids[-1]), mask_BN, cache, use_cache=True)
             log_probs_B1K = self._log_probs(hidden_BND[:, -1:])
             drawn = self.tokens.draw(
                 log_probs_B1K, None if deterministic else seeds, slice(number, number + 1)
@@ -124,7 +142,7 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         embeds_BND, mask_BN = self.prefix(observation)
         embeds_BND = torch.cat([embeds_BND, self._embed(ids_BA[:, :-1])], 1)
         mask_BN = F.pad(mask_BN, (0, self.action_size - 1), value=True)
-        hidden_BND, _ = self._read(embeds_BND, mask_BN, None)
+        hidden_BND, _ = self._read(embeds_BND, mask_BN, None, use_cache=False)
         return self._score(hidden_BND[:, -self.action_size :], ids_BA[:, None])
 
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
@@ -145,10 +163,10 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         seen_BPD = self._seen(observation)
         rows = []
         for prompt, seen_PD in zip(observation.prompts, seen_BPD, strict=True):
-            words_ND = self._embed(torch.tensor(prompt, device=seen_BPD.device))
+            words_ND = self._embed(torch.tensor(prompt).to(seen_BPD.device))
             rows.append(torch.cat([words_ND[:1], seen_PD, words_ND[1:]]))
         embeds_BND = pad_sequence(rows, batch_first=True, padding_side="left")
-        lengths_B = torch.tensor([len(row) for row in rows], device=embeds_BND.device)
+        lengths_B = torch.tensor([len(row) for row in rows]).to(embeds_BND.device)
         places_N = torch.arange(embeds_BND.shape[1], device=embeds_BND.device)
         return embeds_BND, places_N >= embeds_BND.shape[1] - lengths_B[:, None]
 
@@ -163,7 +181,9 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         found: Tensor = self.language_model.get_input_embeddings()(ids)
         return found
 
-    def _read(self, embeds_BND: Tensor, mask_BN: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def _read(
+        self, embeds_BND: Tensor, mask_BN: Tensor, cache: Any, *, use_cache: bool
+    ) -> tuple[Tensor, Any]:
         """Hidden states of the given embeddings, which end where the mask ends; causal."""
         positions_BN = (mask_BN.cumsum(-1) - 1).clamp(min=0)[:, -embeds_BND.shape[1] :]
         found = self.language_model.model(
@@ -171,13 +191,15 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
             attention_mask=mask_BN.long(),
             position_ids=positions_BN,
             past_key_values=cache,
-            use_cache=not torch.is_grad_enabled(),
+            use_cache=use_cache,
         )
         return found.last_hidden_state, found.past_key_values
 
     def _log_probs(self, hidden_BND: Tensor) -> Tensor:
-        """(B, N, K) over the ids of actions."""
-        return self.tokens.log_probs(self.language_model.lm_head(hidden_BND), self.config.temperature)
+        """(B, N, K) over the ids of actions, whose rows of the head alone are multiplied, in fp32."""
+        rows_KD = self.language_model.lm_head.weight[self.tokens.first : self.tokens.action_vocabulary]
+        logits_BNK = F.linear(hidden_BND.float(), rows_KD.float())
+        return (logits_BNK / self.config.temperature).log_softmax(-1)
 
     def _score(self, hidden_BND: Tensor, ids_BCA: Tensor) -> Evaluation:
         log_probs_BNK = self._log_probs(hidden_BND)
@@ -210,6 +232,7 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         if config.head == "l1":
             self.action_head = _L1Head(hidden, self.action_size)
             self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
+        self.chunk_tokens += 1 + (config.proprio is not None)
 
     @torch.no_grad()
     @override
@@ -235,8 +258,9 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         if self.config.head == "tokens":
             return self._score(hidden_BND, sampled[ACTIONS])
         mean_BCA = self.means(hidden_BND)
-        log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, self.log_std)
-        entropy_BCA = gaussian.entropy(self.log_std).expand_as(mean_BCA)
+        log_std = self.log_std.float()
+        log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, log_std)
+        entropy_BCA = gaussian.entropy(log_std).expand_as(mean_BCA)
         return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
 
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
@@ -252,7 +276,7 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         """
         embeds_BND, mask_BN = self.prefix(observation)
         count, numbers = len(embeds_BND), self.chunk_length * self.action_size
-        stop_1D = self._embed(torch.tensor([self.config.stop_token], device=embeds_BND.device))
+        stop_1D = self._embed(torch.tensor([self.config.stop_token]).to(embeds_BND.device))
         slots_BND = embeds_BND.new_zeros(count, numbers, embeds_BND.shape[-1])
         embeds_BND = torch.cat([embeds_BND, slots_BND, stop_1D.expand(count, 1, -1)], 1)
         mask_BN = F.pad(mask_BN, (0, numbers + 1), value=True)
@@ -267,29 +291,30 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         return hidden_BND[:, -(numbers + 2) : -2]
 
     def means(self, hidden_BND: Tensor) -> Tensor:
-        """(B, C, A) of the L1 head."""
+        """(B, C, A) of the L1 head, fp32."""
         found: Tensor = self.action_head(hidden_BND.reshape(len(hidden_BND), self.chunk_length, -1))
-        return found
+        return found.float()
 
     def _seen(self, observation: Observation) -> Tensor:
         seen_BPD = super()._seen(observation)
         if self.config.proprio is None:
             return seen_BPD
         state_BS = state_of(observation, self.config.proprio.size).to(seen_BPD.device)
-        state_B1D = self.proprio_projector(self.proprio_scaling.drawn(state_BS).clamp(-1, 1))[:, None]
+        state_BS = self.proprio_scaling.drawn(state_BS).clamp(-1, 1).to(seen_BPD.dtype)
+        state_B1D = self.proprio_projector(state_BS)[:, None]
         return torch.cat([seen_BPD, state_B1D], 1)
 
     def _around(self, hidden_BND: Tensor, values_B: Tensor, seeds: Sequence[int] | None) -> ActionChunk:
-        mean_BCA = self.means(hidden_BND)
+        mean_BCA, log_std = self.means(hidden_BND), self.log_std.float()
         drawn_BCA = mean_BCA
         if seeds is not None:
-            noise_BCA = gaussian.row_noise(seeds, tuple(self.log_std.shape), mean_BCA.device)
-            drawn_BCA = mean_BCA + self.log_std.exp() * noise_BCA
+            noise_BCA = gaussian.row_noise(seeds, tuple(log_std.shape), mean_BCA.device)
+            drawn_BCA = mean_BCA + log_std.exp() * noise_BCA
         return ActionChunk(
             sampled={ACTIONS: drawn_BCA},
             executed_BCA=self.scaling(drawn_BCA),
             valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, self.log_std),
+            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, log_std),
             values_B=values_B,
         )
 
@@ -378,5 +403,5 @@ def pixels(image: Tensor, shape: VitShape) -> Tensor:
     if image.shape[-2:] != (shape.image_size, shape.image_size):
         size = (shape.image_size, shape.image_size)
         image = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
-    mean, std = (image.new_tensor(values)[:, None, None] for values in (shape.mean, shape.std))
+    mean, std = (torch.tensor(values).to(image)[:, None, None] for values in (shape.mean, shape.std))
     return (image - mean) / std

@@ -91,7 +91,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, P, W) of normalised (B, 3, H, W) pixels."""
-        hidden: Tensor = self.patch_embed(pixels) + self.pos_embed
+        hidden: Tensor = self.patch_embed(pixels.to(self.pos_embed.dtype)) + self.pos_embed
         prefix = [
             token.expand(len(hidden), -1, -1)
             for token in (getattr(self, "cls_token", None), getattr(self, "reg_token", None))

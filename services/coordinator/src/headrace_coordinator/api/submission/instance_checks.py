@@ -21,7 +21,7 @@ from headrace_schema.workflow import CONVERSATIONS
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import in_users_keys, opening, other_kind
@@ -100,7 +100,7 @@ def _misfits(
 
 def _refused(refusal: CallRefused, key: str, instance: str) -> list[KeyProblemView]:
     """What an instance finds wrong with the spec; other refusals are the run's to handle."""
-    if refusal.reason != "INVALID":
+    if refusal.reason not in ("INVALID", SCORER_AWAY):
         return []
     _, _, text = refusal.message.partition(f"{refusal.key}: ")
     fix = f"mend it: {instance} has tried it, and its log says more"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace_schema.openings import reply_model
+from headrace_schema.openings import reply_model, role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
@@ -36,6 +36,9 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
     if spec.reply and (replier := reply_model(spec.model, spec.reply)):
         yield from _model_directory(replier, "reply.path")
+    for name, role in spec.environment.roles.items() if spec.environment else ():
+        if role.path:
+            yield from _model_directory(role_model(spec.model, role), f"environment.roles.{name}.path")
     critic = spec.algorithm.options.get("critic_path")
     if isinstance(critic, str) and critic:
         yield from _model_directory(ModelSection(path=critic), "algorithm.options.critic_path")

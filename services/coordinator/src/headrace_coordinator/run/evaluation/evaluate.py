@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -32,7 +33,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
-from headrace_coordinator.run.step.trajectories import failure_of, sampled
+from headrace_coordinator.run.step.trajectories import failure_of, said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import WaitTimeout
@@ -246,6 +247,15 @@ def _sampling(context: RunContext, published: Published) -> Sampling:
     )
 
 
+def _messages(
+    context: RunContext, answer: common.Trajectory, score: reward.ScoreResult
+) -> dict[str, list[dict[str, Any]]]:
+    """What was said in a conversation, as `MessageView`s; empty of an answer."""
+    talk = answer.conversation
+    found = told(context.spec.tool_calls, said(talk), score.turns or talk.rewards)
+    return {"messages": msgspec.to_builtins(found)} if found else {}
+
+
 def _view(
     context: RunContext,
     published: Published,
@@ -269,6 +279,7 @@ def _view(
                     "completion": answer.completion_text,
                     "reference": item.answer,
                     "reward": score.reward,
+                    **_messages(context, answer, score),
                 }
             )
     by_prompt: dict[int, list[float]] = defaultdict(list)

@@ -30,7 +30,7 @@ from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.step import RunFailed
-from headrace_coordinator.run.step.trajectories import sampled
+from headrace_coordinator.run.step.trajectories import said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.waits import WaitTimeout
@@ -219,7 +219,7 @@ class SuiteLoop(RunLoop):
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
-        tokens, versions = sampled(answered)
+        (tokens, versions), talk = sampled(answered), answered.conversation
         item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,
@@ -236,6 +236,7 @@ class SuiteLoop(RunLoop):
             tokens=tokens,
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
+            messages=told(self.context.spec.tool_calls, said(talk), score.turns or talk.rewards),
         )
 
 

@@ -316,16 +316,35 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
 
 
 def other_kind(spec: RunSpec, described: simulator.OpenPoolResponse) -> list[KeyProblemView]:
-    """The problem of a run of conversations whose environments are robots', or the other way round."""
-    if described.conversation == (spec.workflow == CONVERSATIONS):
-        return []
+    """The problems of a run of conversations whose environments are robots', or the other way round, or which have
+    other roles than the run says.
+    """
     assert spec.environment is not None
+    if described.conversation == (spec.workflow == CONVERSATIONS):
+        return _other_roles(spec.environment, list(described.roles))
     backend, key = spec.environment.backend, "environment.backend"
     if described.conversation:
         reason = f"{backend} has conversations, and the run's policy is a robot's"
         return [problem(key, reason, f"set workflow: {CONVERSATIONS}, or name a simulator of robots")]
     reason = f"{backend} has environments of robots, and the run's policy speaks"
     return [problem(key, reason, "leave it out, or set workflow: embodied")]
+
+
+def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyProblemView]:
+    named = ", ".join(roles) or "none"
+    strange = [
+        problem(f"environment.roles.{each}", f"the environment has no such role; roles: {named}", "remove it")
+        for each in section.roles
+        if each not in roles
+    ]
+    if (
+        roles
+        and not strange
+        and all(each in section.roles and not section.roles[each].trained for each in roles)
+    ):
+        reason = f"none of {named} is played by the policy and learned from"
+        return [problem("environment.roles", reason, "leave one out, or set its learns: true")]
+    return strange
 
 
 def in_users_keys(refused: CallRefused) -> CallRefused:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import StepView
 from headrace_servicekit.rpc.digests import set_digest
-from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.ledger.reward_flow import stage_figures
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.domain.ledger.versions import Lineage
-from headrace_coordinator.projections.trajectories import Call, Message, SettledTrajectory, whole_groups
+from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import carries_no_loss, identities
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Shown, Trajectories, Trajectory
+from headrace_coordinator.run.step.trajectories import Trajectories, told
 
 
 def certify(
@@ -143,18 +141,6 @@ def step_view(
     )
 
 
-def told(context: RunContext, trajectory: Trajectory, shown: Shown) -> list[Message]:
-    """What was said in a conversation, with the calls of tools in the form that the run's spec names."""
-    form, rewards = context.spec.tool_calls, iter(trajectory.turn_rewards)
-    found = []
-    for role, content, tokens in shown.said:
-        own = tokens is not None
-        calls = PARSERS[form](content) if own and form in PARSERS else []
-        listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
-        found.append(Message(role, content, tokens, next(rewards, None) if own else None, listed))
-    return found
-
-
 def settled_lines(
     context: RunContext, certificate: ev.Certificate, slots: list[Slot], trajectories: Trajectories
 ) -> list[SettledTrajectory]:
@@ -184,7 +170,7 @@ def settled_lines(
             log_probs=[round(value, 4) for value in shown.log_probs],
             text_bytes=shown.text_bytes.tolist(),
             advantage=shown.advantage,
-            messages=told(context, trajectory, shown),
+            messages=told(context.spec.tool_calls, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
         )
         for slot, trajectory, shown in kept

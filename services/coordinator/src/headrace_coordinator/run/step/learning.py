@@ -161,7 +161,7 @@ def _fill(
     oldest = context.state.lineage.versions[trajectory.oldest]
     settled.trajectory.CopyFrom(message)
     settled.reward = slot.reward
-    if context.workers.leader.by_turn:
+    if context.workers.leader.by_turn or trajectory.turn_roles:
         settled.turn_rewards.extend(trajectory.turn_rewards)
     settled.masked = carries_no_loss(context, slot.sample, message.finish_reason)
     version = settled.oldest_version

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain import events as ev
@@ -183,6 +184,7 @@ class Receiver:
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
         trajectory.turn_rewards = list(message.conversation.rewards)
+        trajectory.turn_roles = turn_roles(message.conversation)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:
             trajectory.versions = ()

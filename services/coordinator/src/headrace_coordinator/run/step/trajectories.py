@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
+from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
+from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
-from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
@@ -32,23 +35,22 @@ class Shown:
     """The bytes of text that each of these tokens is; empty where the producer does not say."""
     advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    said: list[tuple[str, str, int | None]] = field(default_factory=list)
-    """Of a conversation: role and content of each message, and the tokens of one that the policy sampled."""
+    said: list[tuple[str, str, str, int | None]] = field(default_factory=list)
+    """Of a conversation: role, party and content of each message, and the tokens of one that the policy sampled."""
 
     @classmethod
     def of(cls, message: common.Trajectory) -> Shown:
         """The part of a message that is shown."""
         log_probs, text_bytes = array("f"), array("I")
-        for segment in message.segments:
-            if segment.policy_number:
-                log_probs.extend(segment.tokens.log_probs[: LOG_PROBS_KEPT - len(log_probs)])
-                text_bytes.extend(segment.tokens.text_bytes[: LOG_PROBS_KEPT - len(text_bytes)])
+        for tokens, first, last in _in_order(message):
+            log_probs.extend(tokens.log_probs[first : min(last, first + LOG_PROBS_KEPT - len(log_probs))])
+            text_bytes.extend(tokens.text_bytes[first : min(last, first + LOG_PROBS_KEPT - len(text_bytes))])
         return cls(
             message.completion_text,
             message.finish_reason,
             log_probs,
             text_bytes,
-            said=_said(message.conversation),
+            said=said(message.conversation),
         )
 
 
@@ -71,8 +73,18 @@ class Trajectory:
     """None until it is scored."""
     turn_rewards: list[float] = field(default_factory=list)
     """Of a conversation: what its environment gave for each turn; once it is scored, what adds up to the reward."""
+    turn_roles: list[str] = field(default_factory=list)
+    """Of a conversation of several roles: who took each turn."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
+
+    @property
+    def by_role(self) -> dict[str, float]:
+        """What each role's turns were worth; empty where there are no roles."""
+        found: dict[str, float] = defaultdict(float)
+        for role, reward in zip(self.turn_roles, self.turn_rewards, strict=False):
+            found[role] += reward
+        return found
 
     @property
     def received(self) -> common.Trajectory:
@@ -143,10 +155,45 @@ class Trajectories(dict[SlotKey, Trajectory]):
         return found
 
 
-def _said(talk: common.Conversation) -> list[tuple[str, str, int | None]]:
-    """What was said in a conversation."""
+def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:
+    """Pieces of segments that were sampled, from a first token on to before a last one, in the order of turns."""
+    found = [segment.tokens for segment in message.segments if segment.policy_number]
+    roles, counts = turn_roles(message.conversation), message.conversation.turn_tokens
+    if not roles:
+        yield from ((tokens, 0, len(tokens.token_ids)) for tokens in found)
+        return
+    by_turn: dict[int, list[tuple[common.TokenSegment, int, int]]] = defaultdict(list)
+    pieces, first = iter(found), 0
+    tokens = next(pieces, common.TokenSegment())
+    for turn in in_token_order(roles, len(counts)):
+        left = counts[turn]
+        while left:
+            if first == len(tokens.token_ids):
+                tokens, first = next(pieces), 0
+            last = min(first + left, len(tokens.token_ids))
+            by_turn[turn].append((tokens, first, last))
+            left, first = left - (last - first), last
+    for turn in sorted(by_turn):
+        yield from by_turn[turn]
+
+
+def said(talk: common.Conversation) -> list[tuple[str, str, str, int | None]]:
+    """What was said in a conversation: role, party, content, and tokens of what the policy sampled."""
     own = dict(zip(talk.turn_messages, talk.turn_tokens, strict=False))
-    return [(message.role, message.content, own.get(at)) for at, message in enumerate(talk.messages)]
+    return [(each.role, each.party, each.content, own.get(at)) for at, each in enumerate(talk.messages)]
+
+
+def told(
+    form: str, said: Iterable[tuple[str, str, str, int | None]], turn_rewards: Iterable[float]
+) -> list[Message]:
+    """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
+    rewards, found = iter(turn_rewards), []
+    for role, party, content, tokens in said:
+        own = tokens is not None
+        calls = PARSERS[form](content) if own and form in PARSERS else []
+        listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
+        found.append(Message(role, content, tokens, next(rewards, None) if own else None, listed, party))
+    return found
 
 
 def failure_of(message: common.Trajectory) -> str:

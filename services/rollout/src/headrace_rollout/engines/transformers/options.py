@@ -11,6 +11,6 @@ class TransformersOptions(Options):
 
     kv_cache_bytes: PositiveInt | None = Field(
         default=None,
-        description="most memory of the running samples' keys and values; default: a quarter of what the host has "
-        "free, or four fifths of what a GPU has",
+        description="most memory of the running samples' keys and values; conversations between two turns keep theirs "
+        "in up to a quarter of it more; default: a quarter of what the host has free, or four fifths of what a GPU has",
     )

@@ -6,7 +6,6 @@ known, so the order and the packing in which groups come do not matter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -56,7 +55,8 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         if plan is None or not plan.own_model or plan.path is not None:
             return
         shards = self._sharded.shards()
-        policy = {name.removeprefix(self._sharded.body_prefix): shard for name, shard in shards.items()}
+        body = f"{self._sharded.model.base_model_prefix}."
+        policy = {name.removeprefix(body): shard for name, shard in shards.items()}
         for name in self._sharded.critic_names:
             if name.startswith(f"{CRITIC}body."):
                 shards[name].copy_(policy[name.removeprefix(f"{CRITIC}body.")])
@@ -83,28 +83,8 @@ class FsdpBackend(FsdpModels, HelpingBackend):
 
     @override
     def zero(self) -> None:
-        if self._dirty:
-            self._sharded.finish_backward()
-        self._sharded.drop_gradients()
-        self._figures = TokenFigures()
+        super().zero()
         self._contributed = {}
-        self._dirty = False
-
-    @override
-    def gradient_is_finite(self) -> bool:
-        if self._dirty:
-            self._sharded.finish_backward()
-            self._dirty = False
-        return math.isfinite(self._global_norm(self._sharded.gradients()))
-
-    def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
-        """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
-        self._sharded.finish_backward()
-        shards = self._all_gradients()
-        whole = {name: self._sharded.gather(name, shard) / denominator for name, shard in shards.items()}
-        self._dirty = False
-        self.zero()
-        return whole
 
     @override
     def load_base(self, reader: StateReader) -> None:
@@ -121,9 +101,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
 
     @override
     def private_gradient(self) -> PrivateGradient:
-        if self._dirty:
-            self._sharded.finish_backward()
-            self._dirty = False
+        self._finish_backward()
         shards = self._sharded.gradients()
         whole = {name: self._sharded.gather(name, shard) for name, shard in shards.items()}
         return PrivateGradient(whole, self._figures.sums(), self._figures.maxima())
@@ -137,6 +115,7 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         if given is not None:
             self._figures.merge(TokenFigures.of(given.token_sums, given.token_maxima))
 
+    @override
     def _all_gradients(self) -> dict[str, Tensor]:
         """The reduced shards with what helpers have added, which is then part of them and of nothing else."""
         gradients = self._sharded.gradients()
@@ -158,18 +137,3 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         self._dirty = True
         torch.autograd.backward(loss)
         return True
-
-    @override
-    def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
-        if self._dirty:
-            self._sharded.finish_backward()
-        return self._all_gradients(), frozenset(self._sharded.critic_names)
-
-    @override
-    def _drop_gradients(self) -> None:
-        self._sharded.drop_gradients()
-        self._dirty = False
-
-    @override
-    def _global_norm(self, gradients: dict[str, Tensor]) -> float:
-        return math.sqrt(self._sharded.norm_square(gradients.values()))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
-from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.vision import ImageReader, load_images
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import OptimizerSection
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -31,20 +28,18 @@ from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
-from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, check_ranks
-from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.fsdp.reference import Reference
+from headrace_trainer.backends.fsdp.sharded import float_what_learns
 from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
 from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.losses import Forward
-from headrace_trainer.backends.shared.optimizer import ShardedAdamW
-from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, Rooms, check_host
 
 
 class FsdpModels(FsdpState):
@@ -57,15 +52,10 @@ class FsdpModels(FsdpState):
         ranks: TrainerGroup,
         options: FsdpOptions | None = None,
     ) -> None:
-        super().__init__(config, algorithm, ranks)
-        self._options = options or FsdpOptions()
+        super().__init__(config, algorithm, ranks, options)
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
-        self._dtype = DTYPES[config.model.dtype]
-        self._layout: Layout | None = None
-        self._dirty = False
-        """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
         self._images: ImageReader | None = None
         """What reads the images of prompts, where the model takes any."""
@@ -74,8 +64,6 @@ class FsdpModels(FsdpState):
         self._reference: Reference | None = None
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
-        self._model: ShardedModel | None = None
-        self._optimizer: ShardedAdamW | None = None
 
     @property
     @override
@@ -104,25 +92,6 @@ class FsdpModels(FsdpState):
     def costs(self) -> Costs:
         return Costs(self._square_nodes, padded=self._attends is not Attends.SEGMENTS)
 
-    @override
-    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
-        ranks = self._ranks.world_size
-        check_ranks(self._options, ranks)
-        return choose_layout(self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms)[1]
-
-    @property
-    @override
-    def layout(self) -> Layout:
-        if self._layout is None:
-            ranks = self._ranks.world_size
-            rooms, ranks_per_host = self._ranks.least_rooms()
-            layout, plan = choose_layout(
-                self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
-            )
-            check_host(plan, rooms, min(ranks, ranks_per_host))
-            self._layout, self.layout_chosen, self.saves_in_place = layout, plan.reason, plan.saves_in_place
-        return self._layout
-
     @property
     @override
     def reference(self) -> ReferenceFacts | None:
@@ -132,29 +101,15 @@ class FsdpModels(FsdpState):
 
     @property
     @override
-    def base_model(self) -> ReferenceFacts | None:
-        return self._base_facts[0] if self._base_facts else None
-
-    @property
-    @override
     def reference_bytes(self) -> int:
         own = sum(tensor.nbytes for tensor in (self._initial_adapters or {}).values())
         return self._reference.size_bytes if self._reference is not None else own
 
     @override
-    def release(self) -> None:
-        self._sharded.release()
-
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
-        self._sharded.move(move)
-        self._adamw.move(move, self._sharded.shards())
-
-    @override
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
-            _float_what_learns(module)
+            float_what_learns(module)
         if self.layout.checkpointing:
             for body in bodies:
                 untyped: Any = body
@@ -171,16 +126,16 @@ class FsdpModels(FsdpState):
         self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
+        policy = Policy(model, critic, self._routing)
+        policy.context = self._context
         self._model = ShardedModel(
-            model,
+            policy,
+            [layer for body in bodies for layer in layers_of(body)],
             self._ranks,
             None if self._lora else self._dtype,
             layout=self.layout,
-            critic=critic,
-            routing=self._routing,
             experts=self._expert_mesh(),
         )
-        self._model.policy.context = self._context
         self._optimizer = self._new_optimizer()
         self._dirty = False
 
@@ -193,22 +148,9 @@ class FsdpModels(FsdpState):
         size = self._options.expert_parallel
         return ExpertMesh(self._ranks, size) if size > 1 else None
 
-    @override
-    def _new_optimizer(self) -> ShardedAdamW:
-        decays = {name for name, p in self._sharded.learned.items() if p.dim() > 1}
-        config: OptimizerSection = self._config.optimizer
-        critic = frozenset(self._sharded.critic_names)
-        return ShardedAdamW(
-            config,
-            self._sharded.shards(),
-            decays=decays,
-            critic=critic,
-            moments_on_host=self.layout.offload != "none",
-        )
-
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
         anchor = torch.zeros((), device=self._ranks.device)
-        found: Forward = self._sharded.policy(batch, self._config.sampling.temperature, anchor, values=values)
+        found: Forward = self._sharded.policy(batch, anchor, self._config.sampling.temperature, values=values)
         return found
 
     @override
@@ -236,13 +178,10 @@ class FsdpModels(FsdpState):
         with torch.no_grad(), standing_in(self._sharded.model, placed):
             return self._forward(batch.unforced(), values=False)[0]
 
+    @property
     @override
-    def _shards(self) -> dict[str, Tensor]:
-        return self._sharded.shards()
-
-    @override
-    def _spread(self) -> None:
-        self._sharded.release()  # whole parameters of an earlier forward are of other weights
+    def _critic_names(self) -> frozenset[str]:
+        return frozenset(self._sharded.critic_names)
 
     @property
     @override
@@ -275,28 +214,8 @@ class FsdpModels(FsdpState):
         divided = self._options.context_parallel > 1
         return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
 
-    @property
-    @override
-    def _sharded(self) -> ShardedModel:
-        if self._model is None:
-            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
-        return self._model
-
-    @property
-    @override
-    def _adamw(self) -> ShardedAdamW:
-        if self._optimizer is None:
-            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
-        return self._optimizer
-
 
 def _compile_layers(body: PreTrainedModel) -> None:
     """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
     for layer in layers_of(body):
         layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
-
-
-def _float_what_learns(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.sharding import Root
 from headrace_trainer.learning.packing import MicroBatch
 
 
-class Policy(nn.Module):
+class Policy(Root):
     """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
 
     def __init__(
@@ -38,15 +39,14 @@ class Policy(nn.Module):
         """The ranks that divide the micro-batches it gets; set by who divides them."""
 
     def forward(
-        self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
+        self, batch: MicroBatch | None, anchor: Tensor, temperature: float = 1.0, *, values: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
 
         The value of a token is the critic's, of what the policy has read when it samples that token; none unless
         `values` asks for them.
 
-        Without a batch returns the anchor itself: a backward through it runs no layer and only lets
-        fully_shard finish what earlier backwards have accumulated.
+        Without a batch returns the anchor itself; see `Root`.
         """
         if batch is None:
             return anchor * 1.0, anchor.detach(), None

@@ -21,7 +21,8 @@ from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.policy import Policy
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
@@ -55,8 +56,12 @@ class Reference:
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
         layout = Layout("weights", shard_ranks)
-        self._model = ShardedModel(model, ranks, DTYPES[section.dtype], layout=layout, experts=divided)
-        self._model.policy.context = context
+        policy = Policy(model)
+        policy.context = context
+        layers = layers_of(model)
+        self._model = ShardedModel(
+            policy, layers, ranks, DTYPES[section.dtype], layout=layout, experts=divided
+        )
         if warmed is None:
             places = self._model.places(self._model.tensors(), types)
             distribute(ranks, places, source.read if source else None)
@@ -77,7 +82,7 @@ class Reference:
             self._model.move(lambda tensor: tensor.to(device))
             self._away = False
         with torch.no_grad():
-            found_K: Tensor = self._model.policy(batch, self._temperature, torch.zeros((), device=device))[0]
+            found_K: Tensor = self._model.policy(batch, torch.zeros((), device=device), self._temperature)[0]
         return found_K
 
     def park(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.experts import Routing
 from headrace_modelkit.lora import A, B, adapted_layers, adapter_of, is_adapter, merged_weight
 from headrace_modelkit.tensor_files import Box, slices
 from headrace_modelkit.weights import state_tensors
@@ -29,10 +28,21 @@ from transformers import PreTrainedModel
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
-from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
+
+
+class Root(nn.Module):
+    """The module that is sharded as one: a model, maybe with a critic, whose layers are gathered one at a time.
+
+    Its forward takes what there is to compute and an anchor, and gives a tuple of tensors. Of nothing (None) it gives
+    the anchor alone: a backward through it runs no layer, and only lets fully_shard finish what earlier ones have
+    accumulated.
+    """
+
+    model: Any
+    critic: Critic | None
 
 
 class ShardedModel:
@@ -46,22 +56,20 @@ class ShardedModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: Root,
+        layers: Iterable[nn.Module],
         ranks: TrainerGroup,
         compute_dtype: torch.dtype | None,
         *,
         layout: Layout,
-        critic: Critic | None = None,
-        routing: Routing | None = None,
         experts: ExpertMesh | None = None,
     ) -> None:
         self._ranks = ranks
         self.layout = layout
         self._on_host = layout.offload == "parameters"
         self._experts = experts
-        self.model = model
-        self.body_prefix = f"{model.base_model_prefix}."
-        self.policy = Policy(model, critic, routing)
+        self.policy = policy
+        self.model = policy.model
         mixed = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -85,9 +93,9 @@ class ShardedModel:
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
 
-        self._divided = experts.divide(model, shard) if experts is not None else set[str]()
+        self._divided = experts.divide(self.model, shard) if experts is not None else set[str]()
         """Names of the experts' weights, of which this rank has a share only."""
-        for module in [*layers_of(model), *layers_of(critic.body if critic else None), self.policy]:
+        for module in [*layers, self.policy]:
             shard(module, ranks.mesh_of(layout.shard_ranks))
         materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
@@ -162,7 +170,7 @@ class ShardedModel:
         """
         self._accumulating(last=True)
         anchor = self._anchor.clone().requires_grad_()
-        self.policy(None, 1.0, anchor)[0].sum().backward()
+        self.policy(None, anchor)[0].sum().backward()
         self._accumulating()
 
     def release(self) -> None:

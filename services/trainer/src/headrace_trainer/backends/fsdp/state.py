@@ -1,4 +1,4 @@
-"""What a run's models are loaded from, and what of them is published and saved: with FSDP2, each rank its parts.
+"""What the models of a run that learns from answers are loaded from: with FSDP2, each rank its parts.
 
 Knows no layout and no forward.
 """
@@ -6,10 +6,7 @@ Knows no layout and no forward.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,72 +14,34 @@ from headrace_modelkit.critic import Critic, critic_section, hidden_size
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.lora import add_adapters
 from headrace_modelkit.model_files import empty_model
-from headrace_modelkit.tensor_files import Tensors, slices
+from headrace_modelkit.tensor_files import Tensors
 from headrace_modelkit.vision import freeze_vision
-from headrace_schema.sections.learning import LoraSection
-from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS
 from headrace_trainer.backends._base import (
-    ADAPTER_KIND,
-    CRITIC_KIND,
-    AdaptingBackend,
-    ReferenceFacts,
-    StatePart,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.layouts.layout import Layout
-from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.reference import base_facts
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.sharded import ShardedBackend
 from headrace_trainer.backends.shared.distributing import (
-    Place,
-    Read,
     check_files,
     distribute,
     open_source,
     types_of,
     weights_digest,
 )
-from headrace_trainer.backends.shared.fit import ALPHA, CRITIC, check_fit
+from headrace_trainer.backends.shared.fit import CRITIC, check_fit
 from headrace_trainer.backends.shared.model import LanguageModel
-from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 
 
-class FsdpState(LanguageModel, AdaptingBackend):
+class FsdpState(ShardedBackend, LanguageModel):
     """Policy, critic and optimizer between files and the ranks; `Backend` has what each method promises."""
-
-    _dtype: torch.dtype
-    _base_facts: tuple[ReferenceFacts, ReferenceFacts] | None = None
-    """Of the frozen weights that the leader has read: as base model, and as reference."""
-
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """How the model lies on the ranks: the same on all of them, chosen once for the least room that one has.
-
-        Raises Refusal INVALID or MEMORY_SHORT where a host has too little for its ranks.
-        """
 
     @abstractmethod
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
         """Shards models that lie on meta."""
-
-    @property
-    @abstractmethod
-    def _sharded(self) -> ShardedModel:
-        """What was sharded. Raises Refusal NOT_OPEN."""
-
-    @property
-    @abstractmethod
-    def _adamw(self) -> ShardedAdamW:
-        """Of what learns. Raises Refusal NOT_OPEN."""
-
-    @property
-    def _lora(self) -> LoraSection | None:
-        return self._config.trainer.lora
 
     @override
     def check_files(self, *, initial: bool) -> None:
@@ -138,75 +97,7 @@ class FsdpState(LanguageModel, AdaptingBackend):
             self._fill(self._sharded.weight_names, reader.weight if reader else None)
         if self._sharded.critic_names:
             self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
-        steps = self._saved_steps(reader)
-        if steps:
-            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
-
-    def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
-        """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
-        own = self._sharded.places(self._sharded.weight_names, types)
-        distribute(self._ranks, own, source.read if source else None)
-
-    def _fill(self, names: Many[str], read: Read | None) -> None:
-        distribute(self._ranks, self._sharded.places(names), read)
-
-    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        wanted = [
-            Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
-            for name in self._sharded.learned
-        ]
-        distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
-        return found
-
-    @override
-    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        parameters, buffers = self._sharded.parameters, self._sharded.buffers
-        layout = []
-        for name in self._sharded.weight_names:
-            dtype = self._dtype if name in parameters else buffers[name].dtype
-            layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
-        return layout
-
-    @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.weights()
-
-    @override
-    def weight_parts(self) -> Iterator[StatePart]:
-        for name in self._sharded.weight_names:
-            if not self._sharded.is_adapted(name):
-                yield from self._part(name, name)
-                continue
-            # Merged as it is published, to the last bit: of the whole weight.
-            whole = self._sharded.weight(name)
-            yield from self._part(name, name, whole[slices(self._sharded.box(name))])
-
-    @override
-    def moment_parts(self) -> Iterator[StatePart]:
-        shards = self._sharded.shards()
-        for kind in MOMENTS:
-            for name, shard in shards.items():
-                own = self._adamw.moment(kind, name) if shard.numel() else shard
-                yield from self._part(f"{kind}/{name}", name, own)
-        for name in self._sharded.critic_names:
-            yield from self._part(f"{CRITIC_KIND}/{name}", name)
-        for name in self._sharded.adapter_names:
-            yield from self._part(f"{ADAPTER_KIND}/{name}", name)
-        if self._lora and self._ranks.leads:
-            alpha = torch.tensor(self._lora.alpha, dtype=torch.float64)
-            yield StatePart(f"{ADAPTER_KIND}/{ALPHA}", (), (), alpha)
-
-    def _part(self, saved_as: str, name: str, value: Tensor | None = None) -> Iterator[StatePart]:
-        """What this rank saves of tensor `name`, or of one that is sharded like it; nothing where another rank does."""
-        tensor = self._sharded.tensors()[name]
-        if is_saved_here(tensor, leads=self._ranks.leads):
-            own = local(tensor) if value is None else value
-            yield StatePart(saved_as, self._sharded.shape(name), self._sharded.box(name), own)
-
-    @override
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.adapters()
+        self._fill_moments(reader)
 
     def _read_model(self) -> tuple[PreTrainedModel, Tensors | None, dict[str, torch.dtype]]:
         """The configured model on meta, its own weights frozen where adapters learn; where to read them, and in which

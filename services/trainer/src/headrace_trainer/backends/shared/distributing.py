@@ -14,7 +14,7 @@ import torch
 import xxhash
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.model_files import ModelFiles, check_model, fingerprint, open_model
-from headrace_modelkit.tensor_files import Box, Tensors, volume
+from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, volume
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.generating import ModelSection
 from torch import Tensor, nn
@@ -86,15 +86,20 @@ def open_source(ranks: TrainerGroup, section: ModelSection, model: PreTrainedMod
 
     All ranks call it. Raises ModelNotReadable on the leader.
     """
-    source = open_model(section, model) if ranks.leads else None
+    return open_alike(ranks, section, lambda: open_model(section, model, cached=not ranks.leads))
+
+
+def open_alike(ranks: TrainerGroup, section: ModelSection, opened: Callable[[], Tensors]) -> Tensors | None:
+    """What `opened` opens on the leader, and on the others where they have the leader's files; else None there."""
+    source = opened() if ranks.leads else None
     if ranks.world_size == 1:
         return source
-    readable = not ranks.leads or isinstance(source, ModelFiles)
+    readable = not ranks.leads or isinstance(source, ModelFiles | TensorFiles)
     own = fingerprint(section) if readable else ""
     found = {body.decode() for body in ranks.gather(own.encode())}
     if ranks.leads or len(found) > 1 or not own:
         return source
-    return open_model(section, model, cached=True)
+    return opened()
 
 
 def check_files(section: ModelSection, key: str = "model.path") -> None:

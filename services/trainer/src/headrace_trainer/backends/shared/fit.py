@@ -9,6 +9,7 @@ from headrace_modelkit.vision import vision_tower
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection
+from torch import nn
 
 from headrace_trainer.backends._base import StateReader
 from headrace_trainer.backends.shared.optimizer import MOMENTS
@@ -27,23 +28,31 @@ def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None)
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
     model, lora = load_model(config.model, weights=False), config.trainer.lora
-    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}
-    check_state_shapes(reader, own, repr(config.model.path))
+    if lora is not None:
+        add_adapters(model, lora, config.seed, vision=config.trainer.vision == "trained")
+    check_weights(reader, model, lora, repr(config.model.path))
+    if lora is None and (tower := vision_tower(model)) is not None:
+        own_tower = {*tower.parameters()}
+        _check_vision(reader, {name for name, p in model.named_parameters() if p in own_tower}, config)
+    if critic is not None:
+        _check_critic(reader.critic_shapes(), critic)
+
+
+def check_weights(
+    reader: StateReader, model: nn.Module, lora: LoraSection | None, name: str, key: str = "model.path"
+) -> None:
+    """As `check_fit`, of a model that has its adapters, if any; `name` and `key` are for people."""
+    shapes = {each: tuple(tensor.shape) for each, tensor in state_tensors(model)}
+    own = {each: shape for each, shape in shapes.items() if not is_adapter(each)}
+    check_state_shapes(reader, own, name, key)
     if lora is None and reader.adapter_shapes():
         raise _mismatch(
             "trainer.lora",
             "the checkpoint has adapters, and this run trains all weights; give trainer.lora as it was, or export the "
             "checkpoint's model and name that as model.path",
         )
-    if lora is None and (tower := vision_tower(model)) is not None:
-        own_tower = {*tower.parameters()}
-        _check_vision(reader, {name for name, p in model.named_parameters() if p in own_tower}, config)
     if lora is not None:
-        add_adapters(model, lora, config.seed, vision=config.trainer.vision == "trained")
-        own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model) if is_adapter(name)}
-        _check_adapters(reader, own, lora)
-    if critic is not None:
-        _check_critic(reader.critic_shapes(), critic)
+        _check_adapters(reader, {each: shapes[each] for each in shapes if is_adapter(each)}, lora)
 
 
 def _check_vision(reader: StateReader, tower: set[str], config: TrainerConfig) -> None:

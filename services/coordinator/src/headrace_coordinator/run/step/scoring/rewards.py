@@ -175,14 +175,20 @@ class Rewards:
         leader = self._context.workers.leader
         if not leader.drop_equal or min(rewards) < max(rewards):
             return False
-        if leader.by_turn and not self._equal_by_turn(prompt):
+        if not self._equal_by_turn(prompt, by_turn=leader.by_turn):
             return False
         self._attempt.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
         return True
 
-    def _equal_by_turn(self, prompt: int) -> bool:
+    def _equal_by_turn(self, prompt: int, *, by_turn: bool) -> bool:
+        """Whether the group's rewards are equal for each turn, or for each role, where credit goes to these."""
         members = [self._attempt.trajectories[slot.key] for slot in self._attempt.ledger.group(prompt)]
-        return all(member.turn_rewards == members[0].turn_rewards for member in members)
+        if not by_turn:
+            return all(member.by_role == members[0].by_role for member in members)
+        return all(
+            (member.turn_rewards, member.turn_roles) == (members[0].turn_rewards, members[0].turn_roles)
+            for member in members
+        )
 
 
 def by_turn(result: reward.ScoreResult, trajectory: Trajectory) -> list[float]:

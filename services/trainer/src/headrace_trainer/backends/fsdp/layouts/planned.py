@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.robot.directory import policy_of
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, candidates
-from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit, known_sizes
+from headrace_trainer.backends.fsdp.layouts.robot_sizes import robot_sizes
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import COPY, MemoryPlan, Rooms, Tried, host_bytes, kept_bytes
 
@@ -39,6 +41,19 @@ def choose_layout(
         if found.tried[-1].fits:
             return layout, replace(plan, would_fit=f"trainer.ranks: {more} fits, with {other}")
     return layout, replace(plan, would_fit=None)
+
+
+def known_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
+    own = config.trainer.model_copy(update={"ranks": 1})  # how many there are changes none of these sizes
+    key = config.model_copy(update={"trainer": own}).model_dump_json()
+    if key not in _known:
+        _known.clear()
+        _known[key] = Sizes.of(config, algorithm) if policy_of(config.model) is None else robot_sizes(config)
+    return _known[key]
+
+
+_known: dict[str, Sizes] = {}
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ def plan_memory(
         # used again for it: in shared memory of the leader's host.
         "published versions": 3 * (sizes.learned + sizes.frozen) * width,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
-        "kept groups": kept_bytes(config, algorithm),
+        "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
     if config.checkpoint.enabled:
         host[COPY] = shard * (FP32 + MOMENTS_BYTES) + device["frozen weights"]
@@ -190,20 +205,19 @@ def _work(
     `gradient`: bytes of an element of a layer's gradient before it is reduced. `several`: copies of the model.
     """
     divided, summed = layout.shard == "weights", layout.shard == "state"
-    outside = sizes.kept - (len(sizes.units) - 1) * sizes.layer
-    inputs = (len(sizes.units) - 1) * sizes.hidden if layout.checkpointing else 0
-    kept = outside + inputs if layout.checkpointing else sizes.kept
+    *layers, root = sizes.units
+    outside = root.kept
+    kept = outside + sum(unit.inputs if layout.checkpointing else unit.kept for unit in layers)
     # Logits of a chunk, what they become, and their gradients; of fp32 factors a copy more than of bf16 ones.
     tiles = (5 if width == FP32 else 4) * sizes.tile * FP32
-    *_, root = sizes.units
     # The head's gradient before it is added to others: its weights are multiplied as they are.
-    head = sizes.head * FP32 if root.learned >= sizes.head else 0
-    waiting = 0 if summed else root.learned * FP32
+    head = sizes.head * sizes.root_bytes if root.learned >= sizes.head else 0
+    waiting = 0 if summed else root.learned * sizes.root_bytes
     # What the layer before has given to its reduction.
     reduced = 0 if summed else largest.learned * FP32
     # A layer that is computed again keeps its activations, with gradients of about half as much at a time; they go as
     # the gradients of its weights come.
-    again = sizes.layer + sizes.layer // 2 if layout.checkpointing else 0
+    again = max((unit.again for unit in layers), default=0) if layout.checkpointing else 0
     again = max(again, 0 if summed else largest.learned * gradient)
     # A backward multiplies A and B with fp32 copies of what a layer got and of what comes back to it.
     again += sizes.widened * FP32
@@ -215,17 +229,17 @@ def _work(
     # As a backward begins no layer has given anything; as it ends the inputs of layers are gone.
     end = {"activations": outside + again, "head": min(waiting, head), "reductions": reduced + given}
     # A layer while the next one comes, and the root's, which stay for the whole of a backward.
-    layers = whole.root + whole.layer + ahead
+    gathered = whole.root + whole.layer + ahead
     moments = [
         # The layer that was gathered last leaves its place when the next one is.
         {"gathered weights": whole.root + whole.layer, "activations": kept, "head": head + tiles},
         {
-            "gathered weights": layers,
+            "gathered weights": gathered,
             "activations": kept + again,
             "head": min(waiting, head),
             "reductions": reduced,
         },
-        {"gathered weights": layers, **end},
+        {"gathered weights": gathered, **end},
         # The layer's gradients as they are reduced: all else of it is gone.
         {
             "gathered weights": whole.root + ahead,

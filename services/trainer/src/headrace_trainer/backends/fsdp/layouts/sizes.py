@@ -6,7 +6,8 @@ shapes and no elements, and what autograd keeps of them is counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +41,18 @@ class Unit:
     """How many of either are of experts, without their adapters."""
     expert_adapters: int
     """How many of those that learn are adapters of experts."""
+    kept: int = 0
+    """Bytes of what autograd keeps of one micro-batch here, without recomputation."""
+    inputs: int = 0
+    """Bytes of what recomputation keeps of that."""
+    calls: int = 1
+    """How often a micro-batch goes through."""
+
+    @property
+    def again(self) -> int:
+        """Bytes that come back where it is computed again, with gradients of about half as much at a time."""
+        kept = self.kept // self.calls
+        return kept + kept // 2
 
     def of_rank(self, expert_parallel: int) -> Unit:
         """With the experts of one rank of those that divide them."""
@@ -50,7 +63,8 @@ class Unit:
         # Experts learn or are frozen as a whole: an adapter's weights are few.
         whole = self.learned >= self.experts
         learned = self.learned - (away if whole else self.expert_adapters - adapters)
-        return Unit(learned, self.frozen - (0 if whole else away), experts, adapters)
+        frozen = self.frozen - (0 if whole else away)
+        return replace(self, learned=learned, frozen=frozen, experts=experts, expert_adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,6 @@ class Sizes:
     """Weights of the head, whether they learn or not."""
     tile: int
     """Logits that are there at once."""
-    kept: int
-    """Activations that autograd keeps, without recomputation."""
-    layer: int
-    """Of one layer."""
-    hidden: int
-    """Of a layer's input: what recomputation keeps of it."""
     reference: int
     """Weights of the reference model that the run has beside the policy."""
     tensors: int
@@ -77,6 +85,10 @@ class Sizes:
     """Elements of the largest tensor of experts that an adapter is merged into for a product."""
     widened: int
     """Elements of the input and the gradient at the output, together, of the widest linear layer with an adapter."""
+    root_bytes: int = 4
+    """Of an element of the root's gradient as it comes out of a backward."""
+    answers: bool = True
+    """Whether the leader keeps groups of answers."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -96,29 +108,20 @@ class Sizes:
                 bodies.append(critic)
                 layers += layers_of(critic.body)
             reference = _reference_weights(config, algorithm)
-        units = [_unit(layer) for layer in layers]
-        whole = [_unit(body) for body in bodies]
-        root = Unit(
-            sum(unit.learned for unit in whole) - sum(unit.learned for unit in units),
-            sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in units),
-            0,
-            0,
-        )
         base, layer = _activations(config)
         tokens = _tokens(config)
         text = policy.config.get_text_config()
-        width = DTYPES[config.model.dtype].itemsize
+        hidden = tokens * text.hidden_size * DTYPES[config.model.dtype].itemsize
+        units = [replace(unit_of(each), kept=layer, inputs=hidden) for each in layers]
+        root = root_of(bodies, units, kept=base)
         return cls(
             (*units, root),
             text.vocab_size * text.hidden_size,
             min(GPU_CHUNK_ELEMENTS, tokens * text.vocab_size),
-            base + layer * len(layers),
-            layer,
-            tokens * text.hidden_size * width,
             reference,
-            max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())]))),
+            largest_two(policy),
             _largest_merged(policy),
-            tokens * _widest_adapted(policy),
+            tokens * widest_adapted(policy),
         )
 
     @property
@@ -132,20 +135,26 @@ class Sizes:
         return sum(unit.frozen for unit in self.units)
 
 
-def known_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
-    """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
-    own = config.trainer.model_copy(update={"ranks": 1})  # how many there are changes none of these sizes
-    key = config.model_copy(update={"trainer": own}).model_dump_json()
-    if key not in _known:
-        _known.clear()
-        _known[key] = Sizes.of(config, algorithm)
-    return _known[key]
+def root_of(bodies: Iterable[nn.Module], units: Iterable[Unit], kept: int) -> Unit:
+    """What is in no layer."""
+    whole = [unit_of(body) for body in bodies]
+    of_layers = list(units)
+    return Unit(
+        sum(unit.learned for unit in whole) - sum(unit.learned for unit in of_layers),
+        sum(unit.frozen for unit in whole) - sum(unit.frozen for unit in of_layers),
+        0,
+        0,
+        kept,
+    )
 
 
-_known: dict[str, Sizes] = {}
+def largest_two(policy: nn.Module) -> int:
+    """Elements of the two largest weights that follow each other."""
+    return max(map(sum, pairwise([0, *(weight.numel() for weight in policy.parameters())])))
 
 
-def _unit(module: nn.Module) -> Unit:
+def unit_of(module: nn.Module) -> Unit:
+    """The weights of a module."""
     weights = list(module.parameters())
     learned = sum(weight.numel() for weight in weights if weight.requires_grad)
     untyped: Any = module
@@ -164,7 +173,8 @@ def _largest_merged(policy: PreTrainedModel) -> int:
     )
 
 
-def _widest_adapted(policy: PreTrainedModel) -> int:
+def widest_adapted(policy: nn.Module) -> int:
+    """Inputs and outputs, together, of the widest linear layer with an adapter."""
     linear = [layer for _, layer in adapted_layers(policy) if isinstance(layer, nn.Linear)]
     return max((layer.in_features + layer.out_features for layer in linear), default=0)
 
@@ -229,14 +239,15 @@ def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
     """Its kernels keep queries, keys and values as they are, of as many heads as there are."""
     if not model._supports_attention_backend:
         return
-    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionInterface.register(_ATTENTION, attend_by_flash)
     AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
     model.config._attn_implementation = _ATTENTION
 
 
-def _attend(
+def attend_by_flash(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    """What transformers calls for attention, by the flash kernel, whatever device the tensors name."""
     operations: Any = torch.ops.aten
     found = operations._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return found.transpose(1, 2).contiguous(), None

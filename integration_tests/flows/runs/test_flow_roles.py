@@ -1,0 +1,90 @@
+"""Conversations of several roles on a real fleet, as examples/agents/hint.yaml has them, and credit by turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness.ledger import audit
+from headrace.client import HeadraceError
+
+pytestmark = pytest.mark.usefixtures("one_simulator")
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
+STEPS, GROUPS, SAMPLES = 3, 4, 4
+
+
+def example(name: str, task: str, tiny_model: Path, **more: Any) -> dict[str, Any]:
+    """The spec of an example with a few short steps."""
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(tiny_model)
+    spec["environment"] |= {"tasks": [f"{EXAMPLES / f'{name}.py'}:{task}"], "count": 6}
+    spec["algorithm"] |= {"prompts_per_step": GROUPS, "group_size": SAMPLES}
+    spec["sampling"]["stop"] = [*"0123456789 =+->:,.?\nacdoprsty"]  # a random model's turns come to an end
+    return spec | {
+        "steps": STEPS,
+        "evaluation": {"every": 0},
+        "data": {"heldout": 4},
+        "export": False,
+        **more,
+    }
+
+
+def test_two_roles_of_one_policy_are_learned_from_by_their_own_rewards(fleet, tiny_model):
+    spec = example("hint", "Hint", tiny_model)
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert found.trained and not [each for each in found.dropped if "broken" in each.detail]
+    talks = [each for each in fleet.client.trajectories(run.id, limit=100) if len(each.messages) == 4]
+    assert talks, "no game came to the guesser"
+    for talk in talks:
+        assert [(each.role, each.party, each.tokens is not None) for each in talk.messages] == [
+            ("user", "speaker", False),
+            ("assistant", "speaker", True),
+            ("user", "guesser", False),
+            ("assistant", "guesser", True),
+        ]
+        speaker, guesser = talk.messages[1], talk.messages[3]
+        assert talk.parts["episode/speaker"] == pytest.approx(speaker.reward)
+        assert talk.parts["episode/guesser"] == pytest.approx(guesser.reward)
+        assert talk.reward == pytest.approx(speaker.reward + guesser.reward)
+        assert talk.tokens == speaker.tokens + guesser.tokens
+    for certificate in found.live:
+        # Each role's log-probs are of its own line alone, in the trainer as in the engine.
+        assert certificate.log_prob_mismatch_mean < 1e-3
+    example_talk = run.evaluations[0].examples[0]["messages"]
+    assert example_talk[0]["party"] == "speaker" and example_talk[1]["tokens"] >= 0
+
+
+def test_a_role_that_a_frozen_model_plays_is_context_and_a_role_that_is_not_there_is_named(fleet, tiny_model):
+    spec = example("hint", "Hint", tiny_model, steps=1)
+    spec["environment"]["roles"] = {"guessr": {}}
+    with pytest.raises(HeadraceError) as caught:
+        fleet.submit(spec)
+    (problem,) = caught.value.problems
+    assert problem.key == "environment.roles.guessr" and "roles: speaker, guesser" in problem.problem
+    spec["environment"]["roles"] = {"guesser": {"path": str(tiny_model), "temperature": 1.0}}
+    run = fleet.succeed(fleet.submit(spec))
+    audit(fleet, run)
+    talks = fleet.client.trajectories(run.id, limit=100)
+    assert talks and all(
+        each.tokens is None for talk in talks for each in talk.messages if each.party == "guesser"
+    )
+    assert {part for talk in talks for part in talk.parts} <= {"episode", "episode/speaker"}
+
+
+def test_credit_by_turn_is_learned_from_the_environments_rewards(fleet, tiny_model):
+    """Turns of one conversation have their own rewards, which add up, and the trainer takes them."""
+    spec = example("guess", "Guess", tiny_model)
+    spec["reward"] = {"scorers": [{"name": f"{EXAMPLES / 'guess.py'}:reward"}]}
+    spec["algorithm"]["options"] = {"credit": "turn", "turn_discount": 0.9}
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert found.trained
+    talks = fleet.client.trajectories(run.id, limit=100)
+    turns = [[each.reward for each in talk.messages if each.tokens is not None] for talk in talks]
+    assert any(len(rewards) == 2 for rewards in turns)
+    for talk, rewards in zip(talks, turns, strict=True):
+        assert sum(rewards) == pytest.approx(talk.reward)
+    assert all(certificate.log_prob_mismatch_mean < 1e-3 for certificate in found.live)

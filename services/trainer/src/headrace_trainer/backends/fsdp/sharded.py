@@ -1,0 +1,277 @@
+"""A model that learns with FSDP2, whatever it learns from: laid out, filled, stepped, moved, published and saved.
+
+Knows no forward and no loss. Gradients are added up unnormalised in fp32 and divided by the step's denominator when it
+is known, so the order and the packing in which work comes do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from functools import partial
+
+import torch
+from headrace_modelkit.loading import DTYPES
+from headrace_modelkit.tensor_files import Tensors, slices
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import LoraSection
+from torch import Tensor, nn
+from typing_extensions import override
+
+from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends._base import (
+    ADAPTER_KIND,
+    CRITIC_KIND,
+    AdaptingBackend,
+    ReferenceFacts,
+    StatePart,
+    StateReader,
+)
+from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, check_ranks
+from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.loading import is_saved_here, local
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.shared.distributing import Place, Read, distribute
+from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.fit import ALPHA
+from headrace_trainer.backends.shared.model import LearnedModel
+from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.errors import Refusal
+from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.memory import MemoryPlan, Rooms, check_host
+
+
+class ShardedBackend(LearnedModel, AdaptingBackend):
+    """One rank of a run whose model is divided by fully_shard; `Backend` has what each method promises."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        ranks: TrainerGroup,
+        options: FsdpOptions | None = None,
+    ) -> None:
+        super().__init__(config, algorithm, ranks)
+        self._options = options or FsdpOptions()
+        self._dtype = DTYPES[config.model.dtype]
+        self._layout: Layout | None = None
+        self._dirty = False
+        """Whether a gradient waits to be reduced."""
+        self._model: ShardedModel | None = None
+        self._optimizer: ShardedAdamW | None = None
+        self._base_facts: tuple[ReferenceFacts, ReferenceFacts] | None = None
+        """Of the frozen weights that the leader has read: as base model, and as reference."""
+
+    @property
+    @abstractmethod
+    def _critic_names(self) -> frozenset[str]:
+        """Which of the weights that learn are the critic's own."""
+
+    # The layout
+
+    @override
+    def memory_plan(self, rooms: Rooms) -> MemoryPlan:
+        ranks = self._ranks.world_size
+        check_ranks(self._options, ranks)
+        return choose_layout(self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms)[1]
+
+    @property
+    def layout(self) -> Layout:
+        """How the model lies on the ranks: the same on all of them, chosen once for the least room that one has.
+
+        Raises Refusal INVALID or MEMORY_SHORT where a host has too little for its ranks.
+        """
+        if self._layout is None:
+            ranks = self._ranks.world_size
+            rooms, ranks_per_host = self._ranks.least_rooms()
+            layout, plan = choose_layout(
+                self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
+            )
+            check_host(plan, rooms, min(ranks, ranks_per_host))
+            self._layout, self.layout_chosen, self.saves_in_place = layout, plan.reason, plan.saves_in_place
+        return self._layout
+
+    @property
+    def _lora(self) -> LoraSection | None:
+        return self._config.trainer.lora
+
+    @property
+    @override
+    def base_model(self) -> ReferenceFacts | None:
+        return self._base_facts[0] if self._base_facts else None
+
+    # The step
+
+    @override
+    def zero(self) -> None:
+        if self._dirty:
+            self._sharded.finish_backward()
+        self._sharded.drop_gradients()
+        self._figures = TokenFigures()
+        self._dirty = False
+
+    @override
+    def gradient_is_finite(self) -> bool:
+        self._finish_backward()
+        return math.isfinite(self._global_norm(self._sharded.gradients()))
+
+    def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
+        """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
+        self._sharded.finish_backward()
+        shards = self._all_gradients()
+        whole = {name: self._sharded.gather(name, shard) / denominator for name, shard in shards.items()}
+        self._dirty = False
+        self.zero()
+        return whole
+
+    def _finish_backward(self) -> None:
+        if self._dirty:
+            self._sharded.finish_backward()
+            self._dirty = False
+
+    def _all_gradients(self) -> dict[str, Tensor]:
+        """The reduced shards of all that has been accumulated."""
+        return self._sharded.gradients()
+
+    @override
+    def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
+        if self._dirty:
+            self._sharded.finish_backward()
+        return self._all_gradients(), self._critic_names
+
+    @override
+    def _drop_gradients(self) -> None:
+        self._sharded.drop_gradients()
+        self._dirty = False
+
+    @override
+    def _global_norm(self, gradients: dict[str, Tensor]) -> float:
+        return math.sqrt(self._sharded.norm_square(gradients.values()))
+
+    @override
+    def _shards(self) -> dict[str, Tensor]:
+        return self._sharded.shards()
+
+    @override
+    def _spread(self) -> None:
+        self._sharded.release()  # whole parameters of an earlier forward are of other weights
+
+    @override
+    def release(self) -> None:
+        self._sharded.release()
+
+    @override
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
+        self._sharded.move(move)
+        self._adamw.move(move, self._sharded.shards())
+
+    def _new_optimizer(self) -> ShardedAdamW:
+        return ShardedAdamW(
+            self._config.optimizer,
+            self._sharded.shards(),
+            decays={name for name, p in self._sharded.learned.items() if p.dim() > 1},
+            critic=self._critic_names,
+            moments_on_host=self.layout.offload != "none",
+        )
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        """What was sharded. Raises Refusal NOT_OPEN."""
+        if self._model is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._model
+
+    @property
+    @override
+    def _adamw(self) -> ShardedAdamW:
+        """Of what learns. Raises Refusal NOT_OPEN."""
+        if self._optimizer is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._optimizer
+
+    # From files to ranks
+
+    def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
+        """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
+        own = self._sharded.places(self._sharded.weight_names, types)
+        distribute(self._ranks, own, source.read if source else None)
+
+    def _fill(self, names: Many[str], read: Read | None) -> None:
+        distribute(self._ranks, self._sharded.places(names), read)
+
+    def _fill_moments(self, reader: StateReader | None) -> None:
+        """Takes the optimizer's state, where the checkpoint has any."""
+        steps = self._saved_steps(reader)
+        if steps:
+            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
+
+    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        wanted = [
+            Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
+            for name in self._sharded.learned
+        ]
+        distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
+        return found
+
+    # From ranks to files and rollouts
+
+    @override
+    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        parameters, buffers = self._sharded.parameters, self._sharded.buffers
+        layout = []
+        for name in self._sharded.weight_names:
+            dtype = self._dtype if name in parameters else buffers[name].dtype
+            layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
+        return layout
+
+    @override
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.weights()
+
+    @override
+    def weight_parts(self) -> Iterator[StatePart]:
+        for name in self._sharded.weight_names:
+            if not self._sharded.is_adapted(name):
+                yield from self._part(name, name)
+                continue
+            # Merged as it is published, to the last bit: of the whole weight.
+            whole = self._sharded.weight(name)
+            yield from self._part(name, name, whole[slices(self._sharded.box(name))])
+
+    @override
+    def moment_parts(self) -> Iterator[StatePart]:
+        shards = self._sharded.shards()
+        for kind in MOMENTS:
+            for name, shard in shards.items():
+                own = self._adamw.moment(kind, name) if shard.numel() else shard
+                yield from self._part(f"{kind}/{name}", name, own)
+        for name in self._sharded.critic_names:
+            yield from self._part(f"{CRITIC_KIND}/{name}", name)
+        for name in self._sharded.adapter_names:
+            yield from self._part(f"{ADAPTER_KIND}/{name}", name)
+        if self._lora and self._ranks.leads:
+            alpha = torch.tensor(self._lora.alpha, dtype=torch.float64)
+            yield StatePart(f"{ADAPTER_KIND}/{ALPHA}", (), (), alpha)
+
+    def _part(self, saved_as: str, name: str, value: Tensor | None = None) -> Iterator[StatePart]:
+        """What this rank saves of tensor `name`, or of one that is sharded like it; nothing where another rank does."""
+        tensor = self._sharded.tensors()[name]
+        if is_saved_here(tensor, leads=self._ranks.leads):
+            own = local(tensor) if value is None else value
+            yield StatePart(saved_as, self._sharded.shape(name), self._sharded.box(name), own)
+
+    @override
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.adapters()
+
+
+def float_what_learns(module: nn.Module) -> None:
+    """Master weights are fp32; what is frozen stays in its type."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()

@@ -1,0 +1,149 @@
+"""A large robot policy: divided over the ranks by fully_shard, in the layouts that language models have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from headrace_modelkit.products import use_fp32_products
+from headrace_modelkit.robot.directory import (
+    empty_policy,
+    layers_of_policy,
+    learning_policy,
+    open_policy,
+)
+from headrace_modelkit.robot.policy import ACTIONS, Evaluation
+from headrace_modelkit.tensor_files import Tensors
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from headrace_trainer.backends._base import MicroReport, ReferenceFacts, StateReader
+from headrace_trainer.backends.fsdp.sharded import ShardedBackend, float_what_learns
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.robot.backend import CRITIC, RobotBackend
+from headrace_trainer.backends.robot.episodes import Chunks
+from headrace_trainer.backends.robot.root import Drawn, RobotRoot, Shown
+from headrace_trainer.backends.shared.distributing import open_alike, types_of, weights_digest
+from headrace_trainer.backends.shared.fit import check_weights
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyPolicy
+
+
+class ShardedRobot(RobotBackend, ShardedBackend):
+    """One rank of a policy that the ranks divide."""
+
+    # Passes
+
+    @override
+    def learn(self, chunks: list[int]) -> MicroReport:
+        self._dirty = True
+        return super().learn(chunks)
+
+    @override
+    def _evaluate(self, taken: Chunks) -> Evaluation:
+        return Evaluation(*self._pass(Drawn(taken.observation, taken.sampled)))
+
+    @override
+    def _imitation_losses(self, taken: Chunks, seeds: Many[int]) -> Tensor:
+        self._dirty = True
+        return self._pass(Shown(taken.observation, taken.sampled[ACTIONS], seeds))[0]
+
+    def _pass(self, asked: Drawn | Shown) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self._sharded.policy(asked, torch.zeros((), device=self._ranks.device))
+        return found
+
+    @override
+    def _missing(self, passes: int) -> int:
+        return int(self._ranks.maximum({"passes": float(passes)})["passes"]) - passes
+
+    @property
+    @override
+    def _policy(self) -> AnyPolicy:
+        policy: AnyPolicy = self._sharded.model
+        return policy
+
+    @property
+    @override
+    def _critic_names(self) -> frozenset[str]:
+        return frozenset(name for name in self._sharded.learned if name.startswith(CRITIC))
+
+    # State
+
+    @override
+    def check_files(self, *, initial: bool) -> None:
+        if self._config.model.path and (initial or self._lora):
+            open_policy(self._config.model, self._config.seed)
+
+    @override
+    def load_initial(self) -> None:
+        _ = self.layout  # refuses what does not fit before anything is read
+        self._read_and_shard()
+
+    @override
+    def check_state(self, reader: StateReader) -> None:
+        config = self._config
+        key, name = (
+            ("model.path", repr(config.model.path)) if config.model.path else ("model.policy", "the policy")
+        )
+        check_weights(reader, self._empty(), config.trainer.lora, name, key)
+
+    @override
+    def load_state(self, reader: StateReader | None) -> None:
+        _ = self.layout
+        if self._lora:
+            self._read_and_shard()
+            self._fill(self._sharded.adapter_names, reader.adapter if reader else None)
+            whole = [name for name in self._sharded.weight_names if name in self._sharded.learned]
+            self._fill(whole, reader.weight if reader else None)
+        else:
+            self._shard(self._empty())
+            self._fill(self._sharded.weight_names, reader.weight if reader else None)
+        self._fill_moments(reader)
+
+    @override
+    def _warmed_up(self) -> None:
+        self._optimizer = self._new_optimizer()
+
+    def _read_and_shard(self) -> None:
+        section = self._config.model
+        empty = empty_policy(section)
+        source = open_alike(self._ranks, section, lambda: open_policy(section, self._config.seed))
+        self._base_facts = self._facts_of(source, empty)
+        self._shard(self._empty())
+        self._fill_weights(source, types_of(empty))
+
+    def _facts_of(
+        self, source: Tensors | None, empty: AnyPolicy
+    ) -> tuple[ReferenceFacts, ReferenceFacts] | None:
+        if not self._lora or not self._ranks.leads or source is None:
+            return None
+        facts = ReferenceFacts(self._config.model.path, weights_digest(source, empty).hexdigest())
+        return facts, facts
+
+    def _empty(self) -> AnyPolicy:
+        trainer = self._config.trainer
+        return learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
+
+    def _shard(self, policy: AnyPolicy) -> None:
+        float_what_learns(policy)
+        use_fp32_products(policy, self._ranks.device)
+        layers = layers_of_policy(policy)
+        if self.layout.checkpointing:
+            for layer in layers:
+                plain: Any = layer.forward
+                layer.forward = partial(  # type: ignore[method-assign]
+                    checkpoint, plain, use_reentrant=False, preserve_rng_state=False
+                )
+        self._model = ShardedModel(
+            RobotRoot(policy),
+            layers,
+            self._ranks,
+            None if self._lora else self._dtype,
+            layout=self.layout,
+        )
+        self._optimizer = self._new_optimizer()
+        self._dirty = False

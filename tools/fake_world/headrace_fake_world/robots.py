@@ -1,0 +1,82 @@
+"""Configurations of published robot policies, without weights: what a directory's policy.json says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace_modelkit.robot.openvla.vit import PUBLISHED
+from headrace_modelkit.robot.scaling import ActionBounds
+
+ACTIONS, STATE = 7, 8
+"""Numbers of an action and of a state: LIBERO's."""
+_LLAMA_2_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32064,
+    "pad_token_id": 32000,
+}
+_OPENVLA = {
+    "featurizers": [shape.model_dump() for shape in PUBLISHED.values()],
+    "text": _LLAMA_2_7B,
+    "action_vocabulary": 32000,
+    "bounds": ActionBounds.unit(ACTIONS).model_dump(),
+}
+_GEMMA = {
+    "model_type": "gemma",
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 18,
+    "vocab_size": 257152,
+}
+_PI = {
+    "vlm_config": {
+        "model_type": "paligemma",
+        "projection_dim": 2048,
+        "image_token_id": 257151,
+        "text_config": _GEMMA | {"hidden_size": 2048, "intermediate_size": 16384},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 224,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+    },
+    "dit_config": _GEMMA | {"hidden_size": 1024, "intermediate_size": 4096},
+    "chunk_size": 50,
+    "max_state_dim": 32,
+    "max_action_dim": 32,
+}
+_PI_RUN = {
+    "model": _PI,
+    "bounds": ActionBounds.unit(ACTIONS).model_dump(),
+    "cameras": ["image", "wrist"],
+    "chunk_length": 10,
+    "flow": {"steps": 4, "noise": "sde"},
+}
+ROBOTS: dict[str, dict[str, Any]] = {
+    "openvla-7b": _OPENVLA | {"kind": "openvla", "cameras": ["image"]},
+    "openvla-oft-7b": _OPENVLA | {"kind": "openvla_oft", "cameras": ["image", "wrist"], "chunk_length": 8},
+    "pi0-3b": _PI_RUN | {"kind": "pi0", "state": ActionBounds.unit(STATE).model_dump()},
+    "pi05-3b": _PI_RUN | {"kind": "pi05"},
+}
+"""Name → policy.json."""
+
+
+def write_robot(directory: Path, name: str) -> Path:
+    """A directory with the configuration of `name` alone."""
+    folder = directory / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "policy.json").write_text(json.dumps(ROBOTS[name]))
+    return folder
