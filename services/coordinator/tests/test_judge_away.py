@@ -2,12 +2,10 @@
 
 import asyncio
 
-import grpc
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
-from headrace_coordinator.fleet.instance_client import SCORER_AWAY
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused
 from headrace_simulation.fleet.reward import Reward
 from scene import Scene, ends, trained_once
 
@@ -22,7 +20,7 @@ def away(monkeypatch):
 
     async def open_run(self, request):
         if asyncio.get_running_loop().time() < until["time"]:
-            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, SCORER_AWAY, WHY, key="reward.scorers[0]")
+            raise CallRefused(self.incarnation, SCORER_AWAY, WHY, "reward.scorers[0].options.base_url")
         return await plain(self, request)
 
     monkeypatch.setattr(Reward, "OpenRun", open_run)
