@@ -22,6 +22,7 @@ from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,
+    EndpointView,
     EvaluationView,
     EventView,
     PolicyView,
@@ -163,6 +164,10 @@ class FakeCoordinator:
                 "NOT_FOUND", f"there is no run {run_id!r}" + (f"; did you mean {close}?" if close else "")
             )
         return self.records[run_id]
+
+    def endpoint(self, run_id: str) -> EndpointView:
+        self.run(run_id)
+        raise Refused("NOT_FOUND", f"run {run_id} is not online")
 
     def _move(self, run_id: str, state: str) -> RunView:
         if self.run(run_id).state in ENDED:
