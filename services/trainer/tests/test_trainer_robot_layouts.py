@@ -141,7 +141,9 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
     whole = {name for name in gradient if "lora_" not in name}
     assert {"lora_A", "lora_B"} < names
     assert whole == {"gradient/value_head.weight", "gradient/value_head.bias", "gradient/log_std"}
-    assert not any("featurizer.blocks.1." in name for name in gradient), "the last block of an encoder is unused"
+    assert not any("featurizer.blocks.1." in name for name in gradient), (
+        "the last block of an encoder is unused"
+    )
     assert relative_l2(part(again, "gradient"), gradient) < 1e-5
     assert relative_l2(part(again, "weights"), part(plain, "weights")) < 1e-5
     assert plain.held and again.held
