@@ -246,6 +246,7 @@ class Bench:
             async def say(self, asked: Any) -> Any:
                 self.asked.append(asked)
                 turn = await super().say(asked)
+                assert turn.whole is not None
                 self.said[asked.key, asked.turn] = len(turn.whole.token_ids)
                 return turn
 

@@ -9,6 +9,7 @@ from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused
 from headrace_simulation.fleet.reward import Reward
 from scene import Scene, ends, trained_once
 
+FOR_EVER = 1e9
 WHY = "reward.scorers[0].options.base_url: the judge is not there"
 
 
@@ -30,6 +31,8 @@ def away(monkeypatch):
 def scene(away, seconds):
     async def play(world):
         run = await world.first()
+        if seconds == FOR_EVER:
+            world.users.doomed.add(run)
         away["time"] = asyncio.get_running_loop().time() + seconds
         for each in world.living("reward"):
             await world.kill(each.incarnation)
@@ -47,7 +50,7 @@ def test_it_goes_on_when_the_judge_is_back(away):
 
 
 def test_it_fails_with_the_key_once_the_limit_has_passed(away):
-    world = scene(away, 1e9)
+    world = scene(away, FOR_EVER)
     (state,) = ends(world).values()
     assert state == "FAILED"
     last = world.log(ev.RunStateChanged)[-1]

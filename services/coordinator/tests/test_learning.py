@@ -39,6 +39,7 @@ def attempt():
         ),
         workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
         placement=SimpleNamespace(hybrid=False),
+        images=lambda ordinal: (),
     )
     return AttemptState(context, None, None, Trajectories(1 << 40), streams=True)
 

@@ -244,7 +244,7 @@ def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
 
     of_answer = Receiver._is_shown
     monkeypatch.setattr(Receiver, "_is_shown", spied)
-    monkeypatch.setattr(Quiet, "trajectories", lambda self, views: lines.append(len(views)))
+    monkeypatch.setattr(Quiet, "trajectories", lambda self, views, images=None: lines.append(len(views)))
     scene = Scene(play, steps=2, algorithm={"group_size": 8, "prompts_per_step": 20})
     assert set(ends(scene).values()) == {"SUCCEEDED"}
     assert len(made) >= 2 * 160 and len(shown) <= len(made) // 2
