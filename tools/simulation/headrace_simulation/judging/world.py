@@ -114,7 +114,10 @@ class WorldJudge:
         origin = self._world.users.origins.get(run.id)
         harmed = origin is not None and f"{self._world.data_dir}/runs/{origin}" in self._world.disk.harmed
         if run.id in self._world.users.doomed:
-            words = ("model.path", "instances died one after the other", "groups failed one after the other")
+            words = (
+                *("model.path", "limits.step_timeout_s"),
+                *("instances died one after the other", "groups failed one after the other"),
+            )
             return any(each in run.reason for each in words)
         return run.reason.startswith("from_checkpoint: ") and harmed
 
