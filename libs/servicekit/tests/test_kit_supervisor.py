@@ -209,7 +209,9 @@ async def test_one_entry_point_starts_an_instance_for_each_device_on_ports_of_th
     monkeypatch.setenv("HEADRACE_METRICS_PORT", "9100")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert instance_count("devices") == 2
-    told = python("import os, sys; print(os.environ['HEADRACE_NAME'], *sys.argv[1:], flush=True)")
+    told = python(
+        "import os, sys, time; print(os.environ['HEADRACE_NAME'], *sys.argv[1:], flush=True); time.sleep(60)"
+    )
     arguments = ["--name", "rollout-x", "--count", "2", "--log-dir", tmp_path, "--", *told]
     supervisor = processes([*ENTRY_POINT, *arguments], stderr=subprocess.PIPE)
     lines = {await asyncio.to_thread(supervisor.stderr.readline) for _ in range(2)}
