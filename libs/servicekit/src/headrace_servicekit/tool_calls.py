@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 _LLAMA_MARKS = re.compile(r"<\|(?:python_tag|eom_id|eot_id)\|>")
 _MISTRAL_MARKS = re.compile(r"\[TOOL_CALLS\]|</s>")
@@ -27,6 +30,8 @@ class Call:
     name: str = ""
     arguments: Any = None
     problem: str = ""
+    texts: bool = field(default=False, repr=False)
+    """The arguments are texts, and the tool's schema says what each is: see `typed`."""
 
 
 def hermes_calls(text: str) -> list[Call]:
@@ -107,12 +112,78 @@ def mistral_calls(text: str) -> list[Call]:
     return found
 
 
+def qwen3_coder_calls(text: str) -> list[Call]:
+    """Calls of Qwen3-Coder, Qwen 3.5 and later and Nemotron 3: a tag for the function and for each argument, as text.
+
+    >>> qwen3_coder_calls("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>")
+    [Call(name='add', arguments={'a': '1'}, problem='')]
+    """
+    found = []
+    for inner, end in _HERMES.findall(text):
+        named = _FUNCTION.fullmatch(inner.strip())
+        if not end:
+            found.append(Call(problem="a <tool_call> has no </tool_call>"))
+        elif named is None:
+            found.append(Call(problem="the call is not <function=NAME>…</function>"))
+        else:
+            given = {name: _unwrapped(value) for name, value in _PARAMETER.findall(named[2])}
+            found.append(Call(named[1], given, texts=True))
+    return found
+
+
+def glm_calls(text: str) -> list[Call]:
+    """Calls of GLM-4.5 and later: the function's name, then a tag for each argument's name and its text.
+
+    >>> glm_calls("<tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>")
+    [Call(name='add', arguments={'a': '1'}, problem='')]
+    """
+    found = []
+    for inner, end in _HERMES.findall(text):
+        name, mark, rest = inner.partition("<arg_key>")
+        if not end or not name.strip() or "<" in name:
+            problem = "has no name of a function" if end else "has no </tool_call>"
+            found.append(Call(problem=f"a <tool_call> {problem}"))
+        else:
+            found.append(Call(name.strip(), dict(_ARGUMENT.findall(mark + rest)), texts=True))
+    return found
+
+
+def typed(call: Call, parameters: Mapping[str, Any]) -> Call:
+    """A call whose arguments are of the kinds that the JSON schema of its tool's parameters names.
+
+    A text that is none of its kind stays a text: whoever checks the arguments says what is wrong.
+    """
+    if not call.texts:
+        return call
+    kinds = parameters.get("properties", {})
+    given = {name: _read(text, kinds.get(name, {})) for name, text in call.arguments.items()}
+    return Call(call.name, given, call.problem)
+
+
+def _read(text: str, schema: Mapping[str, Any]) -> Any:
+    if schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _unwrapped(text: str) -> str:
+    """Without the line breaks that stand behind the opening and before the closing tag."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
 PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
     "hermes": hermes_calls,
     "json": json_calls,
     "llama3": llama3_calls,
     "mistral": mistral_calls,
+    "qwen3_coder": qwen3_coder_calls,
+    "glm": glm_calls,
 }
+TAGGED = frozenset({"hermes", "qwen3_coder", "glm"})
+"""Forms whose calls stand in <tool_call> tags."""
 
 
 def beside_calls(form: str, text: str) -> tuple[str, list[Call]]:
@@ -124,7 +195,7 @@ def beside_calls(form: str, text: str) -> tuple[str, list[Call]]:
     calls = PARSERS[form](text)
     if not calls:
         return text, []
-    if form == "hermes":
+    if form in TAGGED:
         return _HERMES.sub("", text).strip(), calls
     before, mark, _ = text.partition("[TOOL_CALLS]")
     return before.strip() if form == "mistral" and mark else "", calls

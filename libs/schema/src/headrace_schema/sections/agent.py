@@ -56,10 +56,11 @@ class AgentSection(Section):
         description="nothing is started: clients from outside speak with the policy (headrace run endpoint RUN), and "
         "the run learns from the sessions that they reward",
     )
-    tool_calls: Literal["hermes", "json", "llama3", "mistral"] = Field(
+    tool_calls: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
-        "llama3, mistral, or json (a JSON object alone)",
+        "qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, Nemotron 3), glm (GLM-4.5 and later), llama3, mistral, or json "
+        "(a JSON object alone)",
     )
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace_servicekit.tool_calls import Call, beside_calls
+from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
 from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Heard, Limits
@@ -384,7 +384,11 @@ class Session:
         content, calls = self._terms.calls_of(text)
         if any(call.problem for call in calls):
             return text, ()
-        return content, tuple((call.name, canonical(json.dumps(call.arguments))) for call in calls)
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.tools
+        }
+        read = [typed(call, schemas.get(call.name, {})) for call in calls]
+        return content, tuple((call.name, canonical(json.dumps(call.arguments))) for call in read)
 
     def _over_limit(self) -> Refusal:
         most = self._terms.most_tokens

@@ -14,6 +14,8 @@ from headrace_rollout.endpoint.session import Answer, Told
 
 MARKS = {
     "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>",),
+    "glm": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("{", "<|python_tag|>"),
     "json": ("{", "[", "```"),

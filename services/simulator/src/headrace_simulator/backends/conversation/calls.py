@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from headrace_servicekit.tool_calls import Call
+from headrace_servicekit.tool_calls import Call, typed
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 ERROR = "error: "
@@ -180,7 +180,8 @@ def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[
     if call.name not in tools:
         return _constant(f"{ERROR}there is no tool {call.name!r}; tools: {', '.join(tools)}")
     try:
-        return tools[call.name].begin(call.arguments, left_s)
+        tool = tools[call.name]
+        return tool.begin(typed(call, tool.schema["function"]["parameters"]).arguments, left_s)
     except ServiceLost:
         raise
     except Exception as error:  # noqa: BLE001  # tools are other people's code: the model is told

@@ -50,9 +50,10 @@ class ToolOptions(Options):
     )
     search: SearchOptions | None = Field(None, description="what the tool search searches")
     python_memory_mib: PositiveInt = Field(512, description="memory of the code that the tool python runs")
-    parser: Literal["hermes", "json", "llama3", "mistral"] = Field(
+    parser: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         "hermes",
-        description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), llama3, mistral, or json (a JSON object alone)",
+        description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, "
+        "Nemotron 3), glm (GLM-4.5 and later), llama3, mistral, or json (a JSON object alone)",
     )
     system: str = Field("", description="system message that the conversation begins with")
     deadline_s: PositiveFloat = Field(5.0, description="seconds that the calls of one turn may take together")
