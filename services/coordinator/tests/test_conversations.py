@@ -21,6 +21,7 @@ from headrace_coordinator.run.step.scoring.scoring import score_item
 from headrace_coordinator.run.step.trajectories import Shown, Trajectory, told
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.requests import MAX_NUMBER
+from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.virtual_time import run_virtual
 
 
@@ -50,6 +51,30 @@ def test_rewards_by_turn_go_to_a_trainer_that_wants_them():
     world.spec = RunSpec.model_validate({**given, "algorithm": options})
     outcome = run_virtual(world.live())
     assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+
+
+def test_conversations_are_compared_with_all_others_of_their_group(monkeypatch):
+    score, seen = Reward.Score, []
+
+    async def watched(self, requests):
+        async def each():
+            async for request in requests:
+                seen.extend(request.items)
+                yield request
+
+        async for response in score(self, each()):
+            yield response
+
+    monkeypatch.setattr(Reward, "Score", watched)
+    world = Talks(1, strikes=0)
+    fields = world.spec.model_dump(mode="json")
+    fields["reward"]["give"] = ["group"]
+    world.spec = RunSpec.model_validate(fields)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    size = world.spec.algorithm.group_size
+    assert len(seen) >= 6 * 16 and all(len(item.group) == size for item in seen if not item.evaluation)
+    assert all(item.completion in item.group for item in seen)
 
 
 def trajectory(rewards: list[float]) -> Trajectory:

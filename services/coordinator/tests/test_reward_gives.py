@@ -41,7 +41,8 @@ def test_a_score_has_ids_and_texts_where_the_rollout_sent_them():
     assert not told.raw_prompt_text and not told.raw_completion_text, "the trainer does not read them"
 
 
-def test_each_answer_comes_with_its_whole_group(monkeypatch):
+@pytest.mark.parametrize("workflow", ["reasoning", GROUPS])
+def test_each_answer_comes_with_its_whole_group(monkeypatch, workflow):
     make, score, seen = Rollout._make, Reward.Score, []
 
     async def named(self, opening, group, sample, done):
@@ -64,7 +65,7 @@ def test_each_answer_comes_with_its_whole_group(monkeypatch):
     monkeypatch.setattr(Rollout, "_make", named)
     monkeypatch.setattr(Reward, "Score", watched)
     scene = Scene(nothing, steps=2, evaluation={"every": 1})
-    fields = scene.specs[0].model_dump(mode="json") | {"workflow": GROUPS}
+    fields = scene.specs[0].model_dump(mode="json") | {"workflow": workflow}
     fields["reward"]["give"] = ["group"]
     scene.specs = [RunSpec.model_validate(fields)]
     ends(scene)
@@ -79,6 +80,8 @@ def test_each_answer_comes_with_its_whole_group(monkeypatch):
 
 def test_groups_are_refused_where_no_stage_waits_for_them():
     fields = Scene(nothing, steps=2).specs[0].model_dump(mode="json")
+    edges = [{**edge, "granularity": "trajectory"} for edge in GROUPS["edges"][:1]] + GROUPS["edges"][1:]
+    fields["workflow"] = GROUPS | {"edges": edges}
     with pytest.raises(ValidationError) as caught:
         RunSpec.model_validate(fields | {"reward": {**fields["reward"], "give": ["group"]}})
     (found,) = explain(caught.value, RunSpec)

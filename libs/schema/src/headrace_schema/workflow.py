@@ -63,6 +63,15 @@ class GraphSection(Section):
         learns = self.stages[edge.target].service == "trainer"
         return edge.granularity or ("group" if learns else "trajectory")
 
+    def with_whole_groups(self) -> GraphSection:
+        """The same, where reward stages wait for all answers to a prompt."""
+        stages = self.of("reward")
+        edges = [
+            edge.model_copy(update={"granularity": "group"}) if edge.target in stages else edge
+            for edge in self.edges
+        ]
+        return self.model_copy(update={"edges": edges})
+
     @property
     def whole_groups(self) -> frozenset[str]:
         """Reward stages that wait for all answers to a prompt."""
@@ -134,6 +143,8 @@ BUILT_IN = {
     ),
 }
 """Workflows that a spec can name."""
+COMPARING = {name: graph.with_whole_groups() for name, graph in BUILT_IN.items()}
+"""The same for runs whose scorers compare the answers to a prompt (`reward.give: [group]`)."""
 
 
 def _form(given: Any) -> str:

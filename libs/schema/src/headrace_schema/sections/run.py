@@ -31,7 +31,7 @@ from headrace_schema.sections.running import (
 )
 from headrace_schema.sections.scoring import RewardSection
 from headrace_schema.sections.tracking import TrackingSection
-from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
+from headrace_schema.workflow import BUILT_IN, COMPARING, GraphSection, WorkflowChoice
 
 
 class RunSections(Section):
@@ -103,7 +103,9 @@ class RunSections(Section):
     @property
     def graph(self) -> GraphSection:
         """The workflow with its stages and edges, whichever way it was declared."""
-        return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]
+        if isinstance(self.workflow, GraphSection):
+            return self.workflow
+        return (COMPARING if "group" in self.reward.give else BUILT_IN)[self.workflow]
 
     @property
     def tool_calls(self) -> str:
