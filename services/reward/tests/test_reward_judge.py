@@ -350,6 +350,6 @@ async def test_the_group_has_to_be_given(reward):
     with judge(best) as (_, options):
         with pytest.raises(grpc.aio.AioRpcError, match=r"set reward.give: \[group\]"):
             await reward.open({"name": "judge_group", "options": options}, timeout_s=30)
-        with pytest.raises(LookupError, match="granularity: group"):
+        with pytest.raises(LookupError, match="wait for groups"):
             await made("judge_group", options).score(Answer("q", "a"))
         assert BLANK.group == [""]

@@ -181,7 +181,7 @@ async def test_a_scorer_may_compare_the_answers_of_a_group(reward, scorer_file):
     found = await reward.answers("c", "a", "b", group=["c", "a", "b"])
     assert [each.reward for each in found] == [2.0, 0.0, 1.0]
     (alone,) = await reward.answers("d")
-    assert alone.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and "granularity: group" in alone.detail
+    assert alone.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and "wait for groups" in alone.detail
 
 
 TURNS = """#file

@@ -35,7 +35,7 @@ def _tokens(answer: Answer) -> Answer:
 def _group(answer: Answer) -> list[str]:
     if not answer.group:
         raise LookupError(
-            "it takes the group, which only stages behind an edge with granularity: group have (docs/workflows.md)"
+            "it takes the group, which only stages that wait for groups have (reward.give: [group])"
         )
     return list(answer.group)
 

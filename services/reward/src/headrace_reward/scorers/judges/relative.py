@@ -105,8 +105,8 @@ class JudgeGroup:
             answer = Answer(prompt=question, completion=texts[0], group=texts)
         if not answer.group:
             raise LookupError(
-                "it compares the answers of a group, which only stages that wait for groups have (reward.give: [group], "
-                "docs/rewards.md#judges)"
+                "it compares the answers of a group, which only stages that wait for groups have (reward.give: "
+                "[group], docs/rewards.md#judges)"
             )
         others = sorted({*answer.group} - {answer.completion})
         if not others:
