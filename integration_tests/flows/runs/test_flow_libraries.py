@@ -54,7 +54,7 @@ def test_a_submission_names_what_a_library_does_not_have(fleet, tiny_model):
     spec = example("textarena", tiny_model)
     for task, words in [
         ("textarena:GuessTheNumbers-v0", "did you mean 'GuessTheNumber-v0'?"),
-        ("textarena:TicTacToe-v0", "a game of several players"),
+        ("textarena:SecretMafia-v0", "a game of more than two players"),
     ]:
         spec["environment"] |= {"tasks": [task], "options": {}}
         with pytest.raises(HeadraceError) as caught:

@@ -166,13 +166,32 @@ def test_a_library_that_is_missing_is_told_with_the_line_that_installs_it(case, 
 
 async def test_a_game_of_several_players_and_one_without_its_data_are_refused(simulator):
     backend = create("conversation")
-    with pytest.raises(BackendError, match="a game of several players"):
-        backend.converse("textarena:TicTacToe-v0", {})
+    with pytest.raises(BackendError, match="a game of more than two players"):
+        backend.converse("textarena:SecretMafia-v0", {})
     with pytest.raises(BackendError, match=r"min_terms|max_terms"):
         backend.converse("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2})
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await simulator.open("textarenas:GuessTheNumber-v0", backend="conversation")
     assert "there is no conversation" in message_of(caught.value)
+
+
+def test_a_game_of_two_players_has_a_role_for_each():
+    match = create("conversation").converse("textarena:TicTacToe-v0", {})
+    assert match.roles == ("player_0", "player_1")
+    (first,) = match.reset(7, {})
+    assert first["to"] == "player_0" and "You are Player 0" in first["content"]
+    (second,), rewards, over = match.step({"role": "assistant", "content": "I take [4]", "by": "player_0"})
+    assert (second["to"], rewards, over) == ("player_1", {}, False)
+    assert "You are Player 1" in second["content"] and "Player 0: " in second["content"]
+    for move, by in (("[0]", 1), ("[3]", 0), ("[1]", 1)):
+        (heard,), rewards, over = match.step({"role": "assistant", "content": move, "by": f"player_{by}"})
+        assert not over and "You are Player" not in heard["content"], "the rules are said once"
+    assert match.step({"role": "assistant", "content": "[5]", "by": "player_0"}) == (
+        [],
+        {"player_0": 1.0, "player_1": -1.0},
+        True,
+    )
+    assert [match.reset(7, {}), match.reset(7, {})] == [[first], [first]], "the seed decides"
 
 
 async def test_an_environment_of_another_package_and_what_it_may_do_wrong(simulator, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Games of TextArena (https://github.com/LeonGuertler/TextArena) for one player, by the names of its registry.
+"""Games of TextArena (https://github.com/LeonGuertler/TextArena) for one player or two, by the names of its registry.
 
 The model reads what the game newly says after each of its turns. Its wrappers of what a player does stay (they put
 brackets around a move), those of what a player sees do not: they would tell all that was said again each turn.
@@ -17,6 +17,8 @@ from textarena.envs.registration import ENV_REGISTRY
 from headrace_simulator.backends.base import BackendError, Message
 from headrace_simulator.backends.options import parse, unknown
 
+MOVE = textarena.ObservationType.PLAYER_ACTION
+
 
 class GameOptions(Options):
     """Options of a game; what stands beside them are arguments of the game's class."""
@@ -29,14 +31,8 @@ class GameOptions(Options):
 class Game:
     """One game at a time, of one player."""
 
-    def __init__(self, name: str, options: GameOptions) -> None:
-        self._opening = options.opening
-        self._game = self._inner = textarena.make(name, **(options.model_extra or {}))
-        while isinstance(self._inner, textarena.Wrapper):
-            self._inner = self._inner.env
-        self._game.reset(num_players=1, seed=0)
-        if not isinstance(self._inner.state, textarena.SinglePlayerState):
-            raise AssertionError(type(self._inner.state).__name__)
+    def __init__(self, game: Any, inner: Any, opening: str) -> None:
+        self._game, self._inner, self._opening = game, inner, opening
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> Sequence[Message]:
         """A game that follows from the seed: its rules."""
@@ -57,18 +53,68 @@ class Game:
     def _news(self) -> str:
         """What the game has said since it was asked last, without the player's own moves."""
         _, heard = self._inner.get_observation()
-        moves = textarena.ObservationType.PLAYER_ACTION
-        return "\n".join(text for _, text, kind in heard if kind is not moves)
+        return "\n".join(text for _, text, kind in heard if kind is not MOVE)
 
 
-def converse(name: str, options: Mapping[str, Any]) -> Game:
-    """Makes an environment; BackendError where the name or an option is wrong, or the game has several players."""
+class Match:
+    """One game at a time, of two players, each a role: what one hears, the other does not."""
+
+    roles = ("player_0", "player_1")
+
+    def __init__(self, game: Any, inner: Any, opening: str) -> None:
+        self._game, self._inner, self._opening = game, inner, opening
+
+    def reset(self, seed: int, item: Mapping[str, Any]) -> Sequence[Message]:
+        """A game that follows from the seed: the rules of who begins."""
+        self._game.reset(num_players=2, seed=seed)
+        return [self._news()]
+
+    def step(self, message: Message) -> tuple[Sequence[Message], Mapping[str, float], bool]:
+        """Makes the move of who spoke; both get their reward at the end."""
+        done, _ = self._game.step(action=message["content"])
+        if not done:
+            return [self._news()], {}, False
+        rewards, _ = self._game.close()
+        return [], {self.roles[player]: float(reward) for player, reward in rewards.items()}, True
+
+    def _news(self) -> Message:
+        """What the game and the other player have said to who is next since they were asked last."""
+        player, heard = self._inner.get_observation()
+        texts = []
+        for sender, text, kind in heard:
+            if kind is textarena.ObservationType.PROMPT and self._opening:
+                texts.append(self._opening)
+            elif kind is not MOVE:
+                texts.append(text)
+            elif sender != player:
+                texts.append(f"Player {sender}: {text}")
+        return {"role": "user", "content": "\n".join(texts), "to": self.roles[player]}
+
+
+def _made(name: str, options: GameOptions) -> Game | Match:
+    """The game, of as many players as it has; AssertionError where it needs more than two."""
+    game = inner = textarena.make(name, **(options.model_extra or {}))
+    while isinstance(inner, textarena.Wrapper):
+        inner = inner.env
+    try:
+        game.reset(num_players=1, seed=0)
+        alone = isinstance(inner.state, textarena.SinglePlayerState)
+    except AssertionError:
+        alone = False
+    if alone:
+        return Game(game, inner, options.opening)
+    game.reset(num_players=2, seed=0)
+    return Match(game, inner, options.opening)
+
+
+def converse(name: str, options: Mapping[str, Any]) -> Game | Match:
+    """Makes an environment; BackendError for a wrong name or option, and for more than two players."""
     if name not in ENV_REGISTRY:
         raise unknown("game of TextArena", name, ENV_REGISTRY)
     try:
-        return Game(name, parse(GameOptions, options))
+        return _made(name, parse(GameOptions, options))
     except AssertionError as error:
-        reason = f"{name} is a game of several players, and a conversation has one ({error})"
+        reason = f"{name} is a game of more than two players ({error})"
         raise BackendError("environment.name", reason) from error
     except TypeError as error:
         raise BackendError("options_json", f"{name}: {error}") from error
