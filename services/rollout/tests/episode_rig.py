@@ -39,13 +39,13 @@ class Walker(gymnasium.Env):
 
     def __init__(self, goal=1.0, ends_at=1000, image=0, step_s=0.0, says=True):
         self.goal, self.ends_at, self.image, self.step_s, self.says = goal, ends_at, image, step_s, says
-        shown = {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "steps": spaces.Discrete(1001)}
+        shown = {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "steps": spaces.Box(0, 1000, (1,), np.int64)}
         if image:
             shown["front"] = spaces.Box(0, 255, (image, image, 3), np.uint8)
         self.observation_space = spaces.Dict(shown)
 
     def observe(self):
-        shown = {"place": self.place.copy(), "steps": self.steps}
+        shown = {"place": self.place.copy(), "steps": np.array([self.steps])}
         if self.image:
             shown["front"] = np.full((self.image, self.image, 3), self.steps % 256, np.uint8)
         return shown
