@@ -54,7 +54,7 @@ async def test_an_instruction_reaches_the_policy_and_the_trajectory(
     new_rollout, publish, simulator_address, directory
 ):
     rollout, policy = await new_rollout(), policy_config(OPENVLA).build(3).eval()
-    await open_run(rollout, directory)
+    await open_run(rollout, directory, dtype="float32")
     await rollout.install(publish(policy, 1))
     pool = await open_pool(simulator_address, TASK, count=2, options={"image": 28, "ends_at": 2})
     groups = starts(range(2), task=TASK)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_rollout.engines.transformers.decoder import Decoder
 from openai import AsyncOpenAI
 from rollout_calls import HEADER, check_log_probs
 
@@ -87,9 +89,16 @@ async def test_a_session_that_is_rewarded_is_a_trajectory_with_the_engines_log_p
     check_log_probs(trajectory, reference)
 
 
-async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(served, publish):
+async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(served, publish, monkeypatch):
     """As a step ends, and weights are installed: the client sees one answer, and its tokens say who made them."""
     rollout, client = served
+    decode = Decoder._decode
+
+    def slowly(decoder):
+        time.sleep(0.02)  # or the whole answer may come in one piece
+        decode(decoder)
+
+    monkeypatch.setattr(Decoder, "_decode", slowly)
     call = await opened(rollout, slots([5]))
     more = {"stream": True, "logprobs": True, "max_tokens": 200}
     stream = await client.chat.completions.create(
