@@ -96,9 +96,8 @@ class TextCodec:
         self.eos_ids = eos_ids
         self.pad_id = pad_id
         self._lengths = TokenLengths(tokenizer)
-        self._first_space = tokenizer.convert_ids_to_tokens(self._ids("!", special=False))[0].startswith(
-            SPACE
-        )
+        first = tokenizer.convert_ids_to_tokens(self._ids("!", special=False))[:1]
+        self._first_space = any(piece.startswith(SPACE) for piece in first)
         """Whether a space is put before every text, as SentencePiece does for Llama 2."""
 
     def encode_prompt(
