@@ -293,6 +293,7 @@ def test_evaluations_are_chosen_and_compared_item_by_item(crowd, open_page):
         "0.5", "0.6", "+0.1", "−0.05 to +0.25", "3", "1", "8", "0.625",
     ]  # fmt: skip
     page.locator(".trajectory summary").first.click()
+    page.locator(".trajectory .side article").nth(1).wait_for()
     assert page.locator(".trajectory .side article").count() == 2
     assert page.locator("main img, main script").count() == 0, "hostile text is no markup"
 
