@@ -1,7 +1,7 @@
 """The memory plan of large robot policies against the trainer's own step: `python benchmarks/vla_at_size.py`.
 
 As memory_at_size.py, for OpenVLA-OFT 7B, π0 and π0.5 on 1 to 8 GPUs of 80 GB: the trainer chooses a layout, one rank
-^goes through a step on fake tensors (`tools/fake_world`). Needs no GPU and no weights. A rank's micro-batch has 8,192
+goes through a step on fake tensors (`tools/fake_world`). Needs no GPU and no weights. A rank's micro-batch has 8,192
 tokens: 13 chunks of OFT with two cameras.
 
 `worst_plan_error` is the largest |planned / measured - 1| of a GPU; a row's figures begin with its name, such as

@@ -163,6 +163,7 @@ NIGHTLY = [
     _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),
     _script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
+    _script("vla-at-size", "benchmarks/vla_at_size.py", "--check", timeout_s=3600),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
         "vllm-two-ranks",
