@@ -61,7 +61,8 @@ class Docker:
     def _containers(self, kind: str) -> list[Any]:
         """Containers of a service, by their numbers."""
         labels = [f"{PROJECT}={self._project}", f"{SERVICE}={kind}", f"{ONE_OFF}=False"]
-        return sorted(self._client.containers.list(all=True, filters={"label": labels}), key=_number)
+        there = self._client.containers.list(all=True, filters={"label": labels}, ignore_removed=True)
+        return sorted(there, key=_number)
 
     def _start_like(self, model: Any, kind: str, number: int) -> None:
         """Its host name, and so the name of its instance, is its own id."""
