@@ -28,7 +28,6 @@ from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Image, Rows, Sequence
-from PIL import Image as Pillow
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -96,6 +95,8 @@ class Walk:
         """With an image before its tokens, in a case with images."""
         if self.codec is None or self.codec.images is None:
             return sequence
+        from PIL import Image as Pillow  # which Megatron's environment has no need of
+
         file = io.BytesIO()
         Pillow.linear_gradient("L").resize((16, 16)).save(file, "PNG")
         image = Image(digest_bytes(file.getvalue()), file.getvalue())
