@@ -97,6 +97,22 @@ def test_the_leader_waits_for_the_parts_of_all(tmp_path):
         assert (tmp_path / name).stat().st_size == facts["size"]
 
 
+def test_a_report_that_gets_its_name_while_the_leader_looks_is_no_loss(tmp_path, monkeypatch):
+    (tmp_path / ".part-00001.json").touch()
+    scan = os.scandir
+
+    def found(directory):
+        entries = list(scan(directory))
+        for entry in entries:
+            if entry.name.startswith(".part"):
+                os.rename(entry.path, tmp_path / "part-00001.json")
+        return entries
+
+    monkeypatch.setattr(os, "scandir", found)
+    (tmp_path / ".part-00001.json").write_text('{"files": {"a": {"size": 1}}}')
+    assert collect_reports(tmp_path, 2, lambda: False) == {"a": {"size": 1}}
+
+
 def test_a_rank_that_cannot_write_or_stops_fails_the_checkpoint(tmp_path):
     writer = PartWriter()
     (tmp_path / part_files(1, 2)[0]).touch()  # stands in the way

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -170,4 +171,9 @@ def _report(part: int) -> str:
 
 
 def _size(directory: Path) -> int:
-    return sum(entry.stat().st_size + 1 for entry in os.scandir(directory))
+    """Changes whenever a rank writes."""
+    size = 0
+    for entry in os.scandir(directory):
+        with suppress(FileNotFoundError):  # a report gets its name meanwhile
+            size += entry.stat().st_size + 1
+    return size
