@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-NARROW = 80
-"""Columns below which a table leaves out what is least asked for."""
+NARROW, WIDE = 80, 92
+"""Columns below which a table leaves out what is least asked for, and from which addresses fit beside all else."""
 
 
 def instances_table(instances: Sequence[Instance], coordinator: str = "", width: int = NARROW) -> Table:
-    """Service, instance, state, address, devices, memory, busy cores; on a narrow terminal without two of them."""
+    """Service, instance, state, address, devices, memory, busy cores; on narrow terminals without some of it."""
     own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "", "")]
     rows = [
         (
@@ -32,7 +32,8 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "", width:
         for item in sorted(instances, key=lambda item: (item.kind, item.name))
     ]
     headers = ("service", "instance", "state", "address", "devices", ">memory", ">cores")
-    shown = [0, 1, 2, 3, 4, 5, 6] if width >= NARROW else [1, 2, 4, 5, 6]
+    left_out = {"address"} if NARROW <= width < WIDE else {"address", "service"} if width < NARROW else set()
+    shown = [place for place, header in enumerate(headers) if header not in left_out]
     every = [*(own if coordinator else []), *rows]
     return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
 
