@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.openings import TrainerConfig
@@ -11,7 +13,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.figures import witnesses
 from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Image, Member
 from headrace_trainer.learning.step import StepState, Version
 from headrace_trainer.wire.messages import read_group
 from trainer_calls import random_sequences, settled_trajectory
@@ -80,6 +82,9 @@ def test_witnesses_of_the_engines_log_probs_are_lines():
     state = StepState(version=Version(0, 0, 0, ""), lineage={0: 0}, groups={0: record})
     found = witnesses(state, [Group(0, (BOTH,), "digest")])
     assert [each.tokens for each in found] == [[1, 2, 3], [1, 5, 6, 7]]
+    pictured = replace(ALONE, images=(Image("digest", b"file"),))
+    (found,) = witnesses(state, [Group(0, (pictured,), "digest")])
+    assert found.images == pictured.images, "the engine has seen them"
 
 
 def test_siblings_come_with_prompts_of_their_own():
