@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -34,17 +35,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--turns", type=int, default=3, help="runs with and without traces")
-    parser.add_argument("--folder", type=Path, required=True, help="an empty folder for models and fleets")
     options = parser.parse_args()
     say(machine())
-    model = options.folder / "tiny"
-    run_python("-m", "headrace_modelkit.presets.tiny", model)
-    with Collector() as collector:
+    with tempfile.TemporaryDirectory() as folder, Collector() as collector:
+        model = Path(folder) / "tiny"
+        run_python("-m", "headrace_modelkit.presets.tiny", model)
         found: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(options.turns):
             for traced in (False, True) if turn % 2 else (True, False):
                 variables = {"HEADRACE_OTLP_ENDPOINT": collector.endpoint} if traced else {}
-                with Fleet(options.folder / f"{turn}-{traced}", "--simulator", "0", **variables) as fleet:
+                with Fleet(Path(folder) / f"{turn}-{traced}", "--simulator", "0", **variables) as fleet:
                     found[traced] += _steps(fleet, model, options.steps)
             say(
                 f"turn {turn + 1}: {median(found[False]):.4f} s a step without, {median(found[True]):.4f} s with traces"
