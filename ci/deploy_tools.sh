@@ -9,6 +9,9 @@ set -eu
 python=${1:-python3}
 tools=.cache/tools
 stamp=$tools/.complete
+mkdir -p .cache
+exec 9>.cache/deploy-tools.lock # the part that makes them and the tests that need them may both be here
+flock 9
 [ -e "$stamp" ] && [ ci/deploy_tools.sh -ot "$stamp" ] && exit 0
 rm -rf "$tools"
 mkdir -p "$tools/packages"
