@@ -3,6 +3,7 @@
 import asyncio
 
 from headrace_coordinator.domain import events as ev
+from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 
@@ -61,6 +62,23 @@ class Scene(World):
 
     async def another(self, key="another"):
         return await self.users.submit(self.specs[0], key)
+
+
+def scored_items(monkeypatch):
+    """A list of what reward instances are asked to score from now on."""
+    score, seen = Reward.Score, []
+
+    async def watched(self, requests):
+        async def each():
+            async for request in requests:
+                seen.extend(request.items)
+                yield request
+
+        async for response in score(self, each()):
+            yield response
+
+    monkeypatch.setattr(Reward, "Score", watched)
+    return seen
 
 
 def ends(scene):

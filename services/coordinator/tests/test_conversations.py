@@ -21,8 +21,8 @@ from headrace_coordinator.run.step.scoring.scoring import score_item
 from headrace_coordinator.run.step.trajectories import Shown, Trajectory, told
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.requests import MAX_NUMBER
-from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.virtual_time import run_virtual
+from scene import scored_items
 
 
 @pytest.mark.parametrize("strikes", [0, 3])
@@ -54,18 +54,7 @@ def test_rewards_by_turn_go_to_a_trainer_that_wants_them():
 
 
 def test_conversations_are_compared_with_all_others_of_their_group(monkeypatch):
-    score, seen = Reward.Score, []
-
-    async def watched(self, requests):
-        async def each():
-            async for request in requests:
-                seen.extend(request.items)
-                yield request
-
-        async for response in score(self, each()):
-            yield response
-
-    monkeypatch.setattr(Reward, "Score", watched)
+    seen = scored_items(monkeypatch)
     world = Talks(1, strikes=0)
     fields = world.spec.model_dump(mode="json")
     fields["reward"]["give"] = ["group"]

@@ -8,10 +8,9 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.run.step.scoring.scoring import score_item
 from headrace_schema.problems import explain
 from headrace_schema.spec import RunSpec
-from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.rollout import Rollout
 from pydantic import ValidationError
-from scene import Scene, ends
+from scene import Scene, ends, scored_items
 
 GROUPS = {
     "stages": {
@@ -43,7 +42,7 @@ def test_a_score_has_ids_and_texts_where_the_rollout_sent_them():
 
 @pytest.mark.parametrize("workflow", ["reasoning", GROUPS])
 def test_each_answer_comes_with_its_whole_group(monkeypatch, workflow):
-    make, score, seen = Rollout._make, Reward.Score, []
+    make, seen = Rollout._make, scored_items(monkeypatch)
 
     async def named(self, opening, group, sample, done):
         class Named:
@@ -53,17 +52,7 @@ def test_each_answer_comes_with_its_whole_group(monkeypatch, workflow):
 
         return await make(self, opening, group, sample, Named())
 
-    async def watched(self, requests):
-        async def each():
-            async for request in requests:
-                seen.extend(request.items)
-                yield request
-
-        async for response in score(self, each()):
-            yield response
-
     monkeypatch.setattr(Rollout, "_make", named)
-    monkeypatch.setattr(Reward, "Score", watched)
     scene = Scene(nothing, steps=2, evaluation={"every": 1})
     fields = scene.specs[0].model_dump(mode="json") | {"workflow": workflow}
     fields["reward"]["give"] = ["group"]

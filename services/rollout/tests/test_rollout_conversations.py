@@ -309,8 +309,8 @@ async def test_a_template_that_rewrites_earlier_turns_is_refused_as_the_run_open
     await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
 
 
-async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking, talks, codec, reference):
-    rollout = await talking()
+async def games(rollout, talks):
+    """Games of two roles that came to their end, of two samples for each of two prompts."""
     pool = await open_pool(
         talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
     )
@@ -320,6 +320,12 @@ async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking
     found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
     ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
     assert len(found) == 4 and ended
+    return ended
+
+
+async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking, talks, codec, reference):
+    rollout = await talking()
+    ended = await games(rollout, talks)
     for trajectory in ended:
         talk = trajectory.conversation
         assert trajectory.body_digest == trajectory_digest(trajectory)
@@ -359,15 +365,7 @@ async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
     write_tiny(frozen_directory, seed=5)
     teller = {"path": str(frozen_directory), "temperature": 0, "max_new_tokens": 3}
     rollout = await talking(roles={"teller": teller})
-    pool = await open_pool(
-        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
-    )
-    groups = begins([4, 7], 2)
-    for group in groups:
-        group.prompt.episode.task = "game.py:Game"
-    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
-    ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
-    assert len(found) == 4 and ended
+    ended = await games(rollout, talks)
     frozen = load_model(ModelSection(path=str(frozen_directory), dtype="float32"))
     ids = codec.encode_prompt(chat=[{"role": "user", "content": "copy+"}])
     with torch.inference_mode():
