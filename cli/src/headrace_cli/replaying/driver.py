@@ -13,13 +13,12 @@ from typing import Any
 
 import grpc
 from headrace_servicekit.recording.files import Call, Recording
-from headrace_servicekit.rpc.client import disable_deadlines
 from headrace_servicekit.rpc.errors import message_of, reason_of
 
 from headrace_cli.errors import CommandError
 from headrace_cli.replaying.calls import Calls, Method, method_of
 from headrace_cli.replaying.results import Values, answered, merged, results
-from headrace_cli.replaying.stage import Member, Stage
+from headrace_cli.replaying.stage import DAY_S, Member, Stage
 
 REQUEST, RESPONSE, END = range(3)
 REFUSALS = {"MODEL_NOT_READABLE", "INVALID", "CHECKPOINT_DAMAGED", "NOT_FOUND", "SCORER_AWAY"}
@@ -49,7 +48,6 @@ def replay(
     Raises CommandError: exit code 2 where the recording or this host lacks what the calls need, 1 where the service
     ends or refuses what it once took.
     """
-    disable_deadlines()
     with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
         directory = Path(folder)
         calls = Calls(recording, kind, directory, checkpoint, model)
@@ -143,7 +141,7 @@ class _Made:
             response_deserializer=method.response.FromString,
         )
         try:
-            self.responses.append(await call(request))
+            self.responses.append(await call(request, timeout=DAY_S))
         except grpc.aio.AioRpcError as error:
             self._refused(error)
 
