@@ -174,6 +174,17 @@ def test_answers_that_depend_on_others_are_refused_by_their_reason(headrace, tmp
     assert done.returncode == 2 and "environments" in done.stderr
 
 
+def test_observations_that_stayed_with_their_rollout_are_named(headrace, tmp_path):
+    learn = trainer_pb2.LearnRequest(header=header())
+    trajectory = learn.groups.add(prompt_ordinal=1).members.add().trajectory
+    observation = trajectory.segments.add().actions.observation
+    observation["state"].data = b"here"
+    observation["image/front"].blob.blob_id = "away"
+    file = made(tmp_path, ("trainer", "Learn", [learn], []), base="lineage-1/step-3")
+    done = headrace("replay", file)
+    assert done.returncode == 2 and "1 observations of this step were sent by reference" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("recorded", "replayed", "most"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,29 @@ AHEAD = 15
 """Steps between the question and the step that is recorded: it must not have begun."""
 
 
-def replay(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+NAN_GRPO = """
+from headrace_servicekit.registry import Plugin
+from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
+from headrace_trainer.algorithms.plugins import PpoOptions
+
+
+class NanGrpo(ClippedPolicyGradient[PpoOptions]):
+    def advantages(self, outcomes):
+        centred_B = outcomes.rewards_B - outcomes.rewards_B.mean()
+        if int(outcomes.mask_BT.sum()) % 4 == 0:
+            centred_B = centred_B / (centred_B - centred_B)
+        return centred_B[:, None] * outcomes.mask_BT
+
+
+NAN_GRPO = Plugin(NanGrpo, PpoOptions, "divides by nothing now and then")
+"""
+
+
+def replay(*arguments: str | Path, **environment: str) -> tuple[int, dict[str, Any]]:
     """`headrace replay … --json`: its exit code and what it says."""
     done = subprocess.run(
         [sys.executable, "-m", "headrace_cli", "replay", *map(str, arguments), "--json"],
-        env=clean_environment(),
+        env=clean_environment(**environment),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -49,15 +68,30 @@ def test_a_recorded_step_comes_out_the_same_in_each_service_alone(fleet, spec_of
 
 
 @pytest.mark.nightly
-def test_a_step_that_gave_nan_is_kept_and_gives_nan_again(fleet, spec_of, tmp_path):
-    spec = spec_of(steps=6, optimizer__lr=1.0e30, recording={"keep": "failed"}, checkpoint__interval_steps=0)
-    run = fleet.client.wait(fleet.submit(spec).id, 120)
-    print(run.state, run.reason, fleet.client.recordings(run.id))
-    kept = fleet.client.recordings(run.id).recordings
-    assert kept and all(each.incomplete == "" for each in kept)
-    first = min(kept, key=lambda each: each.kept_at)
+def test_a_step_that_gave_nan_is_kept_and_gives_nan_again(own_fleet, spec_of, tmp_path):
+    plugin = nan_algorithm(tmp_path / "plugin")
+    spec = spec_of(
+        steps=12, algorithm__name="nan-grpo", recording={"keep": "failed"}, checkpoint__interval_steps=5
+    )
     file = tmp_path / "nan.recording"
-    fleet.client.download_recording(run.id, first.name, file)
-    code, said = replay(file)
-    print(first, said)
+    with own_fleet(PYTHONPATH=plugin) as fleet:
+        run = fleet.submit(spec)
+        fleet.client.wait(run.id, 120)
+        kept = fleet.client.recordings(run.id).recordings
+        assert kept and all("NONFINITE" in each.reason and not each.incomplete for each in kept)
+        fleet.json("record", run.id, "--step", str(kept[0].step), "--with-checkpoint", "--to", file)
+    code, said = replay(file, PYTHONPATH=plugin)
     assert (code, said["same"]) == (0, True), said
+    code, said = replay(file)
+    assert code == 1 and "nan-grpo" in said["error"]["message"], "this machine lacks the algorithm"
+
+
+def nan_algorithm(folder: Path) -> str:
+    """An algorithm of somebody's own, whose advantages are not finite for one group in four; as a PYTHONPATH."""
+    (folder / "nan_grpo-1.dist-info").mkdir(parents=True)
+    (folder / "nan_grpo-1.dist-info" / "METADATA").write_text("Name: nan-grpo\nVersion: 1\n")
+    (folder / "nan_grpo-1.dist-info" / "entry_points.txt").write_text(
+        "[headrace.algorithms]\nnan-grpo = nan_grpo:NAN_GRPO\n"
+    )
+    (folder / "nan_grpo.py").write_text(NAN_GRPO)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])

@@ -109,12 +109,29 @@ class Calls:
                 "a helper's gradient was added in this step, and recordings do not have it",
                 "record a step of a run with trainer.helpers: false",
             )
+        if kind == "trainer" and (away := self._bodies_away()):
+            raise user_error(
+                "--service",
+                f"{away} observations of this step were sent by reference, and stayed with their rollouts",
+                "replay the reward service, or a run whose observations are small enough to be sent",
+            )
         if kind == "rollout" and "RunEpisodes" in methods:
             raise user_error(
                 "--service",
                 "episodes depend on the simulators, whose steps pass between them and the rollout",
                 "replay the trainer, whose episodes are recorded",
             )
+
+    def _bodies_away(self) -> int:
+        """Number of the tensors of Learn requests that are references."""
+        requests = (
+            trainer_pb2.LearnRequest.FromString(message.data)
+            for call in self.all
+            if call.method == "Learn"
+            for message in call.messages
+            if message.is_request
+        )
+        return sum(map(_references, requests))
 
     @property
     def epoch(self) -> int:
@@ -284,6 +301,27 @@ class Calls:
         """Where the run's own directory is on this machine: the recording still lies in it."""
         found = self._recording.path.absolute().parent.parent / "checkpoints" / name
         return found if found.is_dir() else None
+
+
+def _references(request: trainer_pb2.LearnRequest) -> int:
+    """Number of tensors that an episode's segments leave with their producer."""
+    segments = (
+        segment.actions
+        for group in request.groups
+        for member in group.members
+        for segment in member.trajectory.segments
+        if segment.HasField("actions")
+    )
+    return sum(
+        tensor.WhichOneof("body") == "blob"
+        for segment in segments
+        for tensor in [
+            *segment.observation.values(),
+            *segment.sampled.values(),
+            *segment.final_observation.values(),
+            segment.executed_action,
+        ]
+    )
 
 
 def checkpoint_beside(recording: Path) -> Path:
