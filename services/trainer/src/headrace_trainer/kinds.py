@@ -34,6 +34,7 @@ from headrace_modelkit.vision import ImageReader, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
+from headrace_servicekit.rpc.episodes import NO_BODIES, Bodies
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 from typing_extensions import override
@@ -90,8 +91,8 @@ class RunKind(Protocol):
     def checkpoint_names(self) -> CheckpointNames:
         """Under which names the model's weights are published."""
 
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        """A settled group. Raises INVALID or DIGEST_MISMATCH."""
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        """A settled group, with the bodies that it refers to. Raises INVALID or DIGEST_MISMATCH."""
 
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         """Trajectories to be scored. Raises INVALID."""
@@ -163,7 +164,7 @@ class AnswersRun(RunKind):
         return CheckpointNames.of(empty)
 
     @override
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
         return read_group(
             message,
             self._config.sampling,
@@ -388,8 +389,8 @@ class EpisodesRun(RunKind):
         return CheckpointNames({})
 
     @override
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        return read_episodes(message, Spaces.of(self._policy))
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        return read_episodes(message, Spaces.of(self._policy), bodies)
 
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
