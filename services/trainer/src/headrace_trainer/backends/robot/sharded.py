@@ -126,7 +126,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
 
     def _empty(self) -> AnyPolicy:
         trainer = self._config.trainer
-        return learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
+        return learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
 
     def _shard(self, policy: AnyPolicy) -> None:
         float_what_learns(policy)
