@@ -93,7 +93,7 @@ def test_a_recording_comes_with_its_checkpoint_and_a_refusal_leaves_no_file(head
     file = tmp_path / "mine.recording"
     refused = headrace("record", "r-1", "--step", "4", "--to", str(file), "--with-checkpoint")
     assert refused.returncode != 0 and [path.name for path in tmp_path.glob("mine*")] == [file.name]
-    coordinator.routes["GET /v1/runs/r-1/checkpoints/lineage-1/step-3"] = (200, b"tar")
+    coordinator.routes["GET /v1/runs/r-1/recordings/step-4.recording/checkpoint"] = (200, b"tar")
     assert headrace("record", "r-1", "--step", "4", "--to", str(file), "--with-checkpoint").returncode == 0
     assert (tmp_path / "mine.checkpoint.tar").read_bytes() == b"tar"
 

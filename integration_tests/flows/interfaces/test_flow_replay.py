@@ -86,6 +86,18 @@ def test_a_step_that_gave_nan_is_kept_and_gives_nan_again(own_fleet, spec_of, tm
     assert code == 1 and "nan-grpo" in said["error"]["message"], "this machine lacks the algorithm"
 
 
+@pytest.mark.nightly
+def test_two_ranks_are_two_processes_and_come_out_the_same(own_fleet, spec_of, tmp_path):
+    file = tmp_path / "ranks.recording"
+    with own_fleet("--trainer", "2") as fleet:
+        fleet.ready("trainer-0", "trainer-1")
+        run = fleet.submit(spec_of(steps=1000, trainer__ranks=2, recording={"keep": "all"}))
+        step = fleet.reach(run, 3).step
+        fleet.json("record", run.id, "--step", str(step), "--with-checkpoint", "--to", file)
+    code, said = replay(file)
+    assert (code, said["same"]) == (0, True), said
+
+
 def nan_algorithm(folder: Path) -> str:
     """An algorithm of somebody's own, whose advantages are not finite for one group in four; as a PYTHONPATH."""
     (folder / "nan_grpo-1.dist-info").mkdir(parents=True)

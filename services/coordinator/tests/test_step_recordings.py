@@ -1,5 +1,7 @@
 """Recordings over HTTP, and what a client of an instance tells the recorder."""
 
+import io
+import tarfile
 from types import SimpleNamespace
 
 import grpc
@@ -93,6 +95,14 @@ async def test_recordings_are_listed_and_downloaded(api, asked, told):
     assert found["size_bytes"] == kept.size and listed["wanted"] == []
     answer = await api.get("/v1/runs/r-1/recordings/step-1.recording")
     assert answer.content == kept.path.read_bytes()
+    gone = await api.get("/v1/runs/r-1/recordings/step-1.recording/checkpoint")
+    assert gone.status_code == 404 and "checkpoints/c" in gone.json()["message"]
+    checkpoint = kept.path.parents[1] / "checkpoints" / "c"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    tar = (await api.get("/v1/runs/r-1/recordings/step-1.recording/checkpoint")).content
+    with tarfile.open(fileobj=io.BytesIO(tar)) as files:
+        assert [name.rpartition("/")[2] for name in files.getnames()] == ["state.json"]
     lacking = await api.get("/v1/runs/r-1/recordings/step-2.recording")
     assert lacking.status_code == 404 and "step-1.recording" in lacking.json()["message"]
     outside = await api.get("/v1/runs/r-1/recordings/..%2Fwanted.json")

@@ -307,9 +307,9 @@ class Client:
         """Writes a recording to a file, whole or not at all."""
         self._transport.download(f"{_path(run)}/recordings/{quote(name)}", to)
 
-    def download_checkpoint(self, run: str, name: str, to: Path) -> None:
-        """Writes the files of a checkpoint to a tar file, whole or not at all."""
-        self._transport.download(f"{_path(run)}/checkpoints/{quote(name)}", to)
+    def download_recorded_checkpoint(self, run: str, name: str, to: Path) -> None:
+        """Writes the checkpoint that a recording begins with to a tar file, whole or not at all."""
+        self._transport.download(f"{_path(run)}/recordings/{quote(name)}/checkpoint", to)
 
     def pause(self, run: str, *, now: bool = False) -> Run:
         """Pauses after the current step, or at once when `now` (the step is made again on resume)."""

@@ -69,7 +69,7 @@ def record(
         if kept.checkpoint and with_checkpoint:
             from headrace_cli.replaying.calls import checkpoint_beside
 
-            client.download_checkpoint(run, kept.checkpoint, checkpoint_beside(path))
+            client.download_recorded_checkpoint(run, kept.name, checkpoint_beside(path))
             document["checkpoint_file"] = str(checkpoint_beside(path))
         elif kept.checkpoint:
             text += f"\nits trainer begins with checkpoint {kept.checkpoint}: --with-checkpoint downloads that too"

@@ -17,7 +17,7 @@ from headrace_servicekit.rpc.errors import message_of, reason_of
 
 from headrace_cli.errors import CommandError
 from headrace_cli.replaying.calls import Calls, Method, method_of
-from headrace_cli.replaying.results import Values, answered, merged, results
+from headrace_cli.replaying.results import Values, answered, asked, merged, only, results
 from headrace_cli.replaying.stage import DAY_S, Member, Stage
 
 REQUEST, RESPONSE, END = range(3)
@@ -68,8 +68,8 @@ async def _replay(
                 step = each.call.step
                 say(f"step {step}")
             await each.go(what, index)
-    recorded = merged(results(kind, each.call, each.recorded, each.call.reason) for each in made)
-    replayed = merged(results(kind, each.call, each.responses, each.reason) for each in made)
+    recorded = merged(each.values(each.recorded, each.call.reason) for each in made)
+    replayed = merged(each.values(each.responses, each.reason) for each in made)
     return Replayed(recorded, replayed, len(made))
 
 
@@ -97,7 +97,18 @@ class _Made:
         self._left = sum(message.is_request for message in call.messages)
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
+        self._asked: set[str] = set()
         self._answered: set[str] = set()
+
+    def values(self, responses: list[Any], reason: str) -> Values:
+        """What the call has led to. Of a stream that goes on behind the recording: what was answered in it."""
+        found = results(self.call.kind, self.call, responses, reason)
+        if not self._method.is_stream or reason:
+            return found
+        names = self._asked
+        if self.call.ended_at is None:
+            names = names & set().union(*map(answered, self.recorded))
+        return only(found, names)
 
     @property
     def recorded(self) -> list[Any]:
@@ -122,6 +133,7 @@ class _Made:
         if not self._method.is_stream:
             self._task = asyncio.create_task(self._unary(request))
             return
+        self._asked |= asked(request)
         self._requests.put_nowait(request)
         if not self._left:
             self._requests.put_nowait(None)
@@ -129,7 +141,7 @@ class _Made:
             self._task = asyncio.create_task(self._stream())
 
     async def _until(self, wanted: set[str]) -> None:
-        while not wanted <= self._answered and self._task is not None and not self._task.done():
+        while not wanted & self._asked <= self._answered and self._task is not None and not self._task.done():
             self._news.clear()
             await self._news.wait()
 

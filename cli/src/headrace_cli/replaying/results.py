@@ -78,6 +78,26 @@ def answered(response: Any) -> set[str]:
             return {_slot(chunk.finished) for chunk in chunks if chunk.HasField("finished")}
 
 
+def asked(request: Any) -> set[str]:
+    """What a request of a stream asks for, by the same names."""
+    match request:
+        case trainer_pb2.LearnRequest():
+            return {str(group.prompt_ordinal) for group in request.groups}
+        case reward_pb2.ScoreRequest():
+            return {_item(item) for item in request.items}
+        case _:
+            return {
+                f"{group.prompt_ordinal}.{sample.sample_index} attempt {sample.attempt}"
+                for group in request.assign.groups
+                for sample in group.samples
+            }
+
+
+def only(values: Values, names: set[str]) -> Values:
+    """Of a stream's values those that were asked for: of an answer to what was asked before, nothing can be said."""
+    return {name: value for name, value in values.items() if name.split(" ", 3)[-1] in names}
+
+
 def _of_trainer(call: Call, response: Any) -> Values:
     match response:
         case trainer_pb2.RestoreResponse() if response.HasField("version"):
@@ -139,7 +159,7 @@ def _slot(trajectory: common_pb2.Trajectory) -> str:
     return f"{trajectory.sample.prompt_ordinal}.{trajectory.sample.sample_index} attempt {trajectory.attempt}"
 
 
-def _item(result: reward_pb2.ScoreResult) -> str:
+def _item(result: reward_pb2.ScoreResult | reward_pb2.ScoreItem) -> str:
     where = " (evaluation)" if result.evaluation else f" {result.stage}" if result.stage else ""
     return f"{result.sample.prompt_ordinal}.{result.sample.sample_index} attempt {result.attempt}{where}"
 

@@ -30,11 +30,21 @@ class Recordings:
 
     def path(self, run_id: str, name: str) -> Path:
         """The file of one; Refused NOT_FOUND names those that there are."""
-        names = [view.name for view in self.all(run_id).recordings]
-        if name not in names:
-            have = f"it has {', '.join(names[:5])}" if names else "it has none"
+        return self._directory(run_id) / self._named(run_id, name).name
+
+    def checkpoint(self, run_id: str, name: str) -> Path:
+        """The folder of the checkpoint that one begins with, which stays as long as it; Refused NOT_FOUND without."""
+        found = self._named(run_id, name)
+        if not found.checkpoint:
+            raise Refused("NOT_FOUND", f"{name} of run {run_id} begins with no checkpoint")
+        return self._directory(run_id).parent / "checkpoints" / found.checkpoint
+
+    def _named(self, run_id: str, name: str) -> RecordingView:
+        known = {view.name: view for view in self.all(run_id).recordings}
+        if name not in known:
+            have = f"it has {', '.join([*known][:5])}" if known else "it has none"
             raise Refused("NOT_FOUND", f"run {run_id} has no recording {name!r}; {have}")
-        return self._directory(run_id) / name
+        return known[name]
 
     def ask(self, run_id: str, step: int) -> RecordingListView:
         """Has a step that is not made yet recorded; durable. What is asked for twice is recorded once.

@@ -6,9 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from headrace_schema.resources.views import RecordingListView
 
+from headrace_coordinator.api.http import downloads
+from headrace_coordinator.api.http.downloads import folder_answer
 from headrace_coordinator.api.http.requests import (
     GivenKey,
     key_or_new,
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 MEDIA_TYPE = "application/gzip"
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, for headrace replay."}
+}
+
+TAR_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {downloads.MEDIA_TYPE: {}}, "description": "The tar file."}
 }
 
 
@@ -49,5 +55,14 @@ def recording_routes(coordinator: Coordinator) -> APIRouter:
         """One recording."""
         path = await asyncio.to_thread(coordinator.recordings.path, run_id, name)
         return FileResponse(path, media_type=MEDIA_TYPE, filename=f"{run_id}-{name}")
+
+    @routes.get(
+        "/{run_id}/recordings/{name}/checkpoint", response_class=StreamingResponse, responses=TAR_ANSWER
+    )
+    async def get_recorded_checkpoint(run_id: str, name: str) -> Response:
+        """All files of the checkpoint that a recording begins with, as a tar file."""
+        folder = await asyncio.to_thread(coordinator.recordings.checkpoint, run_id, name)
+        label = f"{run_id}-{folder.parent.name}-{folder.name}"
+        return await folder_answer(folder, label, f"the checkpoint of {name}")
 
     return routes
