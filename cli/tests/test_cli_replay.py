@@ -36,7 +36,7 @@ def made(directory, *calls, base="", **fields):
                 call.response(response)
             call.ended()
         instance = recording_pb2.RecordedInstance(kind="reward", name="reward-0", incarnation="reward-x")
-        found = await run.end("{}", [instance])
+        found = await run.end(lambda: ("{}", [instance]))
         recorder.close(run)
         return found.path
 

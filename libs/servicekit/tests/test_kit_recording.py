@@ -50,7 +50,7 @@ class Kept:
 
     async def end(self):
         instance = recording_pb2.RecordedInstance(kind="trainer", name="trainer-0", incarnation="trainer-x")
-        found = await self.run.end('{"steps": 9}', [instance])
+        found = await self.run.end(lambda: ('{"steps": 9}', [instance]))
         if thread := self.run._segments._thread:
             await asyncio.wrap_future(thread.submit(lambda: None))  # What was told is written.
         return found

@@ -62,7 +62,7 @@ async def test_a_client_tells_of_calls_of_their_streams_and_of_refusals(told):
             yield reward_pb2.ScoreRequest(header=HEADER if attempt == 1 else None, items=items)
 
     rewards = [each.results[0].reward async for each in client.stream("Score", sent(), 10)]
-    opened, refused, scored = read_recording((await run.end("{}", [])).path).calls
+    opened, refused, scored = read_recording((await run.end(lambda: ("{}", []))).path).calls
     assert [call.incarnation for call in (opened, refused, scored)] == ["reward-x"] * 3
     assert opened.succeeded and (refused.reason, refused.succeeded) == ("INVALID", False)
     assert [each.is_request for each in scored.messages].count(True) == 2 and scored.succeeded
@@ -87,7 +87,7 @@ def asked(fake_coordinator, tmp_path):
 async def test_recordings_are_listed_and_downloaded(api, asked, told):
     run, client = told
     await client.call("OpenRun", reward_pb2.OpenRunRequest(header=HEADER, config_json="{}"), 10)
-    kept = await run.end("{}", [])
+    kept = await run.end(lambda: ("{}", []))
     (kept.path.parent / "step-9.recording").write_bytes(b"of another version")
     listed = (await api.get("/v1/runs/r-1/recordings")).json()
     [found] = listed["recordings"]

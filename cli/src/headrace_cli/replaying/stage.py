@@ -16,6 +16,7 @@ from typing import Any
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+from headrace_servicekit.process.spawn import start_child
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.server import GrpcServer
 
@@ -125,13 +126,13 @@ class Stage(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         ]
         if self._kind != "reward":
             command += ["--devices", "auto"]
+        # A fleet's own settings, such as its token, are not meant for this instance.
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         if self._debug:
-            return Member(name, await asyncio.create_subprocess_exec(*command), None)
+            return Member(name, await asyncio.create_subprocess_exec(*command, env=variables), None)
         log = self._directory / f"{name}.log"
         with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ
-            )
+            process = await start_child(command, environment=variables, output=output.fileno())
         return Member(name, process, log)
 
     def _member(self, incarnation: str) -> Member:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ UNKEPT = frozenset({"FetchLedger", "FetchTrajectories", "ListCheckpoints", "List
 SECRETS = frozenset({"api_key", "endpoint_key", "password", "secret", "token"})
 """Keys of a configuration whose values are left out."""
 WANTED = "wanted.json"
+Description = tuple[str, Sequence[recording_pb2.RecordedInstance]]
 NO_BASE = "the trainer's calls begin at a version that no checkpoint here has"
 LEFT_OUT = "some messages are left out: the disk was too slow, or the step exceeds recording.max_bytes"
 BEYOND_BUDGET = (
@@ -208,14 +209,17 @@ class RunRecorder:
         """The step has failed, or a part of it; the first reason counts."""
         self._reason = self._reason or reason
 
-    async def end(self, spec_json: str, instances: Sequence[recording_pb2.RecordedInstance]) -> Kept | None:
-        """The step, or this attempt at it, is over: its recording, where it is kept and the disk takes it."""
+    async def end(self, describe: Callable[[], Description]) -> Kept | None:
+        """The step, or this attempt at it, is over: its recording, where it is kept and the disk takes it.
+
+        `describe` is asked for the run's spec, as JSON, and its instances.
+        """
         reason, recorded = self._why(), self.active and self._in_step
         self._segments.next()
         self._in_step = self._wanted_now = False
         kept = None
         if reason and recorded:
-            kept = await self._put_together(reason, spec_json, instances)
+            kept = await self._put_together(reason, *describe())
         if self._keep == "none":
             self._segments.drop_ended()
             self.base, self._restored, self._prologue = None, False, []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace.common.v1 import recording_pb2
 from headrace_servicekit.recording.files import SUFFIX, BadRecording, read_header
-from headrace_servicekit.recording.recorder import Kept, RunRecorder
+from headrace_servicekit.recording.recorder import Description, Kept, RunRecorder
 
 if TYPE_CHECKING:
     from headrace_coordinator.run.context import RunContext
@@ -79,16 +79,7 @@ class StepRecording:
     async def end(self) -> None:
         """The step is over: tells the run's user where it is kept, or why it is not."""
         context = self._context
-        instances = [
-            recording_pb2.RecordedInstance(
-                kind=worker.instance.kind,
-                name=worker.instance.instance,
-                incarnation=worker.incarnation,
-                devices=worker.devices,
-            )
-            for worker in context.workers.everyone
-        ]
-        kept: Kept | None = await self._recorder.end(json.dumps(context.state.spec), instances)
+        kept: Kept | None = await self._recorder.end(self._described)
         if kept is not None:
             context.note(
                 f"step {self._recorder.step} is recorded ({kept.size / 1e6:.1f} MB): headrace record {context.run_id} "
@@ -97,6 +88,18 @@ class StepRecording:
         if self._recorder.trouble != self._trouble:
             self._trouble = self._recorder.trouble
             context.note(f"nothing more is recorded: {self._trouble}")
+
+    def _described(self) -> Description:
+        instances = [
+            recording_pb2.RecordedInstance(
+                kind=worker.instance.kind,
+                name=worker.instance.instance,
+                incarnation=worker.incarnation,
+                devices=worker.devices,
+            )
+            for worker in self._context.workers.everyone
+        ]
+        return json.dumps(self._context.state.spec), instances
 
     def close(self) -> None:
         """The run leaves."""
