@@ -67,6 +67,18 @@ def test_a_recorded_step_comes_out_the_same_in_each_service_alone(fleet, spec_of
         assert said["values"] > 10
 
 
+def test_a_run_that_fails_leaves_the_step_that_it_failed_in(fleet, spec_of):
+    spec = spec_of(limits__max_mismatch_kl=1e-30, recording={"keep": "failed"})
+    run = fleet.client.wait(fleet.submit(spec).id, 120)
+    assert run.state == "FAILED" and "max_mismatch_kl" in run.reason
+    [kept] = fleet.json("record", run.id)["recordings"]
+    assert kept["step"] == 1 and "max_mismatch_kl" in kept["reason"]
+    file = fleet.data_dir / "runs" / run.id / "recordings" / kept["name"]
+    code, shown = replay(file, "--show")
+    assert code == 0 and {"Restore", "CommitStep"} <= {call["method"] for call in shown["calls"]}
+    assert not (file.parent / ".segments").exists(), "what was kept to make it is gone with the run"
+
+
 @pytest.mark.nightly
 def test_a_step_that_gave_nan_is_kept_and_gives_nan_again(own_fleet, spec_of, tmp_path):
     plugin = nan_algorithm(tmp_path / "plugin")
