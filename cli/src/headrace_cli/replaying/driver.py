@@ -104,7 +104,7 @@ class _Made:
         """What the call has led to. Of a stream that goes on behind the recording: what was answered in it."""
         found = results(self.call.kind, self.call, responses, reason)
         if not self._method.is_stream or reason:
-            return found
+            return found if self.call.ended_at is not None else {}
         names = self._asked
         if self.call.ended_at is None:
             names = names & set().union(*map(answered, self.recorded))

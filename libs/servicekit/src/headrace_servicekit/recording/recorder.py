@@ -155,7 +155,7 @@ class RunRecorder:
         self._wanted = read_wanted(directory)
         self._restored = False  # What is kept begins with a Restore.
         self._missing = ""
-        self._left_out = False
+        self._left_out = self._without_base = False
         self._reason = ""
         self._in_step = self._wanted_now = False
         self._openings: dict[tuple[str, str], list[recording_pb2.RecordedPart]] = {}
@@ -178,7 +178,7 @@ class RunRecorder:
 
     def needs_base(self, step: int) -> bool:
         """Whether a checkpoint is to be made before a step, since its recording would have no beginning."""
-        if self.trouble or self.base is not None or self._restored:
+        if self.trouble or self._without_base or self.base is not None or self._restored:
             return False
         return step in self._wanted or (self._keep != "none" and not self._missing)
 
@@ -222,7 +222,7 @@ class RunRecorder:
             kept = await self._put_together(reason, *describe())
         if self._keep == "none":
             self._segments.drop_ended()
-            self.base, self._restored, self._prologue = None, False, []
+            self._begins_here()
         return kept
 
     def _why(self) -> str:
@@ -286,8 +286,12 @@ class RunRecorder:
         self.base = recording_pb2.RecordedBase(checkpoint=checkpoint, number=number, digest=digest)
         self._segments.drop_through(step)
 
+    def not_based(self, reason: str) -> None:
+        """The checkpoint that was needed cannot be made: what is recorded has no beginning, and says why."""
+        self._missing, self._without_base = reason, True
+
     def _begins_here(self) -> None:
-        self.base, self._restored, self._missing = None, False, ""
+        self.base, self._restored, self._missing, self._without_base = None, False, "", False
         self._prologue = self._known_openings()
 
     def _known_openings(self) -> list[recording_pb2.RecordedPart]:

@@ -151,9 +151,12 @@ class RunLoop:
         """What is said from now on is of the next step; a recording of it begins with a checkpoint."""
         recording = self.context.recording
         if recording.due():
-            with self._timer.stage("checkpoint"):
-                await save_head(self.context, self._checkpointer)
-            recording.based_on_head()
+            try:
+                with self._timer.stage("checkpoint"):
+                    await save_head(self.context, self._checkpointer)
+                recording.based_on_head()
+            except RunFailed as failed:
+                recording.not_based(str(failed))
         recording.begin()
 
     async def _generate_ready(self) -> None:

@@ -41,10 +41,17 @@ class StepRecording:
         """Whether a checkpoint is to be made before the next step, for a recording to begin with."""
         return not self._context.finished and self._recorder.needs_base(self._next_step)
 
+    def not_based(self, reason: str) -> None:
+        """The head cannot be saved: the run goes on, and so does the recording, without a beginning."""
+        self._recorder.not_based(reason)
+
     def based_on_head(self) -> None:
         """The head is saved: what is said from now on follows from its checkpoint."""
-        name, number = self._context.state.checkpoints[-1]
-        self.based(name, number, self._context.state.ledger.step)
+        state = self._context.state
+        if state.checkpoints:
+            self.based(*state.checkpoints[-1], state.ledger.step)
+        else:
+            self.not_based("there is no version yet that a checkpoint could have")
 
     def based(self, name: str, number: int, step: int) -> None:
         """A checkpoint of version `number`, made by `step` steps, is durable."""
