@@ -233,6 +233,23 @@ async def test_a_stream_that_began_before_goes_on_under_its_authority_without_wh
     assert opened == answers and by_method["Generate"].ended_at is None
 
 
+async def test_ranks_that_joined_side_by_side_stand_side_by_side(kept):
+    run = kept()
+    calls = []
+    for rank in (0, 1):
+        join = trainer_pb2.JoinTrainerGroupRequest(header=HEADER, rank=rank)
+        calls.append(run.recorder.call("trainer", f"trainer-{rank}", "JoinTrainerGroup", join))
+        calls[-1].request(join)
+    for call in calls:
+        call.response(trainer_pb2.JoinTrainerGroupResponse())
+        call.ended()
+    run.run.ask([2])
+    run.run.based("c", 1, "d", 1)
+    run.step(2)
+    first, second, *_ = read_recording((await run.end()).path).calls
+    assert second.method == "JoinTrainerGroup" and second.messages[0].place < first.end_place
+
+
 async def test_secrets_and_other_runs_are_left_out(kept):
     run = kept(keep="all")
     run.open(json.dumps({"endpoint_key": "sk-1", "judge": [{"options": {"api_key": "sk-2", "n": 1}}]}))

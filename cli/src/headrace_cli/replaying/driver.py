@@ -21,8 +21,8 @@ from headrace_cli.replaying.results import Values, answered, asked, merged, only
 from headrace_cli.replaying.stage import DAY_S, Member, Stage
 
 REQUEST, RESPONSE, END = range(3)
-REFUSALS = {"MODEL_NOT_READABLE", "INVALID", "CHECKPOINT_DAMAGED", "NOT_FOUND", "SCORER_AWAY"}
-"""Refusals of a call that succeeded when it was recorded, by which nothing is left to compare."""
+BEGINNINGS = {"OpenRun", "JoinTrainerGroup", "Restore", "InstallPolicy"}
+"""Calls without which nothing is left to compare."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class _Made:
 
     def _check(self) -> None:
         """Raises CommandError for a refusal that is of this host and not of the step."""
-        if self.reason in REFUSALS and not self.call.reason:
+        if self.reason and self.call.method in BEGINNINGS and not self.call.reason:
             fix = "; name it on this machine with --model" if self.reason == "MODEL_NOT_READABLE" else ""
             raise CommandError(
                 f"{self._member.name} refused {self.call.method}: {self._why}{fix}", reason=self.reason

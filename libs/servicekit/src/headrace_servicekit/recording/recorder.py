@@ -295,7 +295,9 @@ class RunRecorder:
         self._prologue = self._known_openings()
 
     def _known_openings(self) -> list[recording_pb2.RecordedPart]:
-        return [part for parts in self._openings.values() for part in parts]
+        """In the order of their times: ranks join a trainer group side by side."""
+        known = (part for parts in self._openings.values() for part in parts)
+        return sorted(known, key=lambda part: part.at)
 
     def opened(self, incarnation: str, method: str, parts: list[recording_pb2.RecordedPart]) -> None:
         """An instance has opened the run, or joined its trainer group: any recording begins with that."""
