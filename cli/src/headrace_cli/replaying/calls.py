@@ -218,10 +218,10 @@ class Calls:
     def changed(self, call: Call, data: bytes) -> Any:
         """A request of a call, for this host."""
         message = method_of(self._kind, call.method).request.FromString(data)
-        opening = getattr(message, "open", None)
-        header = getattr(opening if opening is not None else message, "header", None)
-        if header is not None and header.lease_epoch:
-            header.lease_epoch = LEASE
+        for holder in (message, getattr(message, "open", None), getattr(message, "reauthorize", None)):
+            header = getattr(holder, "header", None)
+            if header is not None and header.lease_epoch:
+                header.lease_epoch = LEASE
         change: Callable[[Any], None] | None = getattr(self, f"_{call.method.lower()}", None)
         if change is not None:
             change(message)
