@@ -151,9 +151,12 @@ async def test_only_failed_steps_are_kept_with_their_first_reason_and_all_since_
     assert read_recording(found.path).header.reason == "NONFINITE"
     assert steps_in(found) == [1, 2, 3]
     run.run.based("c", 4, "d", 3)
+    run.run.based("older", 2, "d", 1)
     run.step(4)
     run.run.fails("again")
-    assert steps_in(await run.end()) == [4], "the checkpoint has what came before"
+    found = await run.end()
+    assert steps_in(found) == [4], "the checkpoint has what came before"
+    assert read_recording(found.path).header.base.checkpoint == "c"
     run.restore()
     run.step(4)
     run.run.fails("once more")

@@ -220,7 +220,7 @@ class RunRecorder:
         kept = None
         if reason and recorded:
             kept = await self._put_together(reason, *describe())
-        if self._keep == "none":
+        if self._keep == "none" and recorded:
             self._segments.drop_ended()
             self._begins_here()
         return kept
@@ -280,7 +280,12 @@ class RunRecorder:
         self._segments.drop_ended()
 
     def based(self, checkpoint: str, number: int, digest: str, step: int) -> None:
-        """A checkpoint of what step `step` has made is durable: what was said up to then is not needed."""
+        """A checkpoint of what step `step` has made is durable: what was said up to then is not needed.
+
+        Everything since that step must have been heard. An older checkpoint than the one that is known changes nothing.
+        """
+        if self.base is not None and number < self.base.number:
+            return
         self._segments.next()
         self._begins_here()
         self.base = recording_pb2.RecordedBase(checkpoint=checkpoint, number=number, digest=digest)

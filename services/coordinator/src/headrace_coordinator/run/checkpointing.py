@@ -219,7 +219,7 @@ class Checkpointer:
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
         context = self._context
-        context.recording.based(name, number, self._step)
+        context.recording.saved(name, number, self._step)
         if context.state.last_checkpoint == number:
             return
         context.event_log.post(

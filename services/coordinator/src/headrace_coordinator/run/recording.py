@@ -49,12 +49,16 @@ class StepRecording:
         """The head is saved: what is said from now on follows from its checkpoint."""
         state = self._context.state
         if state.checkpoints:
-            self.based(*state.checkpoints[-1], state.ledger.step)
+            self._based(*state.checkpoints[-1], state.ledger.step)
         else:
             self.not_based("there is no version yet that a checkpoint could have")
 
-    def based(self, name: str, number: int, step: int) -> None:
+    def saved(self, name: str, number: int, step: int) -> None:
         """A checkpoint of version `number`, made by `step` steps, is durable."""
+        if self._context.spec.recording.keep != "none":  # Else the steps since then were not heard.
+            self._based(name, number, step)
+
+    def _based(self, name: str, number: int, step: int) -> None:
         version = self._context.state.lineage.versions.get(number)
         self._recorder.based(name, number, version.digest if version else "", step)
 
