@@ -159,6 +159,20 @@ def test_what_a_replay_lacks_is_named(headrace, tmp_path):
     assert damaged.returncode == 2 and json.loads(damaged.stdout)["error"]["reason"] == "BAD_RECORDING"
 
 
+def test_ranks_that_changed_on_the_way_are_named(headrace, tmp_path):
+    opened = trainer_pb2.OpenRunRequest(header=header(), config_json="{}")
+    restored = trainer_pb2.RestoreRequest(header=header(), number=3)
+    joined = trainer_pb2.JoinTrainerGroupRequest(header=header(), generation=2, world_size=1)
+    file = made(
+        tmp_path,
+        ("trainer", "OpenRun", [opened], [trainer_pb2.OpenRunResponse()]),
+        ("trainer", "Restore", [restored], [trainer_pb2.RestoreResponse()]),
+        ("trainer", "JoinTrainerGroup", [joined], [trainer_pb2.JoinTrainerGroupResponse()]),
+    )
+    done = headrace("replay", file)
+    assert done.returncode == 1 and "changed its ranks" in done.stderr
+
+
 def test_a_model_that_this_machine_lacks_is_named_with_the_option(headrace, tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "state.json").write_text("{}")

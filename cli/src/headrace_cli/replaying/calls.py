@@ -34,7 +34,6 @@ MADE_AGAIN = {
     "trainer": {
         *OPENINGS,
         *(
-            "LeaveTrainerGroup",
             "Restore",
             "BeginStep",
             "Learn",
@@ -91,6 +90,7 @@ class Calls:
         self.incarnations = [each for each in recording.incarnations(kind) if each in working]
         if kind == "trainer":
             self._begin_trainers()
+            self._check_ranks()
         if kind == "rollout":
             self._begin_rollouts()
 
@@ -177,6 +177,16 @@ class Calls:
             call.ended_at, call.end_place = 0.0, place
             self.all.append(call)
         self.all.sort(key=lambda call: (call.place, call.id))
+
+    def _check_ranks(self) -> None:
+        """Raises CommandError where the ranks changed behind the beginning: their state went from hand to hand."""
+        first = min(call.place for call in self.all if call.method not in OPENINGS)
+        if any(call.method == "JoinTrainerGroup" and call.place > first for call in self.all):
+            raise CommandError(
+                "the trainer cannot be replayed: its group changed its ranks between what the recording begins with "
+                "and the step; record a later step with headrace record RUN --step N",
+                reason="INCOMPLETE",
+            )
 
     def _carried(self, call: Call) -> bool:
         return bool(call.messages) and trainer_pb2.RestoreRequest.FromString(call.messages[0].data).carried
