@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from headrace.client.models import (
     Health,
     Instance,
     Leases,
+    Recordings,
     Run,
     Step,
     Trajectory,
@@ -292,6 +294,22 @@ class Client:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")
         return [Checkpoint.from_json(item) for item in pages]
+
+    def recordings(self, run: str) -> Recordings:
+        """Recordings of a run's steps, newest first, and the steps of which one was asked for."""
+        return Recordings.from_json(self._transport.get(f"{_path(run)}/recordings"))
+
+    def record(self, run: str, step: int) -> Recordings:
+        """Has a step that is not made yet recorded; `recordings` has it once it is made."""
+        return Recordings.from_json(self._transport.post(f"{_path(run)}:record", step=step))
+
+    def download_recording(self, run: str, name: str, to: Path) -> None:
+        """Writes a recording to a file, whole or not at all."""
+        self._transport.download(f"{_path(run)}/recordings/{quote(name)}", to)
+
+    def download_recorded_checkpoint(self, run: str, name: str, to: Path) -> None:
+        """Writes the checkpoint that a recording begins with to a tar file, whole or not at all."""
+        self._transport.download(f"{_path(run)}/recordings/{quote(name)}/checkpoint", to)
 
     def pause(self, run: str, *, now: bool = False) -> Run:
         """Pauses after the current step, or at once when `now` (the step is made again on resume)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -49,6 +50,22 @@ class Transport:
     def content(self, path: str) -> bytes:
         """GET; returns the bytes of the answer."""
         return self._answer("GET", path).content
+
+    def download(self, path: str, to: Path) -> None:
+        """GET; writes the bytes of the answer to a file, whole or not at all. Raises OSError too."""
+        aside = to.with_name(f".{to.name}.partial")
+        try:
+            with self._http.stream("GET", path) as response, aside.open("wb") as file:
+                if response.is_error:
+                    response.read()
+                    raise error_of(response)
+                for piece in response.iter_bytes(1 << 20):
+                    file.write(piece)
+            aside.rename(to)
+        except httpx.TransportError as error:
+            raise self._unanswered(error, f"GET {path}", {}) from error
+        finally:
+            aside.unlink(missing_ok=True)
 
     def post(
         self,

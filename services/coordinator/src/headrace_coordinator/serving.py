@@ -102,7 +102,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     token = _secret(arguments.token_file)
     fleet = Fleet(
         event_log,
-        lambda kind, address, incarnation: GrpcInstanceClient(kind, address, incarnation, token),
+        lambda kind, address, incarnation: GrpcInstanceClient(
+            kind, address, incarnation, token, fleet.recorder
+        ),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
     coordinator = Coordinator(

@@ -27,6 +27,7 @@ from headrace_schema.sections.running import (
     FromCheckpointSection,
     LimitsSection,
     PlacementSection,
+    RecordingSection,
     SchedulingSection,
 )
 from headrace_schema.sections.scoring import RewardSection
@@ -82,6 +83,7 @@ class RunSections(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
+    recording: RecordingSection = RecordingSection()
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()
     from_checkpoint: FromCheckpointSection | None = Field(

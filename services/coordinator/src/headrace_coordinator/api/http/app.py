@@ -31,6 +31,7 @@ from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
 from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
+from headrace_coordinator.api.http.routes.recordings import recording_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
 
@@ -72,6 +73,7 @@ def make_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(run_routes(coordinator, runs_directory))
+    app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
     app.include_router(overview_routes(coordinator, runs_directory))

@@ -68,6 +68,7 @@ class Step:
             response, published = await under_lease(self._context, lambda: self._decision(opened))  # noqa: B023
             if published is not None:
                 return published
+            self._context.recording.fails(trainer.CommitResult.Name(response.result))
             self._nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if self._nonfinite >= STEP_ATTEMPTS:
