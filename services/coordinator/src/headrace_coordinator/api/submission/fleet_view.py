@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN
 from headrace_coordinator.domain.devices.places import named_devices
@@ -39,6 +40,8 @@ class FleetView:
     """Devices that simulators see."""
     rollouts_see: Sequence[int] = ()
     """How many devices each rollout instance sees; empty: not known."""
+    gpu_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Memory of GPUs, where their instances know it."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
@@ -61,7 +64,8 @@ class FleetView:
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
-        return cls(capabilities, counts, list(hosts), hosts, simulate, see)
+        listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
+        return cls(capabilities, counts, list(hosts), hosts, simulate, see, read_gpu_memory(listed))
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""
