@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace_schema.sections.generating import dividing_sizes
@@ -57,6 +59,22 @@ def model_size(config: Mapping[str, Any]) -> ModelSize | None:
         2 * BF16_BYTES * layers * keys * numbers,
         tuple(dividing_sizes(heads, keys)),
     )
+
+
+def local_config(path: str) -> Mapping[str, Any]:
+    """config.json of a local model; empty for an id, and for what cannot be read."""
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def text_config(path: str) -> Mapping[str, Any]:
+    """A local model's configuration, of its language part; empty where `local_config` is."""
+    config = local_config(path)
+    found = config.get("text_config", config)
+    return found if isinstance(found, dict) else {}
 
 
 def _count(found: object) -> int:

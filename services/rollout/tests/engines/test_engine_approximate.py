@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from typing import Any
 
@@ -122,3 +123,39 @@ async def mean_mismatch(rig: Rig, model: Any) -> float:
         )
     ]
     return sum(abs(log_prob - expected) for log_prob, expected in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "value"),
+    [
+        ({"quantization": "fp8"}, "quantization", "fp8_per_channel"),
+        ({"quantization": "fp8_block"}, "quantization", "fp8_per_block"),
+        ({"quantization": "int8"}, "quantization", "int8_per_channel_weight_only"),
+        ({"speculative": {"method": "ngram"}}, "method", "ngram"),
+        ({"speculative": {"method": "draft", "model": "MODEL"}}, "method", "draft_model"),
+        (
+            {"tensor_parallel_size": 2, "engine_args": {"enable_expert_parallel": True}},
+            "tensor_parallel_size",
+            2,
+        ),
+    ],
+)
+def test_vllms_own_configuration_takes_the_options(tmp_path, options, key, value):
+    from headrace_rollout.engines.base import EngineConfig
+    from headrace_rollout.engines.hosted.backend import Start
+    from headrace_rollout.engines.vllm.arguments import check_extra, engine_args
+    from headrace_rollout.engines.vllm.options import VllmOptions
+
+    save_model(make_model(1), character_tokenizer(), tmp_path)
+    section = ModelSection(path=str(tmp_path), max_context=CONTEXT)
+    given = json.loads(json.dumps(options).replace("MODEL", str(tmp_path)))
+    wanted = VllmOptions.model_validate(given)
+    check_extra(wanted.engine_args)
+    start = Start((torch.device("cpu"),), 1)
+    found = engine_args(
+        EngineConfig(section, load_tokenizer(section), 4), wanted, start
+    ).create_engine_config()
+    parts = (found.model_config, found.speculative_config, found.parallel_config)
+    assert value in [getattr(part, key, None) for part in parts]
+    if "draft" in str(options):
+        assert found.speculative_config.draft_load_config.load_format == "auto", "the policy's own is dummy"

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace_schema.gpu_defaults import Default
-from headrace_schema.model_size import model_size
+from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import drafts, quantized
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.registry import read_capabilities
 
-from headrace_coordinator.api.submission.fleet_view import FleetView, text_config
+from headrace_coordinator.api.submission.fleet_view import FleetView
 
 if TYPE_CHECKING:
     from headrace_coordinator.api.submission.submission import Submission

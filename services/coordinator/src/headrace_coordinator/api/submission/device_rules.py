@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from headrace_schema.gpu_defaults import GIB, SPAN, SPANNING, fitting_spans, room
-from headrace_schema.model_size import model_size
+from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
@@ -13,7 +13,7 @@ from headrace_schema.sections.generating import engine_gpus
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.fleet_view import FleetView, text_config
+from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.hardware_defaults import gpus_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.leases import all_gpus

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from headrace_schema.gpu_defaults import Default, Gpus, gpu_defaults
+from headrace_schema.model_size import text_config
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.fleet_view import FleetView, has_gpus, text_config
+from headrace_coordinator.api.submission.fleet_view import FleetView, has_gpus
 from headrace_coordinator.domain.devices.places import named_devices
 
 
