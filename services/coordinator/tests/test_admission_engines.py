@@ -331,6 +331,14 @@ def test_drafts_go_with_what_they_can(model_of):
     )
 
 
+def test_what_a_spec_names_and_is_not_there_is_refused(model_of):
+    gone = problems(drafting(method="draft", model="/nowhere/small"), QUANTISING)
+    assert "rollout.engine_options.speculative.model" in gone
+    parallel = {"engine": "vllm", "engine_options": {"engine_args": {"enable_expert_parallel": True}}}
+    found = problems({"model": model_of(QWEN_7B), "rollout": parallel}, QUANTISING)
+    assert "no experts to divide" in found["rollout.engine_options.engine_args.enable_expert_parallel"]
+
+
 def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
     def refused(engine, **sampling):
         model, suite = {"path": "owner/model"}, {"name": "items", "options": {"source": "copy_digits"}}

@@ -7,6 +7,7 @@ from headrace_schema.model_size import text_config
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView, has_gpus
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import named_devices
 
 
@@ -20,6 +21,6 @@ def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Defa
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
     """Those that a run may generate on: the ones it names, or all."""
     named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
-    sizes = [fleet.gpu_bytes.get(device, 0) for device in named or fleet.devices]
+    sizes = [fleet.gpu_bytes.get(device, 0) for device in named or fleet.devices if is_gpu(device)]
     seen = [count for count in (len(named), max(fleet.rollouts_see, default=0)) if count]
     return Gpus(min(sizes, default=0), min(seen, default=0))

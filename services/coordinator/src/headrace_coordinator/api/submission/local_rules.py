@@ -39,9 +39,14 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     for name, role in spec.environment.roles.items() if spec.environment else ():
         if role.path:
             yield from _model_directory(role_model(spec.model, role), f"environment.roles.{name}.path")
-    critic = spec.algorithm.options.get("critic_path")
-    if isinstance(critic, str) and critic:
-        yield from _model_directory(ModelSection(path=critic), "algorithm.options.critic_path")
+    drafts = spec.rollout.engine_options.get("speculative")
+    others = {
+        "algorithm.options.critic_path": spec.algorithm.options.get("critic_path"),
+        "rollout.engine_options.speculative.model": drafts.get("model") if isinstance(drafts, dict) else None,
+    }
+    for key, path in others.items():
+        if isinstance(path, str) and path:
+            yield from _model_directory(ModelSection(path=path), key)
 
 
 def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:

@@ -93,8 +93,11 @@ def drafting(speculation: Speculation, *, on_gpu: bool) -> dict[str, Any]:
         }
         return {"speculative_config": {"method": "ngram", **drafted, **matches}}
     # The draft model is no policy: it is read from its own files, and stays where the policy's weights are discarded.
-    own = {"model": speculation.model, "revision": speculation.revision}
-    own["draft_load_config"] = {"load_format": "auto"}
+    own: dict[str, Any] = {
+        "model": speculation.model,
+        "revision": speculation.revision,
+        "draft_load_config": {"load_format": "auto"},
+    }
     kept = {"sleep_preserve_parameter_names": ["draft.*"]} if on_gpu else {}
     return {"speculative_config": {"method": "draft_model", **drafted, **own}, **kept}
 
