@@ -168,4 +168,4 @@ def with_defaults(spec: RunSpec, defaults: Sequence[Default]) -> RunSpec:
 def told(defaults: Sequence[Default]) -> str:
     """For people: what was decided, and why."""
     values = "; ".join(f"{each.key}: {each.value} ({each.why})" for each in defaults)
-    return f"decided by the hardware: {values}" if values else ""
+    return f"decided for what the spec leaves out: {values}" if values else ""

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
+from headrace_schema.model_size import model_size
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 
@@ -30,7 +30,8 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
     check_extra(options.engine_args)
     check_heads(options.tensor_parallel_size, config.model)
     check_draft(options.speculative, config.model)
-    if options.quantization == "int8" and expert_shape(load_architecture(config.model)) is None:
+    size = model_size(load_architecture(config.model).get_text_config().to_dict())
+    if options.quantization == "int8" and size is not None and not size.expert_parameters:
         reason = f"int8 is of experts alone in vLLM, and {config.model.path!r} has none"
         raise PluginError([KeyProblem(f"{KEY}.quantization", reason, "set fp8, or leave it out")])
     _check_no_gguf(config, "rollout.engine: vllm reads no GGUF; give a directory of its own")
