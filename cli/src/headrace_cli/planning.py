@@ -292,7 +292,9 @@ def _with_engines(
     run, profile = RunSpec.model_validate(document), request["profile"]
     if kind_of(profile) != "gpu" or run.workflow == "embodied":
         return []
-    memory = gpu_gib or profile.get("memory_gib", {}).get("gpu") or 0.0
+    memories, stages = profile.get("memory_gib"), profile.get("stages")
+    known = memories.get("gpu") if isinstance(memories, dict) else None
+    memory = gpu_gib or (known if isinstance(known, (int, float)) else 0.0)
     gpus = Gpus(int(memory * 2**30), min(devices or GPUS_PER_HOST, GPUS_PER_HOST))
     left_open = (
         not {"engine", "engine_options"} & run.rollout.model_fields_set or run.rollout.engine == "auto"
@@ -306,12 +308,12 @@ def _with_engines(
         raise user_error(
             SPAN, f"an engine of {each} GPUs is wanted and there are {devices}", "use a smaller size"
         )
-    stages = profile.get("stages", {}).get("generate", [])
-    for section in stages if isinstance(stages, list) else [stages]:
-        replica, most = section.get("replica_devices", 1), devices or LARGEST
-        if section.get("kind", "gpu") == "gpu" and each > replica and each % replica == 0:
-            named = section.get("sizes") or range(each, most + 1, each)
-            section["sizes"] = [size for size in named if size % each == 0]
+    listed = stages.get("generate") if isinstance(stages, dict) else None
+    for section in listed if isinstance(listed, list) else [listed]:
+        replica = section.get("replica_devices", 1) if isinstance(section, dict) else None
+        # What is wrong with a profile the planner says; sizes of its own stay.
+        if type(replica) is int and 0 < replica < each and each % replica == 0 and "sizes" not in section:
+            section["sizes"] = list(range(each, (devices or LARGEST) + 1, each))
     return decided
 
 

@@ -67,7 +67,9 @@ def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gp
         )
         found.append(Default("rollout.engine_options.gpu_memory_utilization", share, why))
         options["gpu_memory_utilization"] = share
-    if size is not None and (span := _span(engine, options, size, gpus)) is not None:
+    # A helper decodes on a rank's one GPU: beside them no engine spans several.
+    span = None if size is None or spec.rollout.helpers else _span(engine, options, size, gpus)
+    if span is not None:
         found.append(span)
         options["tensor_parallel_size"] = span.value
     if "max_concurrency" not in spec.rollout.model_fields_set:
