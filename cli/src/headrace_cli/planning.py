@@ -309,9 +309,9 @@ def _with_engines(
             SPAN, f"an engine of {each} GPUs is wanted and there are {devices}", "use a smaller size"
         )
     listed = stages.get("generate") if isinstance(stages, dict) else None
-    for section in listed if isinstance(listed, list) else [listed]:
-        replica = section.get("replica_devices", 1) if isinstance(section, dict) else None
-        # What is wrong with a profile the planner says; sizes of its own stay.
+    sections = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, dict)]
+    for section in sections:  # What is wrong with them the planner says; sizes of their own stay.
+        replica = section.get("replica_devices", 1)
         if type(replica) is int and 0 < replica < each and each % replica == 0 and "sizes" not in section:
             section["sizes"] = list(range(each, (devices or LARGEST) + 1, each))
     return decided
