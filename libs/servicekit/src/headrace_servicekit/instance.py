@@ -18,6 +18,7 @@ from headrace_servicekit.instance_config import InstanceConfig, parse_instance_c
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.lease.fence import Fence, opening_refusals
+from headrace_servicekit.lease.gpus import GPU_MEMORY, gpu_memory
 from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
@@ -52,6 +53,8 @@ class Instance:
         self.fence = Fence(open_runs=self.open_runs)
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
+        if sizes := gpu_memory(config.devices):
+            self.capabilities[GPU_MEMORY] = sizes
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
         self.on_revoke: Callable[[int, float, bool], Awaitable[Memory]] = _host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
