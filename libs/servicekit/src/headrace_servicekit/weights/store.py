@@ -24,6 +24,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import tensor_bytes
+from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
 
 Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
@@ -51,6 +52,7 @@ class WeightStore:
         self.incarnation = incarnation
         self.address = address
         self._stored: dict[tuple[str, int], StoredWeights] = {}
+        self._changes: dict[tuple[str, int], list[Changes]] = {}
         self._mapped = MappedSegments()
         self._spare: tuple[Segment, Path] | None = None
         _make_private(root)
@@ -94,6 +96,33 @@ class WeightStore:
         """A held version, or None."""
         return self._stored.get((run, number))
 
+    def versions(self, run: str) -> list[StoredWeights]:
+        """Every held version of a run."""
+        return [stored for (name, _), stored in list(self._stored.items()) if name == run]
+
+    def changes(self, run: str, number: int, base_digest: str) -> Changes:
+        """What has changed in a held version against another of its run.
+
+        Raises ServiceError NOT_FOUND, with reason BASE_NOT_HELD for changes that cannot be told here.
+        """
+        stored, known = self.get(run, number), self._changes.setdefault((run, number), [])
+        for changes in known:
+            if changes.base_digest == base_digest:
+                return changes
+        for base in self.versions(run):
+            if base.version.digest == base_digest and len(base.body) == len(stored.body):
+                known.append(Changes(stored.manifest, stored.body, base.body, base_digest, base.manifest))
+                return known[-1]
+        raise ServiceError(
+            grpc.StatusCode.NOT_FOUND,
+            "BASE_NOT_HELD",
+            f"version {number} of {run} is held, but no version with digest {base_digest} to tell its changes from",
+        )
+
+    def keep_changes(self, run: str, number: int, changes: Changes) -> None:
+        """Serves changes that a version was made of."""
+        self._changes.setdefault((run, number), []).append(changes)
+
     def source(self, run: str, number: int) -> common_pb2.WeightSource:
         """Where others can take a held version from. Raises ServiceError NOT_FOUND."""
         stored = self.get(run, number)
@@ -105,10 +134,23 @@ class WeightStore:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_SHM)
         if self.address:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
+            source.delta_bases.extend(self._bases(run, stored))
         return source
+
+    def _bases(self, run: str, stored: StoredWeights) -> list[str]:
+        """Digests of the versions from which the way to this one is known or can be found."""
+        known = self._changes.get((run, stored.version.number), ())
+        found = [changes.base_digest for changes in known]
+        found += [
+            other.version.digest
+            for other in self.versions(run)
+            if other is not stored and len(other.body) == len(stored.body)
+        ]
+        return [digest for digest in dict.fromkeys(found) if digest != stored.version.digest]
 
     def keep(self, run: str, numbers: set[int]) -> None:
         """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
+        self._forget_changes(run, numbers)
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
@@ -117,8 +159,25 @@ class WeightStore:
             self._drop_spare()
             self._mapped.forget()
 
+    def _forget_changes(self, run: str, numbers: set[int]) -> None:
+        """Drops the changes of versions that go; those against them that were not asked for are found no more."""
+        kept = {
+            digest
+            for number in numbers
+            if (held := self.find(run, number))
+            for digest in [held.version.digest]
+        }
+        for key in [key for key in self._changes if key[0] == run]:
+            if key[1] not in numbers:
+                del self._changes[key]
+            else:
+                self._changes[key] = [
+                    each for each in self._changes[key] if each.base is None or each.base_digest in kept
+                ]
+
     def release(self, run: str) -> None:
         """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
+        self._forget_changes(run, set())
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:
@@ -149,6 +208,7 @@ class WeightStore:
     def close(self) -> None:
         """Drops everything and removes the directory; repeated calls do nothing."""
         self._stored.clear()
+        self._changes.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -1,12 +1,15 @@
-"""Weights between hosts and processes: a servicer, and a receiver that negotiates shm, then grpc.
+"""Weights between hosts and processes: a servicer, and a receiver that negotiates how a version comes to it.
 
-All or nothing: a body is handed out only when every tensor's digest is the manifest's.
+All or nothing: a body is handed out only when every tensor's digest is the manifest's. A transport that fails leads to
+the next one in the same call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,26 +19,32 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 
+from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import RunningDigest, digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
+from headrace_servicekit.weights.delta import BadChange, ChangedBody, Changes
 from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
+from headrace_servicekit.weights.transports import Links, Transport, Wanted
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1024 * 1024
 WINDOW_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
 _NONCE_BYTES = 256
 _FETCH = "/headrace.common.v1.WeightService/FetchWeights"
-_PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC)
+_FETCH_CHANGES = "/headrace.common.v1.WeightService/FetchChanges"
 
 
 @dataclass(frozen=True)
 class ReceivedWeights:
     """A verified body with the transport that brought it and why better ones did not.
 
-    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm. `path` is this
-    store's own file of the body, for other processes of the host; there may be none.
+    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm. `fallbacks` names
+    each transport and source that failed, with the reason. `path` is this store's own file of the body, for other
+    processes of the host; there may be none.
     """
 
     body: memoryview
@@ -69,6 +78,117 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             piece = bytes(body[offset : offset + CHUNK_BYTES])
             yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=piece)
 
+    async def FetchChanges(
+        self, request: weights_pb2.FetchChangesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.FetchChangesResponse]:
+        """Streams what has changed from an offset on; each stretch is found while the one before is sent."""
+        changes = self._store.changes(request.run, request.number, request.base_digest)
+        offsets = [offset for offset in changes.offsets if offset >= request.offset_bytes]
+        if request.offset_bytes and request.offset_bytes not in offsets:
+            raise _invalid(f"offset {request.offset_bytes} is no end of a response")
+        for offset in offsets:
+            yield await changes.response(offset)
+
+
+class SharedMemory:
+    """The producer's file on a tmpfs of this host, mapped: no byte is moved."""
+
+    name = "shm"
+    kind = common_pb2.WEIGHT_TRANSPORT_SHM
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where the source has a file; whether it is of this host is found out."""
+        return self.kind in source.transports
+
+    async def take(
+        self, store: WeightStore, wanted: Wanted, source: common_pb2.WeightSource, token: str | None
+    ) -> tuple[StoredWeights, int]:
+        """Maps and verifies it."""
+        return await _map_shared(store, wanted.run, wanted.version, wanted.manifest, source), 0
+
+    def took(self, wanted: Wanted, source: common_pb2.WeightSource, seconds: float) -> None:
+        """There is no other way to compare with."""
+
+
+class WholeBody:
+    """Streamed over gRPC in pieces; works everywhere."""
+
+    name = "grpc"
+    kind = common_pb2.WEIGHT_TRANSPORT_GRPC
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where the source serves it."""
+        return self.kind in source.transports
+
+    async def take(
+        self, store: WeightStore, wanted: Wanted, source: common_pb2.WeightSource, token: str | None
+    ) -> tuple[StoredWeights, int]:
+        """Fetches and verifies it."""
+        stored = await _fetch(store, wanted.run, wanted.version, wanted.manifest, source, token)
+        return stored, wanted.manifest.size_bytes
+
+    def took(self, wanted: Wanted, source: common_pb2.WeightSource, seconds: float) -> None:
+        """Measures the link."""
+        self._links.took(source.address, wanted.manifest.size_bytes, seconds, changes=False)
+
+
+class ChangedElements:
+    """What has changed against a version that the receiver holds, over gRPC."""
+
+    name = "delta"
+    kind = common_pb2.WEIGHT_TRANSPORT_DELTA
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where it is the quicker way. Raises ServiceError BASE_NOT_HELD for a receiver of another base."""
+        if not source.delta_bases or not source.address or not wanted.held:
+            return False  # a first version, or a source without any other
+        if not self._links.wants_changes(source.address):
+            return False
+        if _base(wanted, source) is None:
+            held = ", ".join(f"{each.version.number} ({each.version.digest})" for each in wanted.held)
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "BASE_NOT_HELD",
+                f"the changes are against {', '.join(source.delta_bases)}, and here is {held}",
+            )
+        return True
+
+    async def take(
+        self, store: WeightStore, wanted: Wanted, source: common_pb2.WeightSource, token: str | None
+    ) -> tuple[StoredWeights, int]:
+        """Fetches the changes and makes the version of them and of its base."""
+        base = _base(wanted, source)
+        assert base is not None
+        return await _fetch_changes(store, wanted, base, source, token)
+
+    def took(self, wanted: Wanted, source: common_pb2.WeightSource, seconds: float) -> None:
+        """Measures the link."""
+        self._links.took(source.address, wanted.manifest.size_bytes, seconds, changes=True)
+
+
+def _base(wanted: Wanted, source: common_pb2.WeightSource) -> StoredWeights | None:
+    """The newest version that is held and from which the source tells changes."""
+    fit = [
+        held
+        for held in wanted.held
+        if held.version.digest in source.delta_bases and len(held.body) == wanted.manifest.size_bytes
+    ]
+    return max(fit, key=lambda held: held.version.number, default=None)
+
+
+def byte_transports(names: Sequence[str] = ("shm", "grpc"), links: Links | None = None) -> list[Transport]:
+    """The transports of these names that move bytes of a host's memory, in the order given."""
+    links = links or Links()
+    known: list[Transport] = [SharedMemory(), WholeBody(links), ChangedElements(links)]
+    found = {transport.name: transport for transport in known}
+    return [found[name] for name in names if name in found]
+
 
 async def receive_weights(
     store: WeightStore,
@@ -78,8 +198,12 @@ async def receive_weights(
     sources: Iterable[common_pb2.WeightSource],
     *,
     token: str | None,
+    transports: Sequence[Transport] = (),
 ) -> ReceivedWeights:
-    """Takes a version from the first source and transport that delivers it whole, and holds it in `store`.
+    """Takes a version by the first transport and from the first source that delivers it whole; `store` holds it then.
+
+    `transports`, best first, are by default shared memory and whole bodies over gRPC. One that fails is logged, named
+    in `fallbacks`, and the next one is tried.
 
     Raises ServiceError INVALID or DIGEST_MISMATCH for a manifest that contradicts itself or the version,
     CONFLICT when the store holds other weights under the number, and when every source failed
@@ -89,26 +213,24 @@ async def receive_weights(
     held = store.find(run, version.number)
     if held is not None:
         return _already_held(held, version)
-    offers = list(sources)
+    wanted, offers = Wanted(run, version, manifest, tuple(store.versions(run))), list(sources)
     failures: list[ServiceError] = []
-    for transport in _PREFERENCE:
-        for source in (offer for offer in offers if transport in offer.transports):
+    for transport in transports or byte_transports():
+        for source in offers:
+            started = time.perf_counter()
             try:
-                if transport == common_pb2.WEIGHT_TRANSPORT_SHM:
-                    stored, moved = await _map_shared(store, run, version, manifest, source), 0
-                else:
-                    stored, moved = (
-                        await _fetch(store, run, version, manifest, source, token),
-                        manifest.size_bytes,
-                    )
+                if not transport.offered(wanted, source):
+                    continue
+                await failpoint(f"weights.{transport.name}")
+                stored, moved = await transport.take(store, wanted, source, token)
             except ServiceError as failure:
-                name = "shm" if transport == common_pb2.WEIGHT_TRANSPORT_SHM else "grpc"
-                failure.message = f"{name} from {source.incarnation}: {failure.message}"
+                failure.message = f"{transport.name} from {source.incarnation}: {failure.message}"
+                log.warning("version %d of %s: %s", version.number, run, failure.message)
                 failures.append(failure)
             else:
-                return ReceivedWeights(
-                    stored.body, transport, moved, [failure.message for failure in failures], stored.path
-                )
+                transport.took(wanted, source, time.perf_counter() - started)
+                why = [failure.message for failure in failures]
+                return ReceivedWeights(stored.body, transport.kind, moved, why, stored.path)
     raise _nothing_worked(run, version, failures)
 
 
@@ -186,6 +308,70 @@ async def _fetch(
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise
+
+
+async def _fetch_changes(
+    store: WeightStore,
+    wanted: Wanted,
+    base: StoredWeights,
+    source: common_pb2.WeightSource,
+    token: str | None,
+) -> tuple[StoredWeights, int]:
+    """The version, made of its base and changes, which others of this receiver may have then; and their bytes."""
+    run, version, manifest = wanted.run, wanted.version, wanted.manifest
+    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+    pending = store.begin(run, version.number, layout)
+    try:
+        body = ChangedBody(manifest, base.body, pending.whole())
+        moved = 0
+        kept: dict[int, weights_pb2.FetchChangesResponse] = {}
+        async with dial(source.address, token=token, window_bytes=WINDOW_BYTES) as channel:
+            stub: Any = weights_pb2_grpc.WeightServiceStub(channel)
+            request = weights_pb2.FetchChangesRequest(
+                run=run, number=version.number, base_digest=base.version.digest
+            )
+            while body.offset < body.size:
+                began = request.offset_bytes = body.offset
+                call = stub.FetchChanges(request)
+                try:
+                    async for response in _responses(call):
+                        kept[body.offset] = response
+                        moved += response.ByteSize()
+                        await asyncio.to_thread(body.add, response)
+                except TimeoutError as error:
+                    raise _unavailable(
+                        f"{source.address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {body.offset}"
+                    ) from error
+                except grpc.aio.AioRpcError as error:
+                    if body.offset == began:
+                        raise _unavailable(f"{source.address}: {message_of(error)}") from error
+                else:
+                    if body.offset < body.size:
+                        raise _unavailable(f"the stream ended at byte {body.offset} of {body.size}")
+                finally:
+                    call.cancel()
+        body.release()
+        stored = pending.publish(version, manifest)
+    except BadChange as error:
+        pending.discard()
+        raise _mismatch(str(error)) from error
+    except (ServiceError, asyncio.CancelledError):
+        pending.discard()
+        raise
+    if 2 * moved <= manifest.size_bytes:
+        changes = Changes(manifest, stored.body, None, base.version.digest, made=kept)
+        store.keep_changes(run, version.number, changes)
+    return stored, moved
+
+
+async def _responses(call: Any) -> AsyncIterator[weights_pb2.FetchChangesResponse]:
+    """What a stream brings. Raises TimeoutError where nothing comes for IDLE_TIMEOUT_S."""
+    while True:
+        async with asyncio.timeout(IDLE_TIMEOUT_S):
+            response = await call.read()
+        if not isinstance(response, weights_pb2.FetchChangesResponse):  # grpc.aio.EOF
+            return
+        yield response
 
 
 class _Body:
@@ -302,7 +488,9 @@ def _nothing_worked(
     run: str, version: common_pb2.PolicyVersion, failures: list[ServiceError]
 ) -> ServiceError:
     wrong = any(failure.reason == "DIGEST_MISMATCH" for failure in failures)
-    reasons = " | ".join(failure.message for failure in failures) or "no source offers shm or grpc"
+    reasons = (
+        " | ".join(failure.message for failure in failures) or "no source offers a transport that is used"
+    )
     message = f"version {version.number} of {run} could not be taken from any source: {reasons}"
     if wrong:
         return ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", message)
