@@ -1,4 +1,4 @@
-"""Weights between hosts and processes: a servicer, and a receiver that negotiates shm, then grpc.
+"""Weights between hosts and processes: a servicer, and a receiver that negotiates shm, then grpc once a host.
 
 All or nothing: a body is handed out only when every tensor's digest is the manifest's.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.digests import RunningDigest, digest_bytes, manifest_digest
-from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
+from headrace_servicekit.weights.arrivals import Arrival, Turn, host_turn, pieces
 from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
 
-CHUNK_BYTES = 1024 * 1024
 WINDOW_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
+RELAY_SILENCE_S = 5.0
+"""A relay gives a sign of life each second; one that is silent for so long is dead."""
+SLOW_S, SLOW_BYTES = 10.0, 10 * 1024 * 1024
+"""A relay that moves fewer bytes in that time is slow, and the next source is asked for the rest."""
 _NONCE_BYTES = 256
 _FETCH = "/headrace.common.v1.WeightService/FetchWeights"
-_PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC)
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,9 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
         """Streams the body from an offset in 1 MiB pieces; the version stays alive until the stream ends."""
-        body = self._store.get(request.run, request.number).body
-        if request.offset_bytes > len(body):
-            raise _invalid(f"offset {request.offset_bytes} is beyond the body's {len(body)} bytes")
-        for offset in range(request.offset_bytes, len(body), CHUNK_BYTES):
-            piece = bytes(body[offset : offset + CHUNK_BYTES])
-            yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=piece)
+        own = pieces(self._store, request.run, request.number, request.offset_bytes, relay=request.relay)
+        async for offset, data in own:
+            yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=data)
 
 
 async def receive_weights(
@@ -91,25 +92,47 @@ async def receive_weights(
         return _already_held(held, version)
     offers = list(sources)
     failures: list[ServiceError] = []
-    for transport in _PREFERENCE:
-        for source in (offer for offer in offers if transport in offer.transports):
-            try:
-                if transport == common_pb2.WEIGHT_TRANSPORT_SHM:
-                    stored, moved = await _map_shared(store, run, version, manifest, source), 0
-                else:
-                    stored, moved = (
-                        await _fetch(store, run, version, manifest, source, token),
-                        manifest.size_bytes,
-                    )
-            except ServiceError as failure:
-                name = "shm" if transport == common_pb2.WEIGHT_TRANSPORT_SHM else "grpc"
-                failure.message = f"{name} from {source.incarnation}: {failure.message}"
-                failures.append(failure)
-            else:
-                return ReceivedWeights(
-                    stored.body, transport, moved, [failure.message for failure in failures], stored.path
-                )
+    for source in (offer for offer in offers if common_pb2.WEIGHT_TRANSPORT_SHM in offer.transports):
+        with _noting(failures, "shm", source):
+            stored = await _map_shared(store, run, version, manifest, source)
+            return _received(stored, common_pb2.WEIGHT_TRANSPORT_SHM, 0, failures)
+    remote = [offer for offer in offers if common_pb2.WEIGHT_TRANSPORT_GRPC in offer.transports]
+    if remote:
+        async with host_turn(store, run, version.number) as turn:
+            held = store.find(run, version.number)
+            if held is not None:
+                return _already_held(held, version)
+            landed = turn.landed()
+            if landed is not None:
+                with _noting(failures, "shm", landed):
+                    stored = await _map_shared(store, run, version, manifest, landed)
+                    return _received(stored, common_pb2.WEIGHT_TRANSPORT_SHM, 0, failures)
+            turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
+            pulled, moved = await _pull(store, run, version, manifest, remote, token, turn, failures)
+            if pulled is not None:
+                turn.say(store.source(run, version.number))
+                return _received(pulled, common_pb2.WEIGHT_TRANSPORT_GRPC, moved, failures)
     raise _nothing_worked(run, version, failures)
+
+
+@contextmanager
+def _noting(failures: list[ServiceError], transport: str, source: common_pb2.WeightSource) -> Iterator[None]:
+    """Keeps a failure, with its source: the next one may deliver."""
+    try:
+        yield
+    except ServiceError as failure:
+        failure.message = f"{transport} from {source.incarnation}: {failure.message}"
+        failures.append(failure)
+
+
+def _received(
+    stored: StoredWeights,
+    transport: common_pb2.WeightTransport,
+    moved: int,
+    failures: Sequence[ServiceError],
+) -> ReceivedWeights:
+    fallbacks = [failure.message for failure in failures]
+    return ReceivedWeights(stored.body, transport, moved, fallbacks, stored.path)
 
 
 def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest) -> None:
@@ -168,84 +191,92 @@ def _prove_same_host(source: common_pb2.WeightSource) -> None:
         raise ValueError("the nonce file holds another nonce: not the same host")
 
 
-async def _fetch(
+async def _pull(
     store: WeightStore,
     run: str,
     version: common_pb2.PolicyVersion,
     manifest: common_pb2.WeightManifest,
-    source: common_pb2.WeightSource,
+    sources: Sequence[common_pb2.WeightSource],
     token: str | None,
-) -> StoredWeights:
+    turn: Turn,
+    failures: list[ServiceError],
+) -> tuple[StoredWeights | None, int]:
+    """The version and the bytes that were moved; each source goes on where the one before it ended.
+
+    None where all of them failed, as `failures` then says.
+    """
     layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
-    pending = store.begin(run, version.number, layout)
     try:
-        body = _Body(pending.whole(), manifest.entries)
-        await _download(body, run, version.number, source.address, token)
-        body.release()
-        return pending.publish(version, manifest)
+        pending = store.begin(run, version.number, layout)
+    except ServiceError as failure:
+        failures.append(failure)
+        return None, 0
+    arrival = Arrival(pending.whole(), manifest.entries)
+    try:
+        with store.arrives(run, version.number, arrival):
+            for source in sources:
+                with _noting(failures, "grpc", source):
+                    await _download(arrival, run, version.number, source, token, turn)
+                    break
+                if failures[-1].reason == "DIGEST_MISMATCH":
+                    arrival.rewind()
+            else:
+                pending.discard()
+                return None, arrival.moved
+        return pending.publish(version, manifest), arrival.moved
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise
 
 
-class _Body:
-    """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache."""
+async def _download(
+    arrival: Arrival,
+    run: str,
+    number: int,
+    source: common_pb2.WeightSource,
+    token: str | None,
+    turn: Turn,
+) -> None:
+    """Fills the body from where it is, going on at the offset reached when a stream breaks after it made progress.
 
-    def __init__(self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry]) -> None:
-        self.size = len(whole)
-        self.offset = 0
-        self._whole = whole
-        self._entries = iter(entries)
-        self._entry = next(self._entries)
-        self._digest = RunningDigest()
-
-    def add(self, data: memoryview) -> None:
-        """The next piece. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
-        self._whole[self.offset : self.offset + len(data)] = data
-        self.offset += len(data)
-        while True:
-            left = self._entry.offset_bytes + self._entry.size_bytes - (self.offset - len(data))
-            self._digest.update(data[:left])
-            if len(data) < left:
-                return
-            self._close_entry()
-            data = data[left:]
-            following = next(self._entries, None)
-            if following is None:
-                return
-            self._entry, self._digest = following, RunningDigest()
-
-    def _close_entry(self) -> None:
-        if self._digest.hexdigest() != self._entry.digest:
-            raise _mismatch(f"tensor {self._entry.name}: the bytes are not those of the manifest")
-
-    def release(self) -> None:
-        """Releases the view of the memory."""
-        self._whole.release()
+    A relay is followed where it says that another instance of its host has the version.
+    """
+    address, led_on = source.address, False
+    request = weights_pb2.FetchWeightsRequest(run=run, number=number, relay=source.relay)
+    while arrival.offset < arrival.size:
+        request.offset_bytes = arrival.offset
+        try:
+            await _stream(arrival, address, request, token, turn)
+        except grpc.aio.AioRpcError as error:
+            if source.relay and not led_on and reason_of(error) == "ELSEWHERE":
+                address, led_on = metadata_of(error)["address"], True
+            elif arrival.offset == request.offset_bytes:
+                raise _unavailable(f"{address}: {message_of(error)}") from error
 
 
-async def _download(body: _Body, run: str, number: int, address: str, token: str | None) -> None:
-    """Fills the body, going on at the offset reached when a stream breaks after it made progress."""
+async def _stream(
+    arrival: Arrival,
+    address: str,
+    request: weights_pb2.FetchWeightsRequest,
+    token: str | None,
+    turn: Turn,
+) -> None:
+    silence_s = RELAY_SILENCE_S if request.relay else IDLE_TIMEOUT_S
     async with dial(address, token=token, window_bytes=WINDOW_BYTES) as channel:
         fetch = channel.unary_stream(
             _FETCH,
             request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
             response_deserializer=split_piece,
         )
-        while body.offset < body.size:
-            began = body.offset
-            call = fetch(weights_pb2.FetchWeightsRequest(run=run, number=number, offset_bytes=began))
-            try:
-                await _drain_into(body, call)
-            except TimeoutError as error:
-                raise _unavailable(
-                    f"{address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {body.offset}"
-                ) from error
-            except grpc.aio.AioRpcError as error:
-                if body.offset == began:
-                    raise _unavailable(f"{address}: {message_of(error)}") from error
-            finally:
-                call.cancel()
+        call = fetch(request)
+        try:
+            await _drain_into(arrival, call, turn, silence_s, relay=request.relay)
+        except TimeoutError as error:
+            raise _unavailable(
+                f"{address} sent nothing for {silence_s:.0f} s at byte {arrival.offset}"
+            ) from error
+        finally:
+            call.cancel()
 
 
 Piece = tuple[int, memoryview]
@@ -277,18 +308,34 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
     return 0, len(message)
 
 
-async def _drain_into(body: _Body, call: grpc.aio.UnaryStreamCall[Any, Piece]) -> None:
+async def _drain_into(
+    arrival: Arrival, call: grpc.aio.UnaryStreamCall[Any, Piece], turn: Turn, silence_s: float, *, relay: bool
+) -> None:
+    """Reads a stream to the body's end. Raises TimeoutError, AioRpcError, ServiceError; SLOW for a slow relay."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(IDLE_TIMEOUT_S) as idle:
-        while body.offset < body.size:
+    window_ends, before = loop.time() + SLOW_S, arrival.offset
+    async with asyncio.timeout(silence_s) as idle:
+        while arrival.offset < arrival.size:
             piece = await call.read()
             if not isinstance(piece, tuple):  # grpc.aio.EOF
-                raise _unavailable(f"the stream ended at byte {body.offset} of {body.size}")
+                raise _unavailable(f"the stream ended at byte {arrival.offset} of {arrival.size}")
             offset, data = piece
-            if offset != body.offset or not data or offset + len(data) > body.size:
-                raise _unavailable(f"a piece of {len(data)} bytes at {offset}, expected one at {body.offset}")
-            body.add(data)
-            idle.reschedule(loop.time() + IDLE_TIMEOUT_S)
+            waits = relay and not data
+            if offset != arrival.offset or not (data or waits) or offset + len(data) > arrival.size:
+                raise _unavailable(
+                    f"a piece of {len(data)} bytes at {offset}, expected one at {arrival.offset}"
+                )
+            if data:
+                arrival.add(data)
+                turn.goes_on()
+            now = loop.time()
+            idle.reschedule(now + silence_s)
+            if now > window_ends:
+                if relay and arrival.offset - before < SLOW_BYTES:
+                    raise _unavailable(
+                        f"slow: {arrival.offset - before} bytes in {SLOW_S:.0f} s, at byte {arrival.offset}"
+                    )
+                window_ends, before = now + SLOW_S, arrival.offset
 
 
 def _verify(body: memoryview, manifest: common_pb2.WeightManifest) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/common/v1/weights.proto\x12\x12headrace.common.v1\x1a\x1fheadrace/common/v1/common.proto\"1\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\x7f\n\x13GetManifestResponse\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.headrace.common.v1.PolicyVersion\x12\x34\n\x08manifest\x18\x02 \x01(\x0b\x32\".headrace.common.v1.WeightManifest\"H\n\x13\x46\x65tchWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\":\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32\xd4\x01\n\rWeightService\x12^\n\x0bGetManifest\x12&.headrace.common.v1.GetManifestRequest\x1a\'.headrace.common.v1.GetManifestResponse\x12\x63\n\x0c\x46\x65tchWeights\x12\'.headrace.common.v1.FetchWeightsRequest\x1a(.headrace.common.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/common/v1/weights.proto\x12\x12headrace.common.v1\x1a\x1fheadrace/common/v1/common.proto\"1\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\x7f\n\x13GetManifestResponse\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.headrace.common.v1.PolicyVersion\x12\x34\n\x08manifest\x18\x02 \x01(\x0b\x32\".headrace.common.v1.WeightManifest\"W\n\x13\x46\x65tchWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\r\n\x05relay\x18\x04 \x01(\x08\":\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32\xd4\x01\n\rWeightService\x12^\n\x0bGetManifest\x12&.headrace.common.v1.GetManifestRequest\x1a\'.headrace.common.v1.GetManifestResponse\x12\x63\n\x0c\x46\x65tchWeights\x12\'.headrace.common.v1.FetchWeightsRequest\x1a(.headrace.common.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMANIFESTRESPONSE']._serialized_start=140
   _globals['_GETMANIFESTRESPONSE']._serialized_end=267
   _globals['_FETCHWEIGHTSREQUEST']._serialized_start=269
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=341
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=343
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=401
-  _globals['_WEIGHTSERVICE']._serialized_start=404
-  _globals['_WEIGHTSERVICE']._serialized_end=616
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=356
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=358
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=416
+  _globals['_WEIGHTSERVICE']._serialized_start=419
+  _globals['_WEIGHTSERVICE']._serialized_end=631
 # @@protoc_insertion_point(module_scope)
