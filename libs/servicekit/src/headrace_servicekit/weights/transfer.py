@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,21 +98,40 @@ async def receive_weights(
             return _received(stored, common_pb2.WEIGHT_TRANSPORT_SHM, 0, failures)
     remote = [offer for offer in offers if common_pb2.WEIGHT_TRANSPORT_GRPC in offer.transports]
     if remote:
-        async with host_turn(store, run, version.number) as turn:
-            held = store.find(run, version.number)
-            if held is not None:
-                return _already_held(held, version)
-            landed = turn.landed()
-            if landed is not None:
-                with _noting(failures, "shm", landed):
-                    stored = await _map_shared(store, run, version, manifest, landed)
-                    return _received(stored, common_pb2.WEIGHT_TRANSPORT_SHM, 0, failures)
-            turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
+
+        async def pull(turn: Turn) -> ReceivedWeights | None:
             pulled, moved = await _pull(store, run, version, manifest, remote, token, turn, failures)
-            if pulled is not None:
-                turn.say(store.source(run, version.number))
-                return _received(pulled, common_pb2.WEIGHT_TRANSPORT_GRPC, moved, failures)
+            return pulled and _received(pulled, common_pb2.WEIGHT_TRANSPORT_GRPC, moved, failures)
+
+        received = await _once_a_host(store, run, version, manifest, failures, pull)
+        if received is not None:
+            return received
     raise _nothing_worked(run, version, failures)
+
+
+async def _once_a_host(
+    store: WeightStore,
+    run: str,
+    version: common_pb2.PolicyVersion,
+    manifest: common_pb2.WeightManifest,
+    failures: list[ServiceError],
+    pull: Callable[[Turn], Awaitable[ReceivedWeights | None]],
+) -> ReceivedWeights | None:
+    """What `pull` brings over the network when it is this instance's turn; else what another one of the host has."""
+    async with host_turn(store, run, version.number) as turn:
+        held = store.find(run, version.number)
+        if held is not None:
+            return _already_held(held, version)
+        landed = turn.landed()
+        if landed is not None:
+            with _noting(failures, "shm", landed):
+                stored = await _map_shared(store, run, version, manifest, landed)
+                return _received(stored, common_pb2.WEIGHT_TRANSPORT_SHM, 0, failures)
+        turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
+        received = await pull(turn)
+        if received is not None:
+            turn.say(store.source(run, version.number))
+        return received
 
 
 @contextmanager
