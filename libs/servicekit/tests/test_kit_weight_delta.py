@@ -272,12 +272,11 @@ def test_the_quicker_way_is_taken_and_the_other_one_measured_now_and_then():
     links = Links(whole_every=4)
     used = []
     for seconds in [(1.0, 0.1)] * 9 + [(0.1, 1.0)] * 8:
-        changes = links.wants_changes("a")
+        changes = links.wants_changes()
         used.append("d" if changes else "w")
-        links.took("a", 100, seconds[changes], changes=changes)
+        links.took(100, seconds[changes], changes=changes)
     # The first is whole; changes are quicker for 9 versions; then whole bodies are, which is found in time.
     assert "".join(used) == "wdddwdddw" + "dwwwdwww"
-    assert not links.wants_changes("b")
 
 
 async def test_versions_of_one_host_are_mapped_before_changes_are_thought_of(stores, fleet):

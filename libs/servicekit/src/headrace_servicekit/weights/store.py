@@ -12,8 +12,8 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +24,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import tensor_bytes
+from headrace_servicekit.weights.arrivals import Arrival, forget_turns
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
 
@@ -53,10 +54,12 @@ class WeightStore:
         self.address = address
         self._stored: dict[tuple[str, int], StoredWeights] = {}
         self._changes: dict[tuple[str, int], list[Changes]] = {}
+        self._arriving: dict[tuple[str, int], Arrival] = {}
         self._mapped = MappedSegments()
         self._spare: tuple[Segment, Path] | None = None
         _make_private(root)
         reap_dead_stores(root)
+        self._root = root
         self._directory = root / incarnation
         self._lock = _lock_new_directory(self._directory)
         self._nonce = secrets.token_hex(16)
@@ -123,6 +126,24 @@ class WeightStore:
         """Serves changes that a version was made of."""
         self._changes.setdefault((run, number), []).append(changes)
 
+    def arriving(self, run: str, number: int) -> Arrival | None:
+        """A version that this process is receiving, or None."""
+        return self._arriving.get((run, number))
+
+    @contextmanager
+    def arrives(self, run: str, number: int, arrival: Arrival) -> Iterator[None]:
+        """Shows an arrival to those who read along."""
+        self._arriving[run, number] = arrival
+        try:
+            yield
+        finally:
+            del self._arriving[run, number]
+            arrival.end()
+
+    def turn_path(self, run: str, number: int) -> Path:
+        """The file whose lock says which instance of this host pulls a version."""
+        return self._root / f"{_short(run)}-{number}.turn"
+
     def source(self, run: str, number: int) -> common_pb2.WeightSource:
         """Where others can take a held version from. Raises ServiceError NOT_FOUND."""
         stored = self.get(run, number)
@@ -155,6 +176,9 @@ class WeightStore:
             stored = self._stored.pop(key)
             if stored.path is not None:
                 self._set_aside(stored.segment, stored.path)
+        least = min(numbers, default=None)
+        turns = self._root.glob(f"{_short(run)}-*.turn")
+        forget_turns([p for p in turns if least is None or int(p.stem.rpartition("-")[2]) < least])
         if not numbers:
             self._drop_spare()
             self._mapped.forget()
@@ -254,7 +278,7 @@ class WeightStore:
 
     def _new_path(self, run: str, number: int) -> Path:
         # The run's name may hold any character; the file's name tells people which version it is.
-        return self._directory / f"{digest_bytes(run.encode())[:8]}-{number}-{secrets.token_hex(4)}.weights"
+        return self._directory / f"{_short(run)}-{number}-{secrets.token_hex(4)}.weights"
 
 
 class PendingWeights:
@@ -345,6 +369,10 @@ class PendingWeights:
             "BUFFER_IN_USE",
             f"version {self._number}: an array over its buffers is still alive; drop it before sealing",
         )
+
+
+def _short(run: str) -> str:
+    return digest_bytes(run.encode())[:8]
 
 
 def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:

@@ -1,19 +1,26 @@
-"""How a version may travel to a receiver: the interface, and which way of two is quicker over a link.
+"""How a version may travel to a receiver: the interface, and which way of two is quicker over the network.
 
-A transport brings a whole, verified version into a store, or raises and leaves nothing there.
+A transport brings a whole, verified version into a store, or leaves nothing there and says why.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.common.v1 import common_pb2
 
+from headrace_servicekit.metrics import WEIGHT_FALLBACKS
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.arrivals import Turn
 from headrace_servicekit.weights.store import StoredWeights, WeightStore
 
 WHOLE_EVERY = 16
 """Versions after which one comes whole, where changes are quicker; and as many after which they are tried again."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,30 @@ class Wanted:
     held: tuple[StoredWeights, ...] = ()
 
 
+@dataclass
+class Attempt:
+    """One receiver's try at a version: its token, its turn to bring one to this host, and what has failed so far."""
+
+    token: str | None
+    turn: Turn
+    failures: list[ServiceError] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, transport: str, source: common_pb2.WeightSource) -> Iterator[None]:
+        """Logs, counts and keeps a failure, with its source: the next one may deliver."""
+        try:
+            yield
+        except ServiceError as failure:
+            failure.message = f"{transport} from {source.incarnation}: {failure.message}"
+            log.warning("weights: %s", failure.message)
+            WEIGHT_FALLBACKS.labels(transport).inc()
+            self.failures.append(failure)
+
+
+Found = tuple[StoredWeights, int]
+"""A verified version in the receiver's store, and the bytes that were moved for it."""
+
+
 class Transport(Protocol):
     """One way."""
 
@@ -36,31 +67,29 @@ class Transport(Protocol):
     @property
     def kind(self) -> common_pb2.WeightTransport: ...
 
+    @property
+    def local(self) -> bool:
+        """Within a host: such ways are tried first, and each instance takes them by itself."""
+
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Whether both sides can. Raises ServiceError where it should have been possible and is not."""
 
     async def take(
-        self, store: WeightStore, wanted: Wanted, source: common_pb2.WeightSource, token: str | None
-    ) -> tuple[StoredWeights, int]:
-        """The version in `store`, verified, and the bytes that were moved. Raises ServiceError, with nothing left."""
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """Takes it from the first of the sources that delivers; None where all failed, as `attempt` then says."""
 
-    def took(self, wanted: Wanted, source: common_pb2.WeightSource, seconds: float) -> None:
+    def took(self, wanted: Wanted, seconds: float) -> None:
         """A version came this way in so many seconds, from the request to the verified body."""
 
 
 @dataclass
-class _Link:
-    """What is known of the way to a source: seconds a byte of the body, and what was done since."""
-
-    whole: float = 0.0
-    changes: float = 0.0
-    since_whole: int = 0
-    since_changes: int = 0
-
-
-@dataclass
 class Links:
-    """Chooses between whole bodies and changes by what either took over the same link.
+    """Chooses between whole bodies and changes by what either took here.
 
     The first version comes whole, the next one by its changes; then whichever was quicker. The other one is taken
     every `whole_every` versions, which measures it anew; `always`: changes whenever there are any, and whole bodies
@@ -69,23 +98,25 @@ class Links:
 
     whole_every: int = WHOLE_EVERY
     always: bool = False
-    _links: dict[str, _Link] = field(default_factory=dict)
+    _whole: float = 0.0
+    _changes: float = 0.0
+    """Seconds a byte of the body; 0: not known."""
+    _since_whole: int = 0
+    _since_changes: int = 0
 
-    def wants_changes(self, address: str) -> bool:
-        """Whether the next version from there should come by its changes."""
-        link = self._links.get(address, _Link())
-        if link.since_whole >= self.whole_every - 1:
+    def wants_changes(self) -> bool:
+        """Whether the next version should come by its changes."""
+        if self._since_whole >= self.whole_every - 1:
             return False
-        if self.always or not link.changes:
-            return self.always or bool(link.whole)
-        return link.changes < link.whole or link.since_changes >= self.whole_every - 1
+        if self.always or not self._changes:
+            return self.always or bool(self._whole)
+        return self._changes < self._whole or self._since_changes >= self.whole_every - 1
 
-    def took(self, address: str, size: int, seconds: float, *, changes: bool) -> None:
-        """A body of `size` bytes came from there."""
-        link = self._links.setdefault(address, _Link())
+    def took(self, size: int, seconds: float, *, changes: bool) -> None:
+        """A body of `size` bytes came."""
         if changes:
-            link.changes, link.since_changes = seconds / size, 0
-            link.since_whole += 1
+            self._changes, self._since_changes = seconds / size, 0
+            self._since_whole += 1
         else:
-            link.whole, link.since_whole = seconds / size, 0
-            link.since_changes += 1
+            self._whole, self._since_whole = seconds / size, 0
+            self._since_changes += 1

@@ -24,14 +24,16 @@ class GetManifestResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
-    __slots__ = ("run", "number", "offset_bytes")
+    __slots__ = ("run", "number", "offset_bytes", "relay")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     offset_bytes: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+    relay: bool
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ...) -> None: ...
 
 class FetchWeightsResponse(_message.Message):
     __slots__ = ("offset_bytes", "data")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,17 +50,27 @@ class RolloutClient(WorkerClient):
         self.max_context_tokens = response.max_context_tokens
         self.endpoint_url = response.endpoint_url
 
-    async def install(self, published: Published, *, in_flight: bool = False) -> None:
-        """Compare-and-set to a version; `in_flight`: samples that are being made go on with it."""
+    async def install(
+        self,
+        published: Published,
+        sources: Sequence[common.WeightSource] = (),
+        *,
+        in_flight: bool = False,
+    ) -> list[str]:
+        """Compare-and-set to a version; `in_flight`: samples that are being made go on with it.
+
+        `sources` are whom it asks, best first; none: the trainer. Returns whom it asked in vain, with the reason.
+        """
         request = rollout.InstallPolicyRequest(version=published.version, in_flight=in_flight)
         if published.files is not None:
             request.files.CopyFrom(published.files)
         else:
             request.manifest.CopyFrom(published.manifest)
-            request.sources.append(published.source)
+            request.sources.extend(sources or [published.source])
         # The first one waits for the engine's start, which may take minutes.
         response: rollout.InstallPolicyResponse = await self.call("InstallPolicy", request, LOAD_S)
         self.installed, self.digest = published.version.number, response.version.digest
+        return [text for text in response.fallbacks if text.startswith("grpc ")]
 
     def generate(
         self, opening: Opening, assignments: AsyncIterator[rollout.AssignGroups], timeout: float
