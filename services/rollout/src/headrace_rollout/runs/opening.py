@@ -370,7 +370,13 @@ class PolicyInstaller:
                 if await run.engine.check_install(policy, in_flight=request.in_flight):
                     return rollout_pb2.InstallPolicyResponse(version=version)
                 received = await receive_weights(
-                    self._store, run.name, version, request.manifest, request.sources, token=self._token
+                    self._store,
+                    run.name,
+                    version,
+                    request.manifest,
+                    request.sources,
+                    token=self._token,
+                    transports=run.transports,
                 )
                 transfer_s = time.perf_counter() - started
                 weights = weights_of(request.manifest, received.body, received.path)

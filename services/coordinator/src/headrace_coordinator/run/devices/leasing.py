@@ -140,7 +140,7 @@ class WorkerLeases:
     ) -> None:
         version, who = published.version.number, rollout.instance.instance
         for text in await rollout.install(published, sources, in_flight=in_flight):
-            self.workers.note(f"{who} asked another source for version {version}: {text}")
+            self.workers.note(f"{who} took version {version} in another way: {text}")
 
     def _sources(
         self, rollouts: Sequence[RolloutClient], behind: Sequence[RolloutClient], published: Published

@@ -27,6 +27,47 @@ def _parts(slots: Iterable[SlotKey]) -> Iterator[list[SlotKey]]:
         yield part
 
 
+def _tried(fallback: str) -> str:
+    """Which transport from whom, of a text such as "shm from INCARNATION: REASON"."""
+    return fallback.partition(": ")[0]
+
+
+@dataclass
+class Arrivals:
+    """How versions came to a rollout since the last step: sums, and the longest seconds."""
+
+    versions: int = 0
+    moved_bytes: int = 0
+    fallbacks: int = 0
+    transfer_s: float = 0.0
+    pause_s: float = 0.0
+
+    def add(self, response: rollout.InstallPolicyResponse) -> None:
+        """Counts one."""
+        if response.transport == common.WEIGHT_TRANSPORT_UNSPECIFIED:
+            return  # it had it
+        self.versions += 1
+        self.moved_bytes += response.bytes_moved
+        self.fallbacks += len(response.fallbacks)
+        self.transfer_s = max(self.transfer_s, response.transfer_time.ToNanoseconds() / 1e9)
+        self.pause_s = max(self.pause_s, response.pause_time.ToNanoseconds() / 1e9)
+
+
+def weight_figures(rollouts: Iterable[RolloutClient]) -> dict[str, float]:
+    """The figures of a step about the versions that its rollouts took since the last one; they begin anew."""
+    found = [each.weights for each in rollouts if each.weights.versions]
+    for each in rollouts:
+        each.weights = Arrivals()
+    if not found:
+        return {}
+    return {
+        "weights_bytes": float(sum(each.moved_bytes for each in found)),
+        "weights_fallbacks": float(sum(each.fallbacks for each in found)),
+        "weights_seconds": max(each.transfer_s for each in found),
+        "weights_pause_seconds": max(each.pause_s for each in found),
+    }
+
+
 @dataclass
 class RolloutClient(WorkerClient):
     """A rollout of one run."""
@@ -41,6 +82,9 @@ class RolloutClient(WorkerClient):
     """Pools of environments that answer no more, as it says."""
     lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
     """Instances that reply no more, as it says."""
+    weights: Arrivals = field(default_factory=Arrivals)
+    _failing: set[str] = field(default_factory=set)
+    """Which transport from whom failed for the last version."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
@@ -59,7 +103,8 @@ class RolloutClient(WorkerClient):
     ) -> list[str]:
         """Compare-and-set to a version; `in_flight`: samples that are being made go on with it.
 
-        `sources` are whom it asks, best first; none: the trainer. Returns whom it asked in vain, with the reason.
+        `sources` are whom it asks, best first; none: the trainer. Returns which transports from whom failed that did
+        not fail for the version before, with the reason.
         """
         request = rollout.InstallPolicyRequest(version=published.version, in_flight=in_flight)
         if published.files is not None:
@@ -70,7 +115,9 @@ class RolloutClient(WorkerClient):
         # The first one waits for the engine's start, which may take minutes.
         response: rollout.InstallPolicyResponse = await self.call("InstallPolicy", request, LOAD_S)
         self.installed, self.digest = published.version.number, response.version.digest
-        return [text for text in response.fallbacks if text.startswith("grpc ")]
+        self.weights.add(response)
+        before, self._failing = self._failing, {_tried(text) for text in response.fallbacks}
+        return [text for text in response.fallbacks if _tried(text) not in before]
 
     def generate(
         self, opening: Opening, assignments: AsyncIterator[rollout.AssignGroups], timeout: float
