@@ -37,5 +37,5 @@ def test_a_run_goes_on_by_the_whole_where_changes_fail(own_fleet, spec_of):
         assert moved[1] < 0.25 * moved[0] and moved[2] == moved[3] == moved[0]
         texts = [str(event.data.get("text")) for event in fleet.events(run)]
         told = [text for text in texts if "in another way" in text]
-        assert len(told) == 1 and "delta from trainer-0" in told[0] and "FAILPOINT" in told[0], told
+        assert len(told) == 1 and "delta from trainer-0" in told[0] and "failpoint" in told[0], told
         assert "delta from" in fleet.log("rollout-0")
