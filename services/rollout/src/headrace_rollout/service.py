@@ -208,6 +208,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         authority = self._authority(request.header)
         if request.HasField("files"):
             return await self._installer.read_files(run, request, authority)
+        if request.prefetch:
+            return await self._installer.prefetch(run, request)
         return await self._installer.receive(run, request, authority)
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:

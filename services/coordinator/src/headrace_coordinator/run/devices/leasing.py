@@ -13,6 +13,7 @@ from headrace.common.v1 import common_pb2 as common
 
 from headrace_coordinator.domain.devices.leases import HELD, REPLY, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.assignment import assign_devices
@@ -131,6 +132,24 @@ class WorkerLeases:
         with self.moving():
             await gather_all(*(rollout.wake_cache() for rollout in behind))
 
+    async def prefetch(self, rollouts: Sequence[RolloutClient], published: Published) -> None:
+        """Rollouts receive a version while they make answers with the one before; what fails is only noted."""
+        working = [each for each in rollouts if each.awake and each.installed != published.version.number]
+        if published.files is not None or not working:
+            return
+        sources, number = self._sources(rollouts, working, published), published.version.number
+
+        async def bring(rollout: RolloutClient) -> None:
+            who = rollout.instance.instance
+            try:
+                found = await rollout.prefetch(published, sources.get(rollout.incarnation, []))
+            except (CallRefused, InstanceDown) as fault:
+                self.workers.note(f"{who} did not take version {number} beforehand: {fault}")
+            else:
+                self._note_other_ways(who, number, found)
+
+        await gather_all(*map(bring, working))
+
     async def _install(
         self,
         rollout: RolloutClient,
@@ -139,8 +158,11 @@ class WorkerLeases:
         in_flight: bool,
     ) -> None:
         version, who = published.version.number, rollout.instance.instance
-        for text in await rollout.install(published, sources, in_flight=in_flight):
-            self.workers.note(f"{who} took version {version} in another way: {text}")
+        self._note_other_ways(who, version, await rollout.install(published, sources, in_flight=in_flight))
+
+    def _note_other_ways(self, who: str, number: int, failed: Sequence[str]) -> None:
+        for text in failed:
+            self.workers.note(f"{who} took version {number} in another way: {text}")
 
     def _sources(
         self, rollouts: Sequence[RolloutClient], behind: Sequence[RolloutClient], published: Published

@@ -44,13 +44,13 @@ class Arrivals:
 
     def add(self, response: rollout.InstallPolicyResponse) -> None:
         """Counts one."""
+        self.pause_s = max(self.pause_s, response.pause_time.ToNanoseconds() / 1e9)
         if response.transport == common.WEIGHT_TRANSPORT_UNSPECIFIED:
             return  # it had it
         self.versions += 1
         self.moved_bytes += response.bytes_moved
         self.fallbacks += len(response.fallbacks)
         self.transfer_s = max(self.transfer_s, response.transfer_time.ToNanoseconds() / 1e9)
-        self.pause_s = max(self.pause_s, response.pause_time.ToNanoseconds() / 1e9)
 
 
 def weight_figures(rollouts: Iterable[RolloutClient]) -> dict[str, float]:
@@ -109,13 +109,32 @@ class RolloutClient(WorkerClient):
         request = rollout.InstallPolicyRequest(version=published.version, in_flight=in_flight)
         if published.files is not None:
             request.files.CopyFrom(published.files)
-        else:
+        response = await self._take(request, published, sources)
+        self.installed, self.digest = published.version.number, response.version.digest
+        return self._newly_failing(response)
+
+    async def prefetch(self, published: Published, sources: Sequence[common.WeightSource] = ()) -> list[str]:
+        """Has it receive a version while it goes on with the one it has; `install` moves no byte then."""
+        request = rollout.InstallPolicyRequest(version=published.version, prefetch=True)
+        return self._newly_failing(await self._take(request, published, sources))
+
+    async def _take(
+        self,
+        request: rollout.InstallPolicyRequest,
+        published: Published,
+        sources: Sequence[common.WeightSource],
+    ) -> rollout.InstallPolicyResponse:
+        if published.files is None:
             request.manifest.CopyFrom(published.manifest)
             request.sources.extend(sources or [published.source])
         # The first one waits for the engine's start, which may take minutes.
         response: rollout.InstallPolicyResponse = await self.call("InstallPolicy", request, LOAD_S)
-        self.installed, self.digest = published.version.number, response.version.digest
         self.weights.add(response)
+        return response
+
+    def _newly_failing(self, response: rollout.InstallPolicyResponse) -> list[str]:
+        if response.transport == common.WEIGHT_TRANSPORT_UNSPECIFIED:
+            return []
         before, self._failing = self._failing, {_tried(text) for text in response.fallbacks}
         return [text for text in response.fallbacks if _tried(text) not in before]
 
