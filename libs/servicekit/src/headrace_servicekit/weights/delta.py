@@ -8,6 +8,7 @@ applying overlap.
 from __future__ import annotations
 
 import asyncio
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ PART_BYTES = 1 << 20
 """Of a change: both stretches and what is made of them stay in a core's cache."""
 RESPONSE_BYTES = 4 << 20
 """Of the body that one response covers."""
+MOST_AHEAD = 8
+"""Responses that are coded at the same time, each by a thread."""
 ESCAPE = 255
 
 
@@ -152,7 +155,8 @@ class Changes:
         covered = groupby(parts, key=lambda part: part.offset // RESPONSE_BYTES)
         groups = [list(group) for _, group in covered]
         self._groups = {group[0].offset: group for group in groups}
-        self._coding = asyncio.Lock()
+        self._coding: dict[int, asyncio.Task[weights_pb2.FetchChangesResponse]] = {}
+        self._ahead = max(1, min(MOST_AHEAD, len(os.sched_getaffinity(0))))
 
     @property
     def offsets(self) -> Sequence[int]:
@@ -160,13 +164,19 @@ class Changes:
         return list(self._groups)
 
     async def response(self, offset: int) -> weights_pb2.FetchChangesResponse:
-        """The one that begins at an offset of `offsets`."""
-        async with self._coding:
-            if offset not in self.made:
-                found = await asyncio.to_thread(self._code, self._groups[offset])
-                if 2 * found.ByteSize() > sum(part.size for part in self._groups[offset]):
-                    return found
-                self.made[offset] = found
+        """The one that begins at an offset of `offsets`; as many threads as there are cores code the next ones."""
+        if offset not in self.made:
+            offsets = self.offsets
+            first = offsets.index(offset)
+            for following in offsets[first : first + self._ahead]:
+                if following not in self.made and following not in self._coding:
+                    coding = asyncio.to_thread(self._code, self._groups[following])
+                    self._coding[following] = asyncio.create_task(coding)
+            found = await asyncio.shield(self._coding[offset])
+            self._coding.pop(offset, None)
+            if 2 * found.ByteSize() > sum(part.size for part in self._groups[offset]):
+                return found
+            self.made[offset] = found
         return self.made[offset]
 
     def _code(self, group: Sequence[Part]) -> weights_pb2.FetchChangesResponse:
