@@ -224,7 +224,8 @@ class Backend(Protocol):
     def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name; gathered one at a time, so every rank must exhaust it.
 
-        `published`: they may have their published types already, which moves fewer bytes between ranks and to the host.
+        `published`: they may have their published types already, which moves fewer bytes between ranks and to the host,
+        and each may hold only until the next one is asked for.
         """
 
     def weight_parts(self) -> Iterator[StatePart]:

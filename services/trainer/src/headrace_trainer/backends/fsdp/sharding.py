@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.host_copies import HostCopies
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
 from headrace_trainer.backends.shared.distributing import Place
@@ -68,6 +69,7 @@ class ShardedModel:
         self.layout = layout
         self._on_host = layout.offload == "parameters"
         self._experts = experts
+        self._copies = HostCopies(ranks.device)
         self.policy = policy
         self.model = policy.model
         mixed = MixedPrecisionPolicy(
@@ -236,14 +238,22 @@ class ShardedModel:
         """Every parameter and buffer of the policy, whole, adapters merged, on the leader's CPU; all ranks exhaust it.
 
         Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host. With
-        `dtype`, parameters that travel between ranks or from a device are cast to it before.
+        `dtype`, parameters that travel between ranks or from a device are cast to it before; what comes from a device
+        holds until the next one is asked for then.
         """
+        found = self._wholes(dtype)
+        if not self._ranks.leads:
+            return found
+        if dtype is not None and self._ranks.device.type == "cuda":
+            return self._copies.of(found)
+        return ((name, whole.cpu()) for name, whole in found)
+
+    def _wholes(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         travels = self._ranks.world_size > 1 or self._ranks.device.type != "cpu"
         for name in self.weight_names:
             # A merge is made of fp32 wholes, to the same bits on every layout.
             cast = dtype if travels and name in self.parameters and not self.is_adapted(name) else None
-            whole = self.weight(name) if cast is None else self._whole(name, dtype=cast)
-            yield name, whole.cpu() if self._ranks.leads else whole
+            yield name, self.weight(name) if cast is None else self._whole(name, dtype=cast)
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""
