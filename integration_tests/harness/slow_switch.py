@@ -1,4 +1,4 @@
-"""A switch in user space, for kernels whose `tc` cannot delay: `python slow_switch.py MBIT DELAY_MS NAMESPACE=ADDRESS…`.
+"""A switch in user space, where `tc` cannot delay: `python slow_switch.py MBIT DELAY_MS NAMESPACE=ADDRESS…`.
 
 It puts a tun device `eth9` into each namespace and passes packets between them: each direction of each cable carries
 MBIT, and a packet arrives DELAY_MS after it has been sent whole. Nothing is lost. It says "ready" and ends with its

@@ -101,7 +101,7 @@ async def receive_weights(
 
         async def pull(turn: Turn) -> ReceivedWeights | None:
             pulled, moved = await _pull(store, run, version, manifest, remote, token, turn, failures)
-            return pulled and _received(pulled, common_pb2.WEIGHT_TRANSPORT_GRPC, moved, failures)
+            return _received(pulled, common_pb2.WEIGHT_TRANSPORT_GRPC, moved, failures) if pulled else None
 
         received = await _once_a_host(store, run, version, manifest, failures, pull)
         if received is not None:
