@@ -5,7 +5,7 @@ does both, as a kernel's `tc` may not know how to delay, and takes part of the c
 
 Weights: a trainer's store on one host, and eight receivers on four others, which ask whom the coordinator would tell
 them to ask. `fanout_vs_single` is the time until all have a version, verified, over that of one receiver alone;
-`direct_vs_single` is the same where each of the eight asks the trainer and no host's instances share;
+`direct_vs_single` is the same where each host asks the trainer;
 `weights_bytes_per_host` is what came over the busiest receiving cable, over the model's bytes.
 
 Steps: the tiny model trained with trainer, rollout and reward on a host each, and on one host, in turns:
@@ -225,8 +225,8 @@ def _run(made: Sequence[Host], folder: Path, model: Path, count: int) -> list[fl
         time.sleep(1)
     if now["state"] != "SUCCEEDED":
         raise RuntimeError(f"{run} {now['state']}: {now['reason']}")
-    metrics = head.json("run", "metrics", run)["steps"]
-    return [float(step["wall_s"]) for step in metrics][SETTLED:]
+    lines = (head.data_dir / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [float(json.loads(line)["wall_s"]) for line in lines][SETTLED:]
 
 
 def _counts(kinds: Sequence[str]) -> list[str]:
