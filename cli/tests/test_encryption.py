@@ -32,7 +32,7 @@ def https():
             def log_message(self, *words):
                 pass
 
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = http.server.ThreadingHTTPServer(("", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "host.pem", folder / "host-key.pem")
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
@@ -97,7 +97,7 @@ def test_files_of_ones_own_are_checked(tmp_path):
 
 
 def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
-    def say(folder, *arguments, **options):
+    def say(folder, *arguments):
         command = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(tmp_path / folder)]
         return subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
 
@@ -124,10 +124,9 @@ def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
         assert wrong.returncode == 2 and "--token-file" in wrong.stdout, wrong.stdout
         joined = say("b", "join", f"127.0.0.1:{port}", *options, "--fingerprint", pin)
         assert joined.returncode == 0, joined.stdout
-        from headrace_servicekit.process.ports import LOOPBACK
 
         with Client(
-            f"https://{LOOPBACK}:{port}",
+            f"https://127.0.0.1:{port}",
             (tmp_path / "head/http-token").read_text(),
             ca_file=tmp_path / "b/tls/ca.pem",
         ) as client:

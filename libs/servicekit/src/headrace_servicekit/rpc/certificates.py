@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ def make_authority(folder: Path) -> None:
     if (folder / AUTHORITY_KEY).exists():
         return
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Headrace fleet")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Headrace fleet {secrets.token_hex(8)}")])
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     certificate = (
         _builder(name, name, key.public_key(), AUTHORITY_DAYS)
