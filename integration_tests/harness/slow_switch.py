@@ -1,4 +1,4 @@
-"""A switch in user space, for kernels whose `tc` cannot delay: `python slow_switch.py MBIT DELAY_MS NAMESPACE=ADDRESS…`.
+"""A switch in user space, where `tc` cannot delay: `python slow_switch.py MBIT DELAY_MS NAMESPACE=ADDRESS…`.
 
 It puts a tun device `eth9` into each namespace and passes packets between them: each direction of each cable carries
 MBIT, and a packet arrives DELAY_MS after it has been sent whole. Nothing is lost. It says "ready" and ends with its
@@ -51,7 +51,8 @@ def main() -> None:
         namespace, _, address = word.partition("=")
         ports[ip_address(address).packed] = tun(namespace)
     sends, gets = dict.fromkeys(ports.values(), 0.0), dict.fromkeys(ports.values(), 0.0)
-    waiting: list[tuple[float, int, int, bytes]] = []
+    waiting: list[tuple[float, int, int, bytes, bool]] = []
+    """When, in order, to whom, the packet, and whether it has left its sender's cable."""
     selector, number = selectors.DefaultSelector(), 0
     for handle in ports.values():
         selector.register(handle, selectors.EVENT_READ)
@@ -66,15 +67,18 @@ def main() -> None:
             to = ports.get(packet[24:40] if packet[0] >> 4 == 6 else packet[16:20])
             if to is None:
                 continue
-            takes, now = len(packet) / rate, time.monotonic()
-            sends[key.fd] = max(now, sends[key.fd]) + takes
-            # A packet is on the second cable while it still leaves the first one.
-            gets[to] = max(sends[key.fd], gets[to] + takes)
+            now = time.monotonic()
+            sends[key.fd] = max(now, sends[key.fd]) + len(packet) / rate
             number += 1
-            heapq.heappush(waiting, (gets[to] + delay_s, number, to, packet))
+            heapq.heappush(waiting, (sends[key.fd], number, to, packet, False))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            _, _, to, packet = heapq.heappop(waiting)
+            when, order, to, packet, sent = heapq.heappop(waiting)
+            if not sent:
+                # A packet is on the second cable while it still leaves the first one.
+                gets[to] = max(when, gets[to] + len(packet) / rate)
+                heapq.heappush(waiting, (gets[to] + delay_s, order, to, packet, True))
+                continue
             try:
                 os.write(to, packet)
             except OSError:  # The device is down, or its queue is full: a cable that is pulled.

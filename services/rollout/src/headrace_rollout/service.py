@@ -18,9 +18,9 @@ from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.devices import bind_cpu
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
-from headrace_servicekit.rpc.server import advertised_host, split_address
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
