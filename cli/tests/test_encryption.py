@@ -133,7 +133,7 @@ def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
             deadline = threading.Event()
             for _ in range(300):
                 names = {item.name for item in client.instances() if item.state == "READY"}
-                if names == {"instances/reward-0", "instances/reward-0.b"}:
+                if names == {"reward-0", "reward-0.b"}:
                     break
                 deadline.wait(0.1)
             else:

@@ -8,7 +8,8 @@ from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.flow import FlowConfig
 from headrace_modelkit.robot.gaussian import row_noise
-from headrace_modelkit.robot.pi import AdaptiveGemma, PiConfig, fit, imitation_times, pi05_prompt
+from headrace_modelkit.robot.pi import PiConfig, fit, imitation_times, pi05_prompt
+from headrace_modelkit.robot.pi_expert import AdaptiveGemma
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, imitation_loss
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors

@@ -57,8 +57,8 @@ def join_trainer_group(
         return _only_rank(generation, device)
     try:
         host, port = split_address(rendezvous)
-    except ServiceError as error:
-        raise invalid(f"rendezvous {error.message}") from error
+    except ServiceError as refused:
+        raise invalid(f"rendezvous {refused.message}") from refused
     deadline = time.monotonic() + timeout_s
     liveness = Liveness(rank, world_size, silent_s=silent_s)
     member = member or Member(f"rank {rank}", "", own_facts(device))
