@@ -185,12 +185,7 @@ class WeightStore:
 
     def _forget_changes(self, run: str, numbers: set[int]) -> None:
         """Drops the changes of versions that go; those against them that were not asked for are found no more."""
-        kept = {
-            digest
-            for number in numbers
-            if (held := self.find(run, number))
-            for digest in [held.version.digest]
-        }
+        kept = {held.version.digest for held in self.versions(run) if held.version.number in numbers}
         for key in [key for key in self._changes if key[0] == run]:
             if key[1] not in numbers:
                 del self._changes[key]
