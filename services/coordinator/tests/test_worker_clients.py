@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.instance_client import CallRefused
+from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.workers.clients import Published, RewardClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient, weight_figures
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
@@ -95,6 +99,34 @@ async def test_a_way_that_fails_is_told_once_and_every_version_is_counted():
     }
     assert weight_figures([client]) == {}
     assert await client.install(published) == []
+
+
+async def test_a_version_is_brought_to_those_that_work_and_a_refusal_is_noted():
+    class Refusing(Receiving):
+        async def call(self, method, request, timeout):
+            raise CallRefused("i", "NO_SPACE", "the tmpfs is full")
+
+    def rollout_of(name, instance, **fields):
+        state = InstanceState(name, name, "rollout", "host", "", [], {})
+        return RolloutClient("r", state, instance, 1, **fields)
+
+    came = rollout.InstallPolicyResponse(transport=common.WEIGHT_TRANSPORT_SHM)
+    works, full, asleep, ready = Receiving(came), Refusing(), Receiving(), Receiving()
+    rollouts = [
+        rollout_of("works", works, awake=True, installed=6),
+        rollout_of("full", full, awake=True, installed=6),
+        rollout_of("asleep", asleep, installed=6),
+        rollout_of("ready", ready, awake=True, installed=7),
+    ]
+    notes: list[str] = []
+    log = SimpleNamespace(state=SimpleNamespace(instances={}))
+    leases = object.__new__(WorkerLeases)
+    leases.workers = SimpleNamespace(fleet=SimpleNamespace(event_log=log), note=notes.append)
+    await leases.prefetch(rollouts, Published(VERSION, common.WeightManifest(), common.WeightSource()))
+    assert [request.prefetch for request in works.requests] == [True]
+    assert not asleep.requests and not ready.requests
+    assert len(notes) == 1 and "full did not take version 7 beforehand" in notes[0] and "NO_SPACE" in notes[0]
+    assert rollouts[0].installed == 6
 
 
 class Reading:
