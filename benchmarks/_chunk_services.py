@@ -45,7 +45,9 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self._weights = WeightStore(Path(settings["shm"]), f"producer-{os.getpid()}")
+        self._weights = WeightStore(
+            Path(settings["shm"]), "rollout"
+        )  # the incarnation that it is registered as
         self._blobs = BlobStore(self._weights.directory)
         self._kept: dict[tuple[int, int], common_pb2.Trajectory] = {}
         self._kind, self._pattern = MESSAGE, ONE

@@ -13,6 +13,21 @@ def split_address(address: str, default_port: int | None = None) -> tuple[str, s
 
     Raises ServiceError INVALID when it is neither.
     """
+    if (found := parse_address(address, default_port)) is not None:
+        return found
+    import grpc
+
+    from headrace_servicekit.rpc.errors import ServiceError
+
+    raise ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID",
+        f"{address[:300]!r} is no address; write host:port, or [host]:port for an address of IPv6",
+    )
+
+
+def parse_address(address: str, default_port: int | None = None) -> tuple[str, str] | None:
+    """As `split_address`, with None for what is no address. Imports no gRPC."""
     host, colon, port = address.rpartition(":")
     if default_port is not None and (not colon or address.endswith("]") or _is_v6(address)):
         host, port = address, str(default_port)
@@ -21,17 +36,7 @@ def split_address(address: str, default_port: int | None = None) -> tuple[str, s
         host = host[1:-1] if _is_v6(host[1:-1]) else ""
     elif ":" in host and not (default_port is not None and host is address):
         host = ""  # Nobody knows where it ends.
-    if not host or not is_port:
-        import grpc
-
-        from headrace_servicekit.rpc.errors import ServiceError
-
-        raise ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID",
-            f"{address[:300]!r} is no address; write host:port, or [host]:port for an address of IPv6",
-        )
-    return host, port
+    return (host, port) if host and is_port else None
 
 
 def host_port(host: str, port: int | str) -> str:

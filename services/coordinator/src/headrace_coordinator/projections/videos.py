@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from google.protobuf.message import DecodeError
-from headrace.common.v1 import common_pb2 as common
-from headrace_servicekit.rpc.episodes import Episode, decode_episode
-from headrace_servicekit.rpc.errors import ServiceError
+from typing import TYPE_CHECKING
 
 from headrace_coordinator.data.items import DataItem
+
+if TYPE_CHECKING:
+    from headrace_servicekit.rpc.episodes import Episode
 
 FOLDER = "videos"
 MEDIA_TYPE = "video/mp4"
@@ -75,6 +74,11 @@ def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
 
 def read_episode(path: Path) -> Episode:
     """A written episode, as far as it was kept. Raises OSError, and ValueError where the file holds none."""
+    from google.protobuf.message import DecodeError  # gRPC comes with it, which the API starts without
+    from headrace.common.v1 import common_pb2 as common
+    from headrace_servicekit.rpc.episodes import decode_episode
+    from headrace_servicekit.rpc.errors import ServiceError
+
     try:
         return decode_episode(common.ActionSegment.FromString(path.read_bytes()))
     except (DecodeError, ServiceError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.running import FromCheckpointSection
-from headrace_servicekit.rpc.addresses import host_port, split_address
+from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
@@ -58,7 +58,7 @@ async def form_trainer_group(context: RunContext) -> None:
         at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
     )
     await context.event_log.commit(formed)
-    host, _ = split_address(trainers[0].instance.address)
+    host = trainers[0].instance.address.rpartition(":")[0].strip("[]")
     # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
     # generation has its own, so that two groups on one host do not meet each other.
     port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(trainers) > 1 else 0

@@ -18,8 +18,7 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
-from headrace_servicekit.rpc.addresses import split_address
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.addresses import parse_address
 from headrace_servicekit.tracing import TRACEPARENT, is_tracing, span
 from prometheus_client import Counter, Histogram
 from pydantic.json_schema import models_json_schema
@@ -201,10 +200,10 @@ def _without_body(send: Send) -> Send:
 
 def _is_here(host: str) -> bool:
     """Whether a Host header is an address or a name that can only mean this machine."""
-    try:
-        name = split_address(host, default_port=0)[0].lower().removesuffix(".")
-    except ServiceError:
+    found = parse_address(host, default_port=0)
+    if found is None:
         return False
+    name = found[0].lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

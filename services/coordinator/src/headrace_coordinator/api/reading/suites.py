@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import problem
@@ -18,7 +19,6 @@ from headrace_schema.resources.evaluations import (
     VideoView,
 )
 from headrace_schema.resources.views import RunView
-from headrace_servicekit.rpc.episodes import Episode
 
 from headrace_coordinator.api.reading.presenters import evaluation_run_view
 from headrace_coordinator.api.reading.reads import Page, Reads
@@ -29,6 +29,9 @@ from headrace_coordinator.projections.videos import FOLDER, episode_name, list_v
 from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite
+
+if TYPE_CHECKING:
+    from headrace_servicekit.rpc.episodes import Episode
 
 SCORE = "score"
 """Mean reward of all answers: what any two evaluations have."""
