@@ -88,6 +88,8 @@ def test_two_policies_learn_in_one_conversation_each_from_its_own_role(fleet, ti
         assert all(step.figures[f"{name}/log_prob_mismatch_mean"] < 1e-3 for step in steps)
     tokens = [(step.figures["policy/tokens"], step.figures["guesser/tokens"]) for step in steps]
     assert all(sum(pair) == step.tokens for pair, step in zip(tokens, steps, strict=True))
+    shown = fleet.headrace("run", "get", run.id).stdout
+    assert "policy" in shown and "guesser" in shown.rpartition("reward mean")[2]
     assert run.evaluations[0].parts["episode/guesser"] is not None
     began = load_file(tiny_model / "model.safetensors")
     speaker, guesser = (
