@@ -12,6 +12,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.weights import CheckpointNames, below, own_name
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.rpc.episodes import NO_BODIES, Bodies
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, Refill
 from headrace_trainer.backends._base import Backend
@@ -115,7 +116,7 @@ class PoliciesRun:
             {name: kind.checkpoint_names() for name, kind in self._kinds.items()}
         )
 
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
         """A settled group. Raises INVALID or DIGEST_MISMATCH.
 
         An id may lie below the largest vocabulary; the templates of a policy make none above its own.
