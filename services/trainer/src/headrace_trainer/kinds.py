@@ -121,7 +121,7 @@ def run_kind(config: TrainerConfig) -> RunKind:
         return EpisodesRun(config, policy)
     if not config.policies:
         return AnswersRun(config)
-    kinds = {name: AnswersRun(config.of_policy(name)) for name in (OWN, *config.policies)}
+    kinds = {name: AnswersRun(config.of_policy(name)) for name in (OWN, *sorted(config.policies))}
     return PoliciesRun(config, kinds)
 
 

@@ -52,7 +52,7 @@ def read_policy(
         if (policy := policy_of(config)) is not None:
             models[""] = initial_policy(config, run.seed), policy_type(policy, config)
         else:
-            sections = {name: policy_model(config, section) for name, section in run.policies.items()}
+            sections = {name: policy_model(config, section) for name, section in sorted(run.policies.items())}
             for name, section in {"": config, **sections}.items():
                 models[name] = load_model(section, weights=not checkpoint), DTYPES[section.dtype]
         if checkpoint:
