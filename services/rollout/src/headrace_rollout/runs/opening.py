@@ -338,7 +338,7 @@ def _reader(config: RolloutConfig, model: ModelSection) -> Callable[[], tuple[st
     def read() -> tuple[str, Weights]:
         from headrace_rollout.runs.policy_files import read_policy
 
-        manifest, body = read_policy(config.model_copy(update={"model": model, "policies": {}}), "", "")
+        manifest, body = read_policy(config.model_copy(update={"model": model}), "", "")
         return manifest.digest, weights_of(manifest, body)
 
     return read
