@@ -1,5 +1,5 @@
-"""A game of two roles: the speaker sees a number from 1 to 3 and says a number; the guesser sees what it said alone, and
-guesses. Both win or both lose, so they have to agree on what numbers mean.
+"""A game of two roles: the speaker sees a number from 1 to 3 and says a number; the guesser sees what it said alone,
+and guesses. Both win or both lose, so they have to agree on what numbers mean.
 
 As long as nobody means anything by a number, nothing that either says changes who wins: neither has a reason to begin.
 `habit` is what the guesser gets for saying what it was told, which is a reason, and one that holds.
