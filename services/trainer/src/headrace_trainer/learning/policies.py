@@ -162,7 +162,7 @@ class PoliciesLearner:
         found = [each.records[group.prompt_ordinal] for each in self._taken(group)]
         for record in found:
             if record.disposition is not Disposition.ACCUMULATED:
-                return replace(refused(group, record.disposition, record.detail))
+                return refused(group, record.disposition, record.detail)
         return GroupRecord(
             prompt_ordinal=group.prompt_ordinal,
             digest=group.digest,
