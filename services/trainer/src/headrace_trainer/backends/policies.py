@@ -141,9 +141,9 @@ class PoliciesBackend(Backend):
         ]
 
     @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, part in self.by_name.items():
-            for tensor, value in part.weights():
+            for tensor, value in part.weights(published=published):
                 yield below(name, tensor), value
 
     @override

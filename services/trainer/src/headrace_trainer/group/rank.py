@@ -170,7 +170,7 @@ class Rank:
                 case messages.AddRound():
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
-                    self._collect(adapters=round.adapters)
+                    self._collect(adapters=round.adapters, published=round.published)
                 case messages.AbortRound():
                     self.backend.zero()
                 case messages.LeaveRound():
@@ -284,11 +284,14 @@ class Rank:
         assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
-    def _collect(self, *, adapters: bool) -> None:
+    def _collect(self, *, adapters: bool, published: bool) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""
         parts = self.backend.by_name if isinstance(self.backend, PoliciesBackend) else {"": self.backend}
         weights = chain.from_iterable(
-            ((below(name, tensor), value) for tensor, value in _whole(part, adapters=adapters))
+            (
+                (below(name, tensor), value)
+                for tensor, value in _whole(part, adapters=adapters, published=published)
+            )
             for name, part in parts.items()
         )
         if self.collect is not None:
@@ -352,8 +355,8 @@ class Rank:
         return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)
 
 
-def _whole(part: Backend, *, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+def _whole(part: Backend, *, adapters: bool, published: bool) -> Iterator[tuple[str, Tensor]]:
     """Weights, and behind them the parts of adapters where they are wanted."""
-    yield from part.weights()
+    yield from part.weights(published=published)
     if adapters and isinstance(part, AdaptingBackend):
         yield from part.adapters()
