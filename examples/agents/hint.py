@@ -1,5 +1,8 @@
-"""A game of two roles that share one policy: the speaker sees a number from 1 to 3 and says a number; the guesser sees
-what it said alone, and guesses. Both win or both lose, so they have to agree on what numbers mean.
+"""A game of two roles: the speaker sees a number from 1 to 3 and says a number; the guesser sees what it said alone,
+and guesses. Both win or both lose, so they have to agree on what numbers mean.
+
+As long as nobody means anything by a number, nothing that either says changes who wins: neither has a reason to begin.
+`habit` is what the guesser gets for saying what it was told, which is a reason, and one that holds.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ class Hint:
 
     roles = ("speaker", "guesser")
 
+    def __init__(self, habit: float = 0.0) -> None:
+        self.habit = habit
+
     def reset(self, seed: int, item: dict[str, Any]) -> list[Message]:
         """What the speaker reads; the last message's `to` says who speaks next."""
         self.secret = random.Random(seed).choice("123")
@@ -26,6 +32,8 @@ class Hint:
         # A number, and nothing beside it, in a turn that comes to its end.
         form = 0.3 * (said in ("1", "2", "3")) - 0.1 * len(rest)
         if message["by"] == "speaker":
+            self.told = said
             return [{"role": "user", "content": f"{said}=", "to": "guesser"}], {"speaker": form}, False
         won = float(said == self.secret)
-        return [], {"speaker": won, "guesser": won + form}, True
+        habit = self.habit * (said == self.told and said in ("1", "2", "3"))
+        return [], {"speaker": won, "guesser": won + form + habit}, True

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from harness.ledger import audit
 from headrace.client import HeadraceError
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("one_simulator")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
@@ -72,6 +73,54 @@ def test_a_role_that_a_frozen_model_plays_is_context_and_a_role_that_is_not_ther
         each.tokens is None for talk in talks for each in talk.messages if each.party == "guesser"
     )
     assert {part for talk in talks for part in talk.parts} <= {"episode", "episode/score", "episode/speaker"}
+
+
+def test_two_policies_learn_in_one_conversation_each_from_its_own_role(fleet, tiny_model, tmp_path):
+    """The guesser hardly learns, so that it is seen who moved; the run goes on from a checkpoint of both."""
+    spec = example("hint_policies", "Hint", tiny_model, export=True, checkpoint={"interval_steps": 1})
+    spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
+    spec["policies"]["guesser"]["optimizer"] = {"lr": 1e-9}
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert found.trained and all(each.log_prob_mismatch_mean < 1e-3 for each in found.live)
+    steps = fleet.client.metrics(run.id)
+    for name in ("policy", "guesser"):
+        assert all(step.figures[f"{name}/log_prob_mismatch_mean"] < 1e-3 for step in steps)
+    tokens = [(step.figures["policy/tokens"], step.figures["guesser/tokens"]) for step in steps]
+    assert all(sum(pair) == step.tokens for pair, step in zip(tokens, steps, strict=True))
+    shown = fleet.headrace("run", "get", run.id).stdout
+    assert "policy" in shown and "guesser" in shown.rpartition("reward mean")[2]
+    assert run.evaluations[0].parts["episode/guesser"] is not None
+    began = load_file(tiny_model / "model.safetensors")
+    speaker, guesser = (
+        load_file(Path(run.export_path) / below / "model.safetensors") for below in ("", "guesser")
+    )
+    moved = [
+        max(float((own[name] - began[name]).abs().max()) for name in began) for own in (speaker, guesser)
+    ]
+    assert moved[0] > 1e-4 > moved[1] > 0
+    again = fleet.succeed(fleet.submit(spec | {"steps": STEPS + 1, "from_checkpoint": {"run": run.id}}))
+    assert audit(fleet, again).live[-1].step == STEPS + 1
+
+
+def test_a_policy_that_cannot_play_is_named_at_submission(fleet, tiny_model):
+    def problems(roles: dict[str, Any], policies: dict[str, Any]) -> dict[str, str]:
+        spec = example("hint", "Hint", tiny_model, policies=policies)
+        spec["environment"]["roles"] = roles
+        with pytest.raises(HeadraceError) as caught:
+            fleet.submit(spec)
+        return {each.key: each.problem for each in caught.value.problems}
+
+    found = problems({"guesser": {"policy": "guessr"}}, {"guesser": {}})
+    assert "no policy 'guessr'" in found["environment.roles.guesser.policy"]
+    assert "plays no role" in found["policies.guesser"]
+    both = {each: {"policy": "other"} for each in ("speaker", "guesser")}
+    assert "by the run's own policy" in problems(both, {"other": {}})["environment.roles"]
+    found = problems({"guesser": {"policy": "other"}}, {"other": {"model": {"path": "/nowhere"}}})
+    assert list(found) == ["policies.other.model.path"]
+    algorithm = {"name": "grpo", "options": {"epochs": 0}}
+    found = problems({"guesser": {"policy": "other"}}, {"other": {"algorithm": algorithm}})
+    assert list(found) == ["policies.other.algorithm.options.epochs"]
 
 
 def test_credit_by_turn_is_learned_from_the_environments_rewards(fleet, tiny_model):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from headrace_schema.openings import RolloutConfig
+from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.problems import explain
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
@@ -210,3 +210,63 @@ def test_what_an_online_run_cannot_have_is_refused(more, key, words):
     found = problems_of({**ONLINE, **more})
     assert words in found.get(key, str(found)), found
     assert key in found
+
+
+def test_policies_play_roles_and_what_they_leave_out_is_the_runs():
+    policies = {"guesser": {"optimizer": {"lr": 1e-3}, "algorithm": {"name": "rloo"}}}
+    roles = {"guesser": {"policy": "guesser"}}
+    more = {"policies": policies, "environment": {**BASE["environment"], "roles": roles}}
+    spec = RunSpec.model_validate({**BASE, "algorithm": {"group_size": 4}, **more})
+    config = TrainerConfig.of(spec)
+    assert config.played == {"guesser": "guesser"}
+    own, other = config.of_policy(""), config.of_policy("guesser")
+    assert (own.optimizer.lr, own.algorithm.name) == (1e-6, "grpo") and not own.policies
+    assert (other.optimizer.lr, other.algorithm.name, other.algorithm.group_size) == (1e-3, "rloo", 4)
+    assert other.model == spec.model and not other.policies
+    assert RolloutConfig.of(spec, prompt=spec.data.prompt).policies == spec.policies
+
+
+@pytest.mark.parametrize(
+    ("policies", "roles", "key", "words"),
+    [
+        (
+            {"guesser": {}},
+            {"guesser": {"policy": "guessr"}},
+            "environment.roles.guesser.policy",
+            "did you mean",
+        ),
+        ({}, {"guesser": {"policy": "other"}}, "environment.roles.guesser.policy", "add policies.other"),
+        ({"guesser": {}}, {}, "policies.guesser", "plays no role"),
+        ({"policy": {}}, {"guesser": {"policy": "policy"}}, "policies.policy", "another name"),
+        (
+            {"a": {}},
+            {"guesser": {"policy": "a", "path": "models/b"}},
+            "environment.roles.guesser.policy",
+            "remove one of the two",
+        ),
+        (
+            {"a": {}},
+            {"guesser": {"policy": "a", "learns": False}},
+            "environment.roles.guesser.policy",
+            "learns: false",
+        ),
+        (
+            {"a": {}},
+            {"guesser": {"policy": "a", "temperature": 0.5}},
+            "environment.roles.guesser.temperature",
+            "as sampling says",
+        ),
+    ],
+)
+def test_policies_that_nobody_plays_with_are_refused(policies, roles, key, words):
+    found = problems_of({"policies": policies, "environment": {**BASE["environment"], "roles": roles}})
+    assert words in found[key], found
+
+
+def test_policies_are_of_agentic_runs_and_of_the_backend_fsdp():
+    spec = {**BASE, "workflow": "reasoning", "environment": None, "data": JSONL}
+    spec["reward"] = {"scorers": [{"name": "exact"}]}
+    assert "workflow: agentic" in problems_of({**spec, "policies": {"a": {}}})["policies"]
+    roles = {"tasks": ["games.py:Guess"], "roles": {"guesser": {"policy": "a"}}}
+    more = {"environment": roles, "policies": {"a": {}}, "trainer": {"backend": "megatron"}}
+    assert "trains one policy" in problems_of(more)["trainer.backend"]

@@ -17,7 +17,7 @@ from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_modelkit.weights import copy_out, weight_layout
+from headrace_modelkit.weights import below, copy_out, weight_layout
 from headrace_rollout.__main__ import mount
 from headrace_rollout.endpoint.server import make_app
 from headrace_rollout.engines import ENGINES
@@ -163,14 +163,19 @@ async def trainer_store(shm_root) -> AsyncIterator[WeightStore]:
 
 @pytest.fixture
 def publish(trainer_store):
-    """Publishes a model's weights under a number."""
+    """Publishes a model's weights under a number, with those of other policies by their names."""
 
-    def publish(model, number: int, *, run: str = RUN) -> Published:
-        layout = weight_layout(model, torch.float32)
-        wire = [(name, DATA_TYPES[dtype], shape) for name, dtype, shape in layout]
+    def publish(model, number: int, *, run: str = RUN, **policies) -> Published:
+        models = {"": model, **policies}
+        layout = [
+            (policy, name, dtype, shape)
+            for policy, own in models.items()
+            for name, dtype, shape in weight_layout(own, torch.float32)
+        ]
+        wire = [(below(policy, name), DATA_TYPES[dtype], shape) for policy, name, dtype, shape in layout]
         pending = trainer_store.begin(run, number, wire)
-        for name, dtype, _ in layout:
-            copy_out(model, name, pending.buffer(name), dtype)
+        for policy, name, dtype, _ in layout:
+            copy_out(models[policy], name, pending.buffer(below(policy, name)), dtype)
         gc.collect()
         version, manifest = pending.seal(number - 1, number - 1)
         return Published(version, manifest, trainer_store.source(run, number))

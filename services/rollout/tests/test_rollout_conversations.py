@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,10 +86,11 @@ def talks(tmp_path_factory):
 def talking(new_rollout, tiny_directory, publish, reference):
     """Opens a run of conversations and installs version 3."""
 
-    async def start(**environment):
+    async def start(others=None, policies=None, **environment):
         rollout = await new_rollout()
         rollout.model_path = tiny_directory
         config = {
+            "policies": policies or {},
             "workflow": "agentic",
             "model": {"path": str(tiny_directory), "dtype": "float32", "max_context": 64},
             "environment": {"backend": "conversation", "tasks": [TASK], **environment},
@@ -96,7 +98,7 @@ def talking(new_rollout, tiny_directory, publish, reference):
             "seed": 7,
         }
         await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
-        await rollout.install(publish(reference, 3))
+        await rollout.install(publish(reference, 3, **(others or {})))
         return rollout
 
     return start
@@ -309,7 +311,7 @@ async def test_a_template_that_rewrites_earlier_turns_is_refused_as_the_run_open
     await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
 
 
-async def games(rollout, talks):
+async def games(rollout, talks, stop=ANY[:20], **options):
     """Games of two roles that came to their end, of two samples for each of two prompts."""
     pool = await open_pool(
         talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
@@ -317,7 +319,7 @@ async def games(rollout, talks):
     groups = begins([4, 7], 2)
     for group in groups:
         group.prompt.episode.task = "game.py:Game"
-    found = await said(rollout, pool, groups, stop=ANY[:20], max_new_tokens=60)
+    found = await said(rollout, pool, groups, stop=stop, max_new_tokens=60, **options)
     ended = [each for each in found.values() if each.finish_reason == common_pb2.FINISH_REASON_TERMINATED]
     assert len(found) == 4 and ended
     return ended
@@ -379,6 +381,36 @@ async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
         assert list(talk.turn_messages) == [2, 6] and list(talk.rewards) == [1.0, -3.0]
         assert not any(segment.begins_sibling for segment in trajectory.segments)
         check_log_probs(trajectory, reference)
+
+
+async def test_another_policy_that_learns_plays_a_role_with_weights_of_its_own(
+    talking, talks, reference, publish, tmp_path_factory
+):
+    """One version has both policies' tensors; each role's log-probs are those of its own model behind its own line."""
+    directory = tmp_path_factory.mktemp("tutor") / "tiny"
+    write_tiny(directory, seed=5)
+    tutor = load_model(ModelSection(path=str(directory), dtype="float32"))
+    policies = {"tutor": {"model": {"path": str(directory), "dtype": "float32"}}}
+    rollout = await talking({"tutor": tutor}, policies=policies, roles={"teller": {"policy": "tutor"}})
+    ended = await games(rollout, talks, stop=ANY[:6])
+    for trajectory in ended:
+        for line, model in zip(_lines(trajectory), (reference, tutor), strict=True):
+            check_log_probs(SimpleNamespace(segments=line), model)
+    taught = [_lines(trajectory)[1] for trajectory in ended]
+    with pytest.raises(AssertionError):
+        for line in taught:
+            check_log_probs(SimpleNamespace(segments=line), reference)
+    assert any(segment.policy_number == 3 for line in taught for segment in line)
+    await rollout.install(publish(reference, 4, tutor=reference))
+    for trajectory in await games(rollout, talks, stop=ANY[:6], policy_number=4):
+        for line in _lines(trajectory):
+            check_log_probs(SimpleNamespace(segments=line), reference)
+    await refused(rollout.install(publish(reference, 5)), "WEIGHTS_MISMATCH", "tutor")
+
+
+def _lines(trajectory):
+    begin = [0, *(at for at, each in enumerate(trajectory.segments) if each.begins_sibling), None]
+    return [trajectory.segments[first:last] for first, last in pairwise(begin)]
 
 
 async def test_a_conversation_in_which_nobody_learns_has_failed(talking, talks):

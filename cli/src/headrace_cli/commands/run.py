@@ -152,11 +152,13 @@ def get(
     if as_json:
         print_json(found.raw)
         return
-    from headrace_cli.show.runs import heldout, run_table, steps_table
+    from headrace_cli.show.runs import heldout, policies_table, run_table, steps_table
 
     console().print(run_table(found))
     if steps:
         console().print(steps_table(steps[-12:], heldout(found), console().width))
+    if (policies := policies_table(steps)) is not None:
+        console().print(policies)
 
 
 @app.command()

@@ -125,6 +125,31 @@ def _step_cell(step: Step, column: str, scores: dict[int, float]) -> str:
     }[column]
 
 
+POLICY_FIGURES = (
+    "reward_mean",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "learning_rate",
+    "log_prob_mismatch_mean",
+    "tokens",
+)
+
+
+def policies_table(steps: Sequence[Step]) -> Table | None:
+    """Figures of each policy in the newest step; None where one policy learns."""
+    figures = steps[-1].figures if steps else {}
+    names = dict.fromkeys(name.partition("/")[0] for name in figures if "/" in name)
+    if not names:
+        return None
+    shown = [{each: figures.get(f"{name}/{each}") for each in POLICY_FIGURES} for name in names]
+    rows = [
+        (name, *("" if value is None else f"{value:.4g}" for value in found.values()))
+        for name, found in zip(names, shown, strict=True)
+    ]
+    return table(("policy", *(f">{each.replace('_', ' ')}" for each in POLICY_FIGURES)), rows)
+
+
 def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
     """One step as a line of a log."""
     score = heldout.get(step.step)

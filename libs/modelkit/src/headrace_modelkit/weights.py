@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,17 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in persistent:
             yield name, buffer
+
+
+def below(policy: str, name: str) -> str:
+    """How a run with several policies calls a tensor of one of them; "" is its own, whose names stay as they are."""
+    return f"{policy}/{name}" if policy else name
+
+
+def own_name(name: str) -> tuple[str, str]:
+    """Policy and tensor's own name of what `below` made."""
+    policy, _, own = name.rpartition("/")
+    return policy, own
 
 
 Kind = TypeVar("Kind")
@@ -106,6 +117,17 @@ class CheckpointNames:
             if whole and [piece.name for piece in parts] != [name]:
                 chosen[name] = parts
         return cls(chosen)
+
+    @classmethod
+    def of_policies(cls, names: Mapping[str, CheckpointNames]) -> CheckpointNames:
+        """Of several policies, by their names; see `below`."""
+        return cls(
+            {
+                below(policy, tensor): [replace(piece, name=below(policy, piece.name)) for piece in pieces]
+                for policy, found in names.items()
+                for tensor, pieces in found._pieces.items()
+            }
+        )
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint's name, its part) of one of the model's tensors; parts are views of a contiguous one."""

@@ -21,6 +21,7 @@ from headrace_schema.sections.learning import (
     OptimizerSection,
     TrainerSection,
 )
+from headrace_schema.sections.policies import PolicySection
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.sections.weights import WeightsSection
@@ -44,6 +45,7 @@ class RolloutConfig(Opening):
     model: ModelSection
     workflow: WorkflowChoice = "reasoning"
     environment: EnvironmentSection | None = None
+    policies: dict[str, PolicySection] = Field(default_factory=dict)
     agent: AgentSection | None = None
     endpoint_key: str = ""
     """Of an online run: what its clients show."""
@@ -82,6 +84,11 @@ def reply_model(model: ModelSection, reply: ReplySection) -> ModelSection | None
     return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
 
 
+def policy_model(model: ModelSection, policy: PolicySection) -> ModelSection:
+    """The model of a policy that learns beside the run's own one."""
+    return policy.model or model
+
+
 def role_model(model: ModelSection, role: RoleSection) -> ModelSection:
     """The frozen model that plays a role of a conversation."""
     return model.model_copy(update={"path": role.path, "revision": role.revision, "gguf_file": None})
@@ -115,12 +122,35 @@ class TrainerConfig(Opening):
     sampling: SamplingSection = SamplingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     placement: PlacementSection = PlacementSection()
+    policies: dict[str, PolicySection] = Field(default_factory=dict)
+    played: dict[str, str] = Field(default_factory=dict)
+    """Which of `policies` plays a role, by role."""
     seed: Seed = 0
     steps: Count = 10
     deterministic: bool = False
     warmup_examples: list[WarmupExample] = Field(default_factory=list)
     instruction: str = "{question}"
     """How the task of a demonstration is rendered for a policy that reads language."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, **more: Any) -> Self:
+        return super().of(spec, played=spec.played, **more)
+
+    def of_policy(self, name: str) -> TrainerConfig:
+        """As one of `policies` is trained; "" is the run's own."""
+        if not name:
+            return self.model_copy(update={"policies": {}, "played": {}})
+        section, more = self.policies[name], dict[str, Any]()
+        if section.algorithm is not None:
+            own = {"name": section.algorithm.name, "options": section.algorithm.options}
+            more["algorithm"] = self.algorithm.model_copy(update=own)
+        if section.trainer is not None:
+            own = {key: getattr(section.trainer, key) for key in type(section.trainer).model_fields}
+            more["trainer"] = self.trainer.model_copy(update=own)
+        if section.optimizer is not None:
+            more["optimizer"] = section.optimizer
+        model = policy_model(self.model, section)
+        return self.model_copy(update={**more, "model": model, "policies": {}, "played": {}})
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainerConfig:

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.weights import own_name
 from headrace_schema.openings import TrainerConfig
 from safetensors import SafetensorError
 from torch import Tensor
@@ -24,10 +26,12 @@ from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.kinds import run_kind
 
+_KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True}, "policies": True}
+
 
 def exported_model(config: TrainerConfig) -> dict[str, object]:
     """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
-    return config.model_dump(mode="json", include={"model": True, "seed": True, "trainer": {"lora": True}})
+    return config.model_dump(mode="json", include=_KEPT)
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,12 @@ def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | N
 
 
 def _tensors(reader: TensorReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        yield name, reader.weight(name)
-    for name in reader.adapter_shapes():
-        if name != ALPHA:
+    """Of each policy the weights, and behind them its adapters."""
+    adapters = [name for name in reader.adapter_shapes() if own_name(name)[1] != ALPHA]
+    for policy in dict.fromkeys(own_name(name)[0] for name in names):
+        for name in (name for name in names if own_name(name)[0] == policy):
+            yield name, reader.weight(name)
+        for name in (name for name in adapters if own_name(name)[0] == policy):
             yield name, reader.adapter(name)
 
 

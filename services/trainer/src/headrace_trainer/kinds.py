@@ -61,15 +61,17 @@ from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.episodes import EpisodeLearner
 from headrace_trainer.learning.learner import BatchLearner, Learner
-from headrace_trainer.learning.passes import StepRounds
+from headrace_trainer.learning.passes import EpisodeRounds, StepRounds
+from headrace_trainer.learning.policies import OWN, PoliciesLearner
 from headrace_trainer.learning.samples import Group, Sequence
+from headrace_trainer.policies import PoliciesRun
 from headrace_trainer.wire.episodes import Spaces, read_episodes
 from headrace_trainer.wire.messages import read_group, read_sequence
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig
 
-AnyLearner = Learner | BatchLearner | EpisodeLearner
+AnyLearner = Learner | BatchLearner | EpisodeLearner | PoliciesLearner
 DEFAULT_BACKEND = "fsdp"
 
 
@@ -85,7 +87,7 @@ class RunKind(Protocol):
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
         """The backend, without weights yet."""
 
-    def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
+    def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
         """What the leader learns with."""
 
     def checkpoint_names(self) -> CheckpointNames:
@@ -93,6 +95,10 @@ class RunKind(Protocol):
 
     def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
         """A settled group, with the bodies that it refers to. Raises INVALID or DIGEST_MISMATCH."""
+
+    def own(self, group: Group) -> Group:
+        """What the run's own policy said in a group: all, unless several policies learn."""
+        return group
 
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         """Trajectories to be scored. Raises INVALID."""
@@ -111,7 +117,12 @@ def run_kind(config: TrainerConfig) -> RunKind:
     except ModelNotReadable as error:
         key = "model.policy" if config.model.policy is not None else "model.path"
         raise invalid(f"{key}.{error}", "MODEL_NOT_READABLE", key=key) from error
-    return AnswersRun(config) if policy is None else EpisodesRun(config, policy)
+    if policy is not None:
+        return EpisodesRun(config, policy)
+    if not config.policies:
+        return AnswersRun(config)
+    kinds = {name: AnswersRun(config.of_policy(name)) for name in (OWN, *sorted(config.policies))}
+    return PoliciesRun(config, kinds)
 
 
 class AnswersRun(RunKind):
@@ -381,7 +392,7 @@ class EpisodesRun(RunKind):
         )
 
     @override
-    def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
+    def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
         return EpisodeLearner(self._config, cast(EpisodeAlgorithm, algorithm), rounds)
 
     @override

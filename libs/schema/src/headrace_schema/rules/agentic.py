@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace_schema.problems import problem
+from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import EPISODES
 from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.policies import OWN
 from headrace_schema.sections.run import RunSections
 from headrace_schema.workflow import CONVERSATIONS
 
@@ -113,6 +114,9 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         if spec.environment is not None and spec.environment.roles:
             reason = f"is of agentic runs, and workflow is {spec.workflow}"
             yield problem("environment.roles", reason, "remove it")
+        if spec.policies:
+            reason = f"are of agentic runs, and workflow is {spec.workflow}"
+            yield problem("policies", reason, f"remove them, or set workflow: {CONVERSATIONS}")
         if spec.agent is not None:
             yield problem(
                 "agent",
@@ -120,6 +124,7 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
                 f"set workflow: {CONVERSATIONS}",
             )
         return
+    yield from _policies(spec)
     if spec.agent is not None and spec.agent.online is not None:
         yield from _online(spec, spec.agent)
         return
@@ -148,10 +153,33 @@ def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Itera
             yield problem(
                 f"{key}.revision", "is of a frozen model, and path is empty", "remove it, or give path"
             )
+        if role.policy and (role.path or not role.learns):
+            which = "path is" if role.path else "learns: false is"
+            reason = f"{role.policy} learns from the roles that it plays, and {which} given too"
+            yield problem(f"{key}.policy", reason, "remove one of the two")
         for option in ("temperature", "max_new_tokens"):
             if role.trained and getattr(role, option) is not None:
                 reason = "the role is learned from, and its tokens are drawn as sampling says"
                 yield problem(f"{key}.{option}", reason, "remove it, or set learns: false, or give path")
+
+
+def _policies(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Policies that learn beside the run's own one: each plays a role, and each role's policy is there."""
+    for role, name in spec.played.items():
+        if name not in spec.policies:
+            reason = f"no policy {name!r} is among policies"
+            fix = choose(name, spec.policies, extra=f"add policies.{name}")
+            yield problem(f"environment.roles.{role}.policy", reason, fix)
+    for name in spec.policies:
+        key = f"policies.{name}"
+        if name == OWN:
+            yield problem(key, "this is what figures call the run's own policy", "give it another name")
+        elif name not in spec.played.values():
+            fix = f"add environment.roles.ROLE: {{policy: {name}}}, or remove it"
+            yield problem(key, "it plays no role, and would learn nothing", fix)
+    if spec.policies and spec.trainer.backend != "fsdp":
+        reason = f"{spec.trainer.backend} trains one policy"
+        yield problem("trainer.backend", reason, "use fsdp, or remove policies")
 
 
 def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:

@@ -10,7 +10,7 @@ from headrace_schema.sections.base import Count, CountOrZero, Section, Tokens
 
 
 class RoleSection(Section):
-    """Who plays a role of a conversation: the policy, or a frozen model."""
+    """Who plays a role of a conversation: the policy, another one that learns, or a frozen model."""
 
     path: str = Field(
         default="",
@@ -18,6 +18,10 @@ class RoleSection(Section):
         "exported; empty: the policy does",
     )
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    policy: str = Field(
+        default="",
+        description="which of `policies` plays it, and learns from it; empty: the run's own policy",
+    )
     learns: bool = Field(
         default=True,
         description="whether the policy learns from this role's turns; a frozen model's are never learned from",

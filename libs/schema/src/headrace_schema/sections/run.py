@@ -22,6 +22,7 @@ from headrace_schema.sections.learning import (
     OptimizerSection,
     TrainerSection,
 )
+from headrace_schema.sections.policies import PolicyName, PolicySection
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import (
     FromCheckpointSection,
@@ -65,6 +66,11 @@ class RunSections(Section):
         description="of an agentic run: a program that speaks with the model through an OpenAI-compatible endpoint, in "
         "place of an environment",
     )
+    policies: dict[PolicyName, PolicySection] = Field(
+        default_factory=dict,
+        description="of an agentic run whose environment has roles: policies that learn beside the run's own one, by "
+        "name; environment.roles says who plays which role",
+    )
     data: DataSection = Field(
         description="where prompts come from; needed but for an embodied or agentic run"
     )
@@ -92,6 +98,12 @@ class RunSections(Section):
         default=None,
         description="continue from a checkpoint of another run; default: from the model's weights",
     )
+
+    @property
+    def played(self) -> dict[str, str]:
+        """Which of `policies` plays a role, by role; the run's own policy plays those that are not there."""
+        roles = self.environment.roles if self.environment is not None else {}
+        return {name: role.policy for name, role in roles.items() if role.policy}
 
     @property
     def slots_per_step(self) -> int:

@@ -1,13 +1,14 @@
-"""A policy's engine with frozen models beside it on the same devices: they are placed, woken and suspended together.
+"""A policy's engine with other models beside it on the same devices: they are placed, woken and suspended together.
 
-Samples go to the policy's engine; who wants a frozen model asks its engine itself. Knows no run.
+Others are frozen, or policies that learn too: a version of the run then is one of all of them. Samples go to the run's
+own policy's engine; who wants another model asks its engine itself. Knows no run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -18,12 +19,13 @@ from headrace_rollout.engines.base import (
     Freed,
     Policy,
     Scope,
+    WeightEntry,
     Weights,
     allowed,
     oldest_of,
     prefills_of,
 )
-from headrace_rollout.engines.figures import Prefills
+from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 
 if TYPE_CHECKING:
@@ -55,14 +57,22 @@ class Frozen:
 
 
 class EngineBeside(Engine):
-    """The policy's engine, and those of frozen models."""
+    """The policy's engine, and those of frozen models, and by their names those of other policies that learn."""
 
-    def __init__(self, speaker: Engine, frozen: Sequence[Frozen]) -> None:
-        self._speaker, self._frozen = speaker, frozen
+    def __init__(
+        self, speaker: Engine, frozen: Sequence[Frozen], learning: Mapping[str, Engine] | None = None
+    ) -> None:
+        self._speaker, self._frozen, self._learning = speaker, frozen, dict(learning or {})
         self.capabilities = speaker.capabilities
         self.max_context_tokens = speaker.max_context_tokens
         self.vocabulary_size = speaker.vocabulary_size
-        self.figures = speaker.figures
+
+    @property
+    @override
+    def figures(self) -> Figures:  # type: ignore[override]
+        """What those that learn have done."""
+        found = [asdict(engine.figures) for engine in (self._speaker, *self._learning.values())]
+        return Figures(**{name: sum(each[name] for each in found) for name in found[0]})
 
     @property
     @override
@@ -93,7 +103,7 @@ class EngineBeside(Engine):
 
     @property
     def _engines(self) -> list[Engine]:
-        return [self._speaker, *(each.engine for each in self._frozen)]
+        return [self._speaker, *self._learning.values(), *(each.engine for each in self._frozen)]
 
     @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
@@ -126,15 +136,25 @@ class EngineBeside(Engine):
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """Frozen models are installed, if they are not."""
         await self._install_frozen()
-        return await self._speaker.check_install(policy, in_flight=in_flight)
+        installed = [
+            await engine.check_install(policy, in_flight=in_flight) for engine in self._learning.values()
+        ]
+        return await self._speaker.check_install(policy, in_flight=in_flight) and all(installed)
 
     @override
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
+        """The run's own policy comes last: once it is there, all are."""
         if await self.check_install(policy, in_flight=in_flight):
             return 0.0
-        return await self._speaker.install(policy, weights, authority, in_flight=in_flight)
+        own = _by_policy(weights)
+        if missing := self._learning.keys() ^ (own.keys() - {""}):
+            raise ValueError(f"the weights are not of this run's policies: {min(missing)} differs")
+        seconds = 0.0
+        for name, engine in (*self._learning.items(), ("", self._speaker)):
+            seconds += await engine.install(policy, own[name], authority, in_flight=in_flight)
+        return seconds
 
     async def _install_frozen(self) -> None:
         for each in self._frozen:
@@ -151,7 +171,8 @@ class EngineBeside(Engine):
 
     @override
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        await self._speaker.wake(scope, authority)
+        for engine in (self._speaker, *self._learning.values()):
+            await engine.wake(scope, authority)
         for each in self._frozen:
             if scope is not Scope.KV_CACHE:
                 await each.engine.wake(Scope.WEIGHTS, authority)
@@ -175,3 +196,12 @@ class EngineBeside(Engine):
 def _summed(freed: Sequence[Freed]) -> Freed:
     """The released bytes of all; what is free and used now was measured by the last one."""
     return replace(freed[-1], released_bytes=sum(each.released_bytes for each in freed))
+
+
+def _by_policy(weights: Weights) -> dict[str, Weights]:
+    """Each policy's part of a version, by its name; "" has those that are of no other."""
+    found: dict[str, list[WeightEntry]] = {}
+    for entry in weights.entries:
+        policy, _, name = entry.name.rpartition("/")
+        found.setdefault(policy, []).append(replace(entry, name=name))
+    return {name: replace(weights, entries=tuple(entries)) for name, entries in found.items()}

@@ -18,7 +18,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
-from headrace_schema.openings import RolloutConfig, reply_model, role_model
+from headrace_schema.openings import RolloutConfig, policy_model, reply_model, role_model
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.replying import ReplySection
@@ -121,10 +121,10 @@ def _text_run(
     if config.environment is not None:
         engine = build(settings)
         policy = _player(config, engine, codec)
-        others = _players(config, settings, policy, build)
+        others, learning = _players(config, settings, policy, build)
         frozen = {each.frozen.engine: each.frozen for each in others.values() if each.frozen}
-        if frozen:
-            engine = EngineBeside(engine, [*frozen.values()])
+        if frozen or learning:
+            engine = EngineBeside(engine, [*frozen.values()], learning)
         pools = Pools(blobs, token, config.environment.step_timeout_s)
         return ConversationRun(name, config, engine, codec, policy.template, pools, others)
     if config.agent is not None and config.agent.online is not None:
@@ -175,15 +175,24 @@ def _players(
     settings: EngineConfig,
     policy: Player,
     build: Callable[[EngineConfig], Engine],
-) -> dict[str, Player]:
-    """Who plays each role that the config names; a frozen model that plays several is there once."""
+) -> tuple[dict[str, Player], dict[str, Engine]]:
+    """Who plays each role that the config names, and the engines of the other policies that learn, by their names.
+
+    A frozen model that plays several roles is there once.
+    """
     from headrace_modelkit.tokenizer import load_tokenizer
 
     assert config.environment is not None
     found: dict[str, Player] = {}
+    policies: dict[str, Player] = {}
+    for name, section in config.policies.items():
+        model = policy_model(config.model, section)
+        with _naming(f"policies.{name}.model.path"):
+            codec = load_tokenizer(model)
+            policies[name] = _player(config, build(replace(settings, model=model, codec=codec)), codec)
     made: dict[tuple[str, str | None], Player] = {}
     for name, role in config.environment.roles.items():
-        player = policy
+        player = policies.get(role.policy, policy)
         if role.path:
             model = role_model(config.model, role)
             with _naming(f"environment.roles.{name}.path"):
@@ -199,7 +208,7 @@ def _players(
             temperature=role.temperature,
             max_new_tokens=role.max_new_tokens,
         )
-    return found
+    return found, {name: player.engine for name, player in policies.items()}
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:

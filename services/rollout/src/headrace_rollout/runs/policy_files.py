@@ -5,6 +5,7 @@ For an evaluation, which has no trainer. Knows no engine and no gRPC call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
@@ -13,14 +14,15 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.robot.directory import initial_policy, policy_of, policy_type
-from headrace_modelkit.tensor_files import TensorFiles, TornTensor
-from headrace_modelkit.weights import copy_out, read_weights, weight_layout
+from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
+from headrace_modelkit.weights import copy_out, own_name, read_weights, weight_layout
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import entries_of
 from safetensors import SafetensorError
 from torch import nn
+from typing_extensions import override
 
 CHECKPOINT_WEIGHTS = "weights*.safetensors"
 """Files of a checkpoint that hold its weights: one of each rank that wrote it."""
@@ -71,7 +73,7 @@ def _load_checkpoint(model: nn.Module, directory: Path) -> None:
         files = sorted(directory.glob(CHECKPOINT_WEIGHTS))
         if not files:
             raise FileNotFoundError(f"no {CHECKPOINT_WEIGHTS} is there")
-        read_weights(model, TensorFiles(files))
+        read_weights(model, _OwnPolicy(TensorFiles(files)))
     except (OSError, SafetensorError, TornTensor) as error:
         message = (
             f"checkpoint: {directory} cannot be read: {error}; it may have been pruned: take a newer one"
@@ -79,6 +81,25 @@ def _load_checkpoint(model: nn.Module, directory: Path) -> None:
         raise _unreadable(message) from error
     except ValueError as error:
         raise _unreadable(f"checkpoint: {directory}: {error}; give the model of the run") from error
+
+
+class _OwnPolicy(Tensors):
+    """Those of the run's own policy, which a checkpoint may hold beside others'."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    @override
+    def names(self) -> Iterable[str]:
+        return [name for name in self._tensors.names() if not own_name(name)[0]]
+
+    @override
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    @override
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._tensors.read(name, box)
 
 
 def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:

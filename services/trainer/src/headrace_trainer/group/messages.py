@@ -14,10 +14,14 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Round")).lower()
 
 
-class Round(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind):
-    """What all ranks do next. A `governed` one needs every rank's lease; the others end or hand out what it made."""
+class Round(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
+    """What all ranks do next. A `governed` one needs every rank's lease; the others end or hand out what it made.
+
+    Of a run whose policies are several, what computes is of the `policy`-th; the rest is of all.
+    """
 
     governed: ClassVar[bool] = True
+    policy: int = 0
 
     @property
     def kind(self) -> str:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tensor_files import NEXT, whole
+from headrace_modelkit.weights import below
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from headrace_trainer.backends._base import (
     StateReader,
     WarmUp,
 )
+from headrace_trainer.backends.policies import PoliciesBackend
 from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, write_and_report, write_part
 from headrace_trainer.checkpoints.reader import RANDOM_STATE, TensorReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, read_state
@@ -80,6 +82,11 @@ class Rank:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._backend
 
+    def part(self, policy: int) -> Backend:
+        """That of one of the run's policies, where they are several."""
+        backend = self.backend
+        return backend.parts[policy] if isinstance(backend, PoliciesBackend) else backend
+
     @property
     def loaded(self) -> bool:
         """Whether a restore round has loaded weights."""
@@ -130,13 +137,13 @@ class Rank:
                 case messages.MicroRound():
                     if not self.ranks.leads:
                         self.algorithm.load_state(round.algorithm_state)
-                    return [self.backend.micro(rows).finite for rows in round.work]
+                    return [self.part(round.policy).micro(rows).finite for rows in round.work]
                 case messages.CountRound():
-                    self.balancing.count_experts(round.work)
+                    self._balancing(round.policy).count_experts(round.work)
                 case messages.BalanceRound():
-                    self.balancing.balance_experts(round.denominator)
+                    self._balancing(round.policy).balance_experts(round.denominator)
                 case messages.CheckRound():
-                    return self.backend.gradient_is_finite()
+                    return self.part(round.policy).gradient_is_finite()
                 case messages.InferRound():
                     return self._infer(round)
                 case messages.ReadRound():
@@ -148,7 +155,8 @@ class Rank:
                 case messages.EndEpisodesRound():
                     self._episodes.end_episodes(learned=round.learned)
                 case messages.CommitRound():
-                    return self.backend.commit(round.denominator, round.learning_rate, round.critic_rate)
+                    rates = round.learning_rate, round.critic_rate
+                    return self.part(round.policy).commit(round.denominator, *rates)
                 case messages.SnapshotRound():
                     return self._snapshot(round)
                 case messages.HoldRound():
@@ -225,21 +233,22 @@ class Rank:
             )
         return self.backend
 
-    @property
-    def balancing(self) -> BalancingBackend:
+    def _balancing(self, policy: int) -> BalancingBackend:
         """The backend as one that balances experts. Raises Refusal UNIMPLEMENTED for one that cannot."""
-        if not isinstance(self.backend, BalancingBackend):
+        backend = self.part(policy)
+        if not isinstance(backend, BalancingBackend):
             raise Refusal(
                 "UNIMPLEMENTED",
                 f"algorithm.options.balance_loss_coef: the backend {self.config.trainer.backend} does not balance "
                 "experts; set it to 0",
             )
-        return self.backend
+        return backend
 
     @property
     def base_model(self) -> ReferenceFacts | None:
         """The frozen weights beside which adapters learn, as the leader; None where all weights do."""
-        return self.backend.base_model if isinstance(self.backend, AdaptingBackend) else None
+        backend = self.backend
+        return backend.base_model if isinstance(backend, AdaptingBackend | PoliciesBackend) else None
 
     def _help(self) -> None:
         assert self.reader is not None
@@ -260,7 +269,7 @@ class Rank:
 
     def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
         """The columns of each replica's rows, by replica, on the leader."""
-        found = self.backend.infer(round.work, round.columns)
+        found = self.part(round.policy).infer(round.work, round.columns)
         parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((self.backend.replica, found)))
         by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
@@ -277,9 +286,14 @@ class Rank:
 
     def _collect(self, *, adapters: bool, published: bool) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""
-        weights = self.backend.weights(published=published)
-        if adapters and isinstance(self.backend, AdaptingBackend):
-            weights = chain(weights, self.backend.adapters())
+        parts = self.backend.by_name if isinstance(self.backend, PoliciesBackend) else {"": self.backend}
+        weights = chain.from_iterable(
+            (
+                (below(name, tensor), value)
+                for tensor, value in _whole(part, adapters=adapters, published=published)
+            )
+            for name, part in parts.items()
+        )
         if self.collect is not None:
             self.collect(weights)
         for _ in weights:
@@ -339,3 +353,10 @@ class Rank:
         if self.ranks.leads:
             optimizer[RANDOM_STATE] = torch.get_rng_state()
         return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)
+
+
+def _whole(part: Backend, *, adapters: bool, published: bool) -> Iterator[tuple[str, Tensor]]:
+    """Weights, and behind them the parts of adapters where they are wanted."""
+    yield from part.weights(published=published)
+    if adapters and isinstance(part, AdaptingBackend):
+        yield from part.adapters()

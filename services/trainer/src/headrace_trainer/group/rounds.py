@@ -26,7 +26,7 @@ from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.group import messages
 from headrace_trainer.group.messages import AnyRound, Header
 from headrace_trainer.group.rank import Rank
-from headrace_trainer.learning.passes import StepRounds
+from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.planning import Costs, plan_rounds
 from headrace_trainer.learning.samples import (
     Columns,
@@ -53,7 +53,7 @@ class RoundLost(RuntimeError):
     """A rank of the trainer group is gone: the trainer group must be formed anew and the run restored."""
 
 
-class Rounds(StepRounds):
+class Rounds(EpisodeRounds):
     """The rounds of one trainer group: rank 0 leads them, the others follow.
 
     Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, and a governed one Quiesced when the
@@ -70,6 +70,8 @@ class Rounds(StepRounds):
         """Step and attempt that are open; the message about a stuck round names them."""
         self.critic_rate = 0.0
         """Learning rate of the critic's own weights in the open step."""
+        self.policy = 0
+        """Which of the run's policies the rounds are of that compute."""
         self.micro_rounds = 0
         """How many have run."""
         self.infer_seconds = 0.0
@@ -102,6 +104,8 @@ class Rounds(StepRounds):
 
     def _next_header(self, round: AnyRound, number: int = 0) -> Header:
         self._number = number or self._number + 1
+        if self.policy:
+            round = msgspec.structs.replace(round, policy=self.policy)
         return Header(self.rank.ranks.generation, self._number, *self.attempt, round)
 
     def _lead(self, header: Header, encoded: Callable[[], bytes | list[bytes]]) -> Any:
@@ -190,17 +194,17 @@ class Rounds(StepRounds):
     @property
     @override
     def replicas(self) -> int:
-        return self.rank.backend.replicas
+        return self.rank.part(self.policy).replicas
 
     @property
     @override
     def shares_prefixes(self) -> bool:
-        return self.rank.backend.shares_prefixes
+        return self.rank.part(self.policy).shares_prefixes
 
     @property
     @override
     def costs(self) -> Costs:
-        return self.rank.backend.costs
+        return self.rank.part(self.policy).costs
 
     def restore(
         self,

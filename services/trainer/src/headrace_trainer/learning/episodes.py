@@ -22,7 +22,7 @@ from typing_extensions import override
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeAlgorithm, EpisodeOutcomes
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import admitted, not_finite
-from headrace_trainer.learning.passes import PassesLearner, StepRounds
+from headrace_trainer.learning.passes import EpisodeRounds, PassesLearner
 from headrace_trainer.learning.samples import (
     CreditData,
     Disposition,
@@ -102,7 +102,9 @@ class _Kept:
 class EpisodeLearner(PassesLearner[Plan, int]):
     """Keeps one run's episodes, and learns from their chunks in `passes` when the step is committed."""
 
-    def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, rounds: StepRounds) -> None:
+    _rounds: EpisodeRounds
+
+    def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, rounds: EpisodeRounds) -> None:
         super().__init__(config, algorithm, rounds)
         self._algorithm = algorithm
         self._kept: dict[str, _Kept] = {}

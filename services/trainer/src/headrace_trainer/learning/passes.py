@@ -39,6 +39,11 @@ Part = TypeVar("Part")
 class StepRounds(Protocol):
     """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then no rank began it."""
 
+    policy: int
+    """Which of the run's policies the rounds are of that compute."""
+    critic_rate: float
+    """Learning rate of the critic's own weights in `apply`."""
+
     @property
     def replicas(self) -> int:
         """Copies of the model, each of which gets an entry of work."""
@@ -62,22 +67,6 @@ class StepRounds(Protocol):
         step add the load-balance loss over them, times `denominator`.
         """
 
-    def read(self, episodes: Many[EpisodeData], owners: Many[int]) -> list[EpisodeScores]:
-        """Gives every rank these episodes, and their pictures to the replica that owns each; their scores under the
-        weights of the moment, in any order.
-        """
-
-    def credit(self, data: CreditData) -> None:
-        """Says what the chunks of the episodes that were read are worth."""
-
-    def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
-        """As `micro`, of one micro-batch of numbered chunks of `credit`'s episodes, with pictures that are not the
-        replica's own.
-        """
-
-    def end_episodes(self, *, learned: bool) -> None:
-        """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""
-
     def holds(self) -> bool:
         """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
 
@@ -95,6 +84,26 @@ class StepRounds(Protocol):
 
     def drop(self) -> None:
         """Empties the accumulators."""
+
+
+class EpisodeRounds(StepRounds, Protocol):
+    """Rounds of episodes beside those."""
+
+    def read(self, episodes: Many[EpisodeData], owners: Many[int]) -> list[EpisodeScores]:
+        """Gives every rank these episodes, and their pictures to the replica that owns each; their scores under the
+        weights of the moment, in any order.
+        """
+
+    def credit(self, data: CreditData) -> None:
+        """Says what the chunks of the episodes that were read are worth."""
+
+    def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
+        """As `micro`, of one micro-batch of numbered chunks of `credit`'s episodes, with pictures that are not the
+        replica's own.
+        """
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,8 @@ class Finished:
     steps: list[OptimizerStep]
     finite: bool
     suspects: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Of each policy, where they are several, as "NAME/FIGURE"."""
 
 
 def moved_far(passes: Passes, report: CommitReport) -> bool:

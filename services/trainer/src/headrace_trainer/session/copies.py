@@ -93,7 +93,8 @@ def export_run(rounds: Rounds, directory: Path, name: str) -> Path:
             "letter or digit and is not 'checkpoints'"
         )
     kind, target = rounds.rank.kind, directory / name
-    lora = rounds.rank.config.trainer.lora is not None
+    config = rounds.rank.config
+    lora = config.trainer.lora is not None or bool(config.policies)
     rounds.gather(lambda tensors: _export(kind, tensors, target), adapters=lora)
     return target
 

@@ -232,7 +232,8 @@ class Session:
                 lost = steps.attempt_lost(self.state, quiesced)
                 self.abort(*self.rounds.attempt)
                 raise lost from quiesced
-            self._witnesses = self._witnesses or witnesses(self.state, list(groups.values()))
+            own = [self.rounds.rank.kind.own(group) for group in groups.values()]
+            self._witnesses = self._witnesses or witnesses(self.state, own)
         self._learn_seconds += time.monotonic() - started
         return [
             refusals[index]
@@ -301,6 +302,7 @@ class Session:
         if "kl_coefficient" in (kept := algorithm.state()):
             figures["kl_coefficient"] = kept["kl_coefficient"]
         algorithm.observe(figures, counts.sequences)
+        figures |= finished.figures
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:

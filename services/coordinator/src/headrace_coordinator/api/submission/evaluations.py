@@ -41,7 +41,8 @@ def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[Ru
         run, checkpoint = _checkpoint(asked, origin)
         theirs = ModelSection.model_validate(run.spec["model"])
         model = model or theirs
-        if theirs.dtype == model.dtype:  # In another type the same masters are other weights.
+        # In another type the same masters are other weights; of several policies the digest is of all.
+        if theirs.dtype == model.dtype and not run.spec.get("policies"):
             digest = checkpoint.version.digest
     assert model is not None
     name = model.path or str((model.policy or {}).get("kind", ""))

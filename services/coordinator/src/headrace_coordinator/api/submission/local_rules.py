@@ -39,6 +39,9 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     for name, role in spec.environment.roles.items() if spec.environment else ():
         if role.path:
             yield from _model_directory(role_model(spec.model, role), f"environment.roles.{name}.path")
+    for name, policy in spec.policies.items():
+        if policy.model is not None:
+            yield from _model_directory(policy.model, f"policies.{name}.model.path")
     drafts = spec.rollout.engine_options.get("speculative")
     others = {
         "algorithm.options.critic_path": spec.algorithm.options.get("critic_path"),

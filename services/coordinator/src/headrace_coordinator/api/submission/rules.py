@@ -110,6 +110,11 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
         ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
         ("algorithm.name", spec.algorithm.name, "trainer", f"{_registry(spec)}s"),
     ]
+    wanted += [
+        (f"policies.{name}.algorithm.name", policy.algorithm.name, "trainer", "algorithms")
+        for name, policy in spec.policies.items()
+        if policy.algorithm is not None
+    ]
     if spec.environment:
         wanted.append(("environment.backend", spec.environment.backend, "simulator", "backends"))
     for part, scorers in spec.reward.sets().items():
@@ -178,6 +183,10 @@ def options(submission: Submission) -> Iterator[KeyProblemView]:
             "engine_options",
         ),
     ]
+    for name, policy in spec.policies.items():
+        if policy.algorithm is not None:
+            key, given = f"policies.{name}.algorithm.options", policy.algorithm.options
+            chosen.append((key, policy.algorithm.name, given, "trainer", "algorithm_options"))
     for part, scorers in spec.reward.sets().items():
         for index, scorer in enumerate(scorers):
             key = f"reward.{part}[{index}].options"

@@ -118,11 +118,25 @@ function draw(root, curves, signal) {
     const made = plots.map(([name, what]) => add(plot(name, what, curves, left, still, options))).filter(Boolean);
     if (made.length) groups.push(group(title, open, made));
   }
+  const policies = byPolicy(left).map(([title, found]) => add(lines(title, found, curves, still, options))).filter(Boolean);
+  if (policies.length) groups.push(group("Each policy", true, policies));
   const others = [...left].sort().map((name) => add(lines(shortName(name), [name], curves, still, options))).filter(Boolean);
   if (others.length) groups.push(group("Other figures", false, others));
   const folded = still.length ? h("p", { class: "muted constant" }, `The same in every step: ${still.join("; ")}.`) : null;
   root.replaceChildren(...groups, ...(folded ? [folded] : []));
   return { names: names(curves), update: () => charts.forEach((made) => made.update()), end: () => charts.forEach((made) => made.chart.end()) };
+}
+
+// Of a run with several policies: (figure, its tags of all policies), which are then no others.
+function byPolicy(left) {
+  const found = new Map();
+  for (const name of [...left].sort()) {
+    const figure = name.match(/^trainer\/[^/]+\/([^/]+)$/)?.[1];
+    if (!figure) continue;
+    left.delete(name);
+    found.set(figure, [...(found.get(figure) ?? []), name]);
+  }
+  return [...found].map(([figure, names]) => [figure[0].toUpperCase() + figure.slice(1).replaceAll("_", " "), names]);
 }
 
 function group(title, open, plots) {

@@ -337,13 +337,10 @@ def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyP
         for each in section.roles
         if each not in roles
     ]
-    if (
-        roles
-        and not strange
-        and all(each in section.roles and not section.roles[each].trained for each in roles)
-    ):
-        reason = f"none of {named} is played by the policy and learned from"
-        return [problem("environment.roles", reason, "leave one out, or set its learns: true")]
+    others = {name for name, role in section.roles.items() if role.policy or not role.trained}
+    if roles and not strange and others >= {*roles}:
+        reason = f"none of {named} is played by the run's own policy and learned from"
+        return [problem("environment.roles", reason, "leave one out, or remove its policy or learns: false")]
     return strange
 
 

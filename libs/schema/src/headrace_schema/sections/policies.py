@@ -1,0 +1,40 @@
+"""The section of a policy that learns beside the run's own one, in the same conversations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from headrace_schema.sections.base import Section
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection
+
+PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")]
+OWN = "policy"
+"""What the run's own policy is called where policies are told apart."""
+
+
+class PolicyAlgorithmSection(Section):
+    """By which algorithm a policy learns; groups are those of the run."""
+
+    name: str = Field(description="name in the trainer's registry")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the algorithm")
+
+
+class PolicyTrainerSection(Section):
+    """What of a policy's model is trained, and what it is compared with."""
+
+    reference: ModelSection | None = Field(
+        default=None, description="the model that the KL loss holds the policy to; as trainer.reference"
+    )
+    lora: LoraSection | None = Field(default=None, description="as trainer.lora")
+
+
+class PolicySection(Section):
+    """A policy that learns beside the run's own one. A section that is left out is the run's."""
+
+    model: ModelSection | None = Field(default=None, description="default: model, as it begins")
+    algorithm: PolicyAlgorithmSection | None = Field(default=None, description="default: algorithm")
+    optimizer: OptimizerSection | None = Field(default=None, description="default: optimizer")
+    trainer: PolicyTrainerSection | None = Field(default=None, description="default: trainer")
