@@ -11,7 +11,8 @@ import pytest
 from endpoint_desk import CHAT, Letters, Says
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.desk import Desk, Place
-from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint, make_app
+from headrace_rollout.endpoint.routes import make_app
+from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint
 from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream

@@ -54,6 +54,7 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
         "top_logprobs": given.get("top_logprobs"),
         "response_format": (given.get("text") or {}).get("format"),
         "stream": given.get("stream"),
+        **{key: given.get(key) for key in ("temperature", "top_p", "seed")},
     }
     return read_request(json.dumps({key: value for key, value in chat.items() if value is not None}).encode())
 
