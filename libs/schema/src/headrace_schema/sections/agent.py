@@ -58,9 +58,9 @@ class AgentSection(Section):
     )
     sampling: Literal["request", "run"] = Field(
         default="request",
-        description="who says how the tokens of an answer are drawn. request: the request, with temperature, top_p and "
-        "seed, and sampling where it does not say. Each token is learned from at the temperature that it had; an answer "
-        "at temperature 0 or with top_p below 1 is told, and is context without loss. run: sampling, whatever requests say",
+        description="who says how the tokens of an answer are drawn. request: the request, with temperature, top_p "
+        "and seed, and sampling where it does not say. Each token is learned from at the temperature that it had; an "
+        "answer at temperature 0 or with top_p below 1 is context without loss. run: sampling, whatever requests say",
     )
     tool_calls: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         default="hermes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -24,9 +25,6 @@ class RewardModelOptions(Options):
 
     path: str = Field(description="Hugging Face id or directory of a …ForSequenceClassification model")
     revision: str | None = Field(None, description="commit or tag of the id")
-    device: str = Field(
-        "cpu", description="cpu, or such as cuda:0: a GPU that no other part of the fleet is given"
-    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of its weights")
     batch_tokens: PositiveInt = Field(16384, description="positions of a batch, padding included")
     threads: PositiveInt = Field(1, description="of the computation on the CPU")
@@ -68,7 +66,9 @@ class RewardModel:
         try:
             logits_BL = self._model.logits(ids, options.batch_tokens)
         except (MemoryError, RuntimeError) as error:
-            reason = f"the reward model cannot be computed on {options.device}: {str(error)[:200]}; lower batch_tokens"
+            reason = (
+                f"the reward model cannot be computed on {_device()}: {str(error)[:200]}; lower batch_tokens"
+            )
             raise ScorerError("options.batch_tokens", reason) from error
         if options.label is not None:
             found = torch.softmax(logits_BL, -1)[:, options.label]
@@ -110,23 +110,21 @@ class RewardModel:
             raise ScorerError("name", _EXTRA) from error
         options = self._options
         torch.set_num_threads(options.threads)
+        device = _device()
+        if device != "cpu" and not torch.cuda.is_available():
+            reason = "the reward service has a GPU's lease, and torch reaches none there; install torch with CUDA, or "
+            raise ScorerError("name", f"{reason}name CPU slots in placement.reward")
         try:
-            device = torch.device(options.device)
-        except RuntimeError as error:
-            raise ScorerError(
-                "options.device", f"{options.device!r} is no device; write cpu or cuda:0"
-            ) from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            reason = (
-                f"there is no GPU {options.device} here; write cpu, or start the reward service where one is"
-            )
-            raise ScorerError("options.device", reason)
-        try:
-            return Classifier.load(options.path, options.revision, options.dtype, options.device)
+            return Classifier.load(options.path, options.revision, options.dtype, device)
         except ModelNotReadable as error:
             raise ScorerError("options.path", str(error).removeprefix("model.path: ")) from error
         except (MemoryError, RuntimeError, OSError) as error:
-            raise ScorerError("options.device", _no_room(options.device, str(error))) from error
+            raise ScorerError("options.path", _no_room(device, str(error))) from error
+
+
+def _device() -> str:
+    """The GPU of the lease that this process was started under; without one, the CPU."""
+    return "cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 
 
 def _no_room(device: str, said: str) -> str:
@@ -136,8 +134,8 @@ def _no_room(device: str, said: str) -> str:
         "" if limit == resource.RLIM_INFINITY else f" (limit of this process: {math.ceil(limit / 2**30)} GiB)"
     )
     fix = (
-        "set HEADRACE_REWARD_MEMORY_BYTES=0 for the reward service, since CUDA reserves more addresses than its limit"
-        if device != "cpu" and held
+        "name a larger GPU in placement.reward, or dtype: bfloat16"
+        if device != "cpu"
         else "give HEADRACE_REWARD_MEMORY_BYTES more, or dtype: bfloat16"
     )
     return f"the reward model does not load on {device}: {said[:200]}{held}; {fix}"
