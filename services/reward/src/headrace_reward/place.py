@@ -27,8 +27,8 @@ class Place:
         self._devices: tuple[str, ...] = ()
         self._holds: Callable[[], bool] = lambda: not leased
         self._changed = asyncio.Event()
-        self._children: dict[Worker[Message], tuple[str, ...]] = {}
-        """Those that live, and the devices that each was started on."""
+        self._children: dict[int, tuple[Worker[Message], tuple[str, ...]]] = {}
+        """Those that live, by process, and the devices that each was started on."""
         self._working = 0
 
     @property
@@ -50,13 +50,14 @@ class Place:
         """Children judge on these devices from now on; `holds`: whether the lease may be used still."""
         if self._leased:
             self._devices, self._holds = tuple(devices), holds
-            for child in self._children:
-                bind_cpu(self._devices, child.process.pid)
+            for process in self._children:
+                bind_cpu(self._devices, process)
             self._changed.set()
 
     def fits(self, child: Worker[Message]) -> bool:
         """Whether a child lives, and sees the GPUs of the present lease."""
-        return child in self._children and gpu_uuids(self._children[child]) == gpu_uuids(self._devices)
+        own, on = self._children.get(child.process.pid, (None, ()))
+        return own is child and gpu_uuids(on) == gpu_uuids(self._devices)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -76,8 +77,8 @@ class Place:
             "headrace_reward.child", JSON_CODEC, 0 if gpus else memory_bytes, variables
         )
         bind_cpu(self._devices, child.process.pid)
-        self._children = {each: on for each, on in self._children.items() if each.process.returncode is None}
-        self._children[child] = self._devices
+        living = {pid: each for pid, each in self._children.items() if each[0].process.returncode is None}
+        self._children = {**living, child.process.pid: (child, self._devices)}
         return child
 
     async def settle(self, notice_s: float) -> None:
@@ -93,7 +94,8 @@ class Place:
                     await self._changed.wait()
             except TimeoutError:
                 break
-        for child in [each for each, on in self._children.items() if gpu_uuids(on) or self._working]:
-            del self._children[child]
-            await child.kill()
+        for process, (child, on) in list(self._children.items()):
+            if gpu_uuids(on) or self._working:
+                del self._children[process]
+                await child.kill()
         self._devices = ()

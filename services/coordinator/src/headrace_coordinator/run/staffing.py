@@ -106,7 +106,7 @@ class Staffing:
     async def _open_rewards(self, instance: InstanceState) -> None:
         """Opens the run there. A scorer that cannot be asked now is waited for, `limits.step_timeout_s` at most."""
         workers, fleet = self.workers, self._fleet
-        leased = bool(self._leases.scorers.names)
+        section, leased = workers.spec.reward, bool(self._leases.scorers.names)
         limit_s, pause_s, began = (
             workers.spec.limits.step_timeout_s,
             FIRST_PAUSE_S,

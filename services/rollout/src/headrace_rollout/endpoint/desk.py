@@ -78,6 +78,8 @@ class Desk:
         self, key: str, section: OnlineSection, terms: Terms, group_size: int, kept: Callable[[SlotKey], bool]
     ) -> None:
         self.key, self.terms = key, terms
+        self.mark = ""
+        """What the ids of its sessions begin with: where the endpoint is."""
         self.counts: Counter[str] = Counter()
         """Sessions that are over: how many were taken, unrewarded, stale, untrained, incomplete and withdrawn."""
         self._section, self._group_size, self._kept = section, group_size, kept
@@ -103,7 +105,7 @@ class Desk:
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         key = SlotKey(secrets.randbelow(_KEYS), 0)
         talk = Conversation((), [])
-        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False)
+        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False, mark=self.mark)
         self._open[session.id] = Open(session, group, time.monotonic())
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace_servicekit.session_marks import KEY
 from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
 from headrace_rollout.conversations.conversation import Conversation
@@ -83,8 +84,8 @@ Told = Callable[[int, int, Sequence[int], Sequence[float]], None]
 class Session:
     """The session of one sample; `talk` is filled as it goes on, and has its siblings once they are `joined`.
 
-    `limit` says which limit the agent ran into last. `halted` is set once its sample was stopped, or has what ends the
-    stream.
+    Its id begins with `mark`. `limit` says which limit the agent ran into last. `halted` is set once its sample was
+    stopped, or has what ends the stream.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Session:
         check_opening: Callable[[Sequence[int]], None],
         *,
         greedy: bool,
+        mark: str = "",
     ) -> None:
-        self.id, self.api_key = secrets.token_hex(8), f"sk-headrace-{secrets.token_urlsafe(32)}"
+        self.id = mark + secrets.token_hex(8)[len(mark) :]
+        self.api_key = f"{KEY}{self.id}-{secrets.token_urlsafe(32)}"
         self.talk = talk
         self.limit: Finish | None = None
         self.cut = False

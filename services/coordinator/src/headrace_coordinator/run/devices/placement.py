@@ -116,7 +116,7 @@ class Placement:
             await self.lease_trainers()
 
     async def release_rollouts(self, *, keep: bool = False) -> None:
-        """Rollouts, simulators, scorers, and repliers on devices that a trainer is to have release what they hold.
+        """Rollouts, simulators, and repliers and scorers on devices that a trainer is to have release what they hold.
 
         `keep`: what is loaded stays.
         """
@@ -132,7 +132,7 @@ class Placement:
                     raise
         await self._leases.release([rollout for rollout in leaving if rollout.lease_epoch], keep=keep)
         await self._leases.simulators.release()
-        await self._leases.scorers.release()
+        await self._leases.scorers.release(learning)  # On devices of their own they stay loaded.
 
     async def release_trainers(self, *, keep: bool = False) -> None:
         """The trainers release what they hold; `keep`: what is loaded stays."""

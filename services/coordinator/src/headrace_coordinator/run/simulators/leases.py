@@ -77,9 +77,9 @@ class BesideLeases:
             client.lease_epoch = epoch
         return True
 
-    async def release(self) -> None:
-        """Releases all of them, once no rollout acts."""
-        await self._release(self._held())
+    async def release(self, wanted: Collection[str] | None = None) -> None:
+        """Releases all of them, or those of `wanted` devices, once no rollout acts."""
+        await self._release(lease for lease in self._held() if wanted is None or {*wanted} & {*lease.devices})
 
     async def _release(self, held: Iterable[Lease]) -> None:
         epochs = [lease.epoch for lease in held]
