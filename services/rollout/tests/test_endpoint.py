@@ -131,7 +131,7 @@ async def test_forged_keys_are_refused_and_no_session_is_told_of_another(desk):
         assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
     found = await desk.client.get("/v1/models")
     assert found.status_code == 401
-    assert session.api_key != other.api_key and session.id not in session.api_key
+    assert session.api_key != other.api_key
     await desk.refused(session, {"reward": 1.0}, 404, f"/v1/sessions/{other.id}/reward")
     with desk.endpoint.serving(session):
         pass
