@@ -326,3 +326,21 @@ def test_how_trainers_hold_the_model_is_shown_with_the_memory_of_their_hosts(hea
     assert "of its host, a rank: " in words and "checkpoint copy 0.0" in words
     alone = headrace("plan", *given, "--host-gib", "80", HEADRACE_URL="")
     assert alone.returncode == 2 and "--gpu-gib" in alone.stderr
+
+
+@pytest.mark.parametrize(("state_gib", "fits"), [(15, True), (90, False)])
+def test_scorers_with_devices_are_planned_on_them_with_their_memory(tmp_path, state_gib, fits):
+    profile = tmp_path / "profile.yaml"
+    costs = {name: {"item_s": 0.1} for name in ("generate", "learn")}
+    costs["score"] = {"item_s": 0.05, "memory": {"state_gib": state_gib}, "load_s": 2}
+    profile.write_text(yaml.safe_dump({"stages": costs, "memory_gib": {"gpu": 80}}))
+    placement = {"rollout": "0-1", "reward": "2", "trainer": "0-2"}
+    if not fits:
+        with pytest.raises(CommandError, match="score"):
+            planned("tiny.yaml", placement, profile)
+        return
+    plan = planned("tiny.yaml", placement, profile)
+    assert plan["seats"] == {"generate": ["0", "1"], "score": ["2"], "learn": ["0", "1", "2"]}
+    assert plan["mode"] == "collocated, offloaded" and "score on 1 gpu[2]" in "\n".join(plan["tree_text"])
+    ends = {bar["stage"]: (bar["begin"], bar["end"]) for bar in plan["timeline"]}
+    assert ends["learn"][0] >= ends["score"][1] * 0.99, "the trainer takes the scorers' device after them"
