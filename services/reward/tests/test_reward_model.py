@@ -93,14 +93,18 @@ def test_what_cannot_be_a_reward_model_is_named_with_its_key(write, tmp_path):
     wrong = [
         ({"path": str(tmp_path / "policy")}, "path", "is a Qwen3ForCausalLM and no sequence classifier"),
         ({"path": str(tmp_path / "none")}, "path", "there is no such directory"),
-        ({"path": "x", "device": "gpu"}, "device", "is no device; write cpu or cuda:0"),
     ]
-    if not torch.cuda.is_available():
-        wrong.append(({"path": "x", "device": "cuda:0"}, "device", "there is no GPU cuda:0 here"))
     for options, field, words in wrong:
         with pytest.raises(ScorerError) as raised:
             made(**options)
         assert raised.value.field == f"options.{field}" and words in raised.value.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch reaches a GPU here")
+def test_a_leased_gpu_that_torch_does_not_reach_is_told(write, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a")
+    with pytest.raises(ScorerError, match="has a GPU's lease, and torch reaches none there"):
+        made(path=write("Qwen2"))
 
 
 def test_a_model_without_its_head_and_an_answer_without_room_are_told(write):
