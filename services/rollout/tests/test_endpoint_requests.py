@@ -65,6 +65,11 @@ async def test_the_runs_own_sampling_holds_where_the_spec_says_so(desk):
         ({"messages": [user("one")], "top_logprobs": 3}, "top_logprobs"),
         ({"messages": [user("one")], "max_tokens": 0}, "max_tokens"),
         ({"messages": [user("one")], "stop": [""]}, "stop"),
+        ({"messages": [user("one")], "tools": [{"nope": 1}]}, "tools"),
+        (
+            {"messages": [user("one")], "tools": [{"type": "function", "function": {"description": "x"}}]},
+            "tools",
+        ),
         ({"messages": [user("one")], "temperature": -1}, "temperature"),
         ({"messages": [user("one")], "temperature": 0.001}, "temperature"),
         ({"messages": [user("one")], "top_p": 0}, "top_p"),

@@ -14,7 +14,7 @@ def read_text_request(body: bytes) -> TextRequest:
     """The request of a body. Raises Refusal 400 with the key and what to do."""
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the body: {error}") from error
     if not isinstance(given, dict):
         raise Refusal(400, "invalid_request", "the body: give a JSON object")

@@ -15,7 +15,7 @@ def read_group(body: bytes) -> str:
     try:
         given = json.loads(body or b"{}")
         group = given.get("group") or ""
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise Refusal(400, "invalid_request", 'the body: send {"group": NAME}, or nothing') from error
     if not isinstance(group, str):
         raise Refusal(400, "invalid_request", "group: give a text", "group")
@@ -28,7 +28,7 @@ def read_reward(body: bytes) -> tuple[float, bool | None, str, bool]:
         given = json.loads(body)
         value, success = given["reward"], given.get("success")
         completion, final = given.get("completion") or "", given.get("final", True)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = 'reward: send {"reward": NUMBER}, and "success": true or false if you like'
         raise Refusal(400, "invalid_request", message, "reward") from error
     if isinstance(value, bool) or not isinstance(value, int | float):

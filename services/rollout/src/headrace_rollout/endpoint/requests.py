@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from headrace_rollout.engines.samples import Distribution
 
@@ -83,6 +83,22 @@ class Message(BaseModel):
         return Line("system" if self.role == "developer" else self.role, text, calls)
 
 
+class _Tool(BaseModel):
+    """As it is told to the chat template; what else it says is let through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: _ToolFunction
+
+
+class _ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    parameters: dict[str, Any] | None = None
+
+
 class _Format(BaseModel):
     type: str
 
@@ -119,6 +135,13 @@ class ChatRequest(BaseModel):
     response_format: _Format | None = None
     logit_bias: dict[str, float] | None = None
     functions: list[Any] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _callable(cls, given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Refuses what is no function with a name; kept as it was given."""
+        TypeAdapter(list[_Tool]).validate_python(given or [])
+        return given
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -7,11 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.session_marks import session_of_answer
+
 from headrace_rollout.endpoint.chat import chat_completion, chat_pieces, events_of, head_of, usage_of
 from headrace_rollout.endpoint.completions import read_text_request, text_choice, text_pieces
 from headrace_rollout.endpoint.feedback import read_group, read_reward
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
-from headrace_rollout.endpoint.responses import read_response_request, response, response_events
+from headrace_rollout.endpoint.responses import (
+    previous_of,
+    read_response_request,
+    response,
+    response_events,
+)
 from headrace_rollout.endpoint.server import SESSION, Endpoint
 from headrace_rollout.endpoint.session import Answer, Session
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
@@ -30,17 +37,19 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
 
-    async def answered(request: Request, what: Callable[[Session], Awaitable[Response]]) -> Response:
+    async def answered(
+        request: Request, what: Callable[[Session], Awaitable[Response]], named: str = ""
+    ) -> Response:
         session = None
         try:
-            session = endpoint.session(request.headers)
+            session = endpoint.session(request.headers, named)
             response = await what(session)
         except Refusal as refusal:
             own = endpoint.clients_desk(request.headers)
             if (
                 own is not None
                 and session is not None
-                and SESSION not in request.headers
+                and not (named or SESSION in request.headers)
                 and not session.turns
             ):
                 own.drop(session, "withdrawn")
@@ -106,8 +115,13 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return await answered(request, work)
 
     async def responses(request: Request) -> Response:
+        try:
+            body = await _body(request)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
         async def work(session: Session) -> Response:
-            asked = read_response_request(await _body(request), partial(_response_of, session))
+            asked = read_response_request(body, partial(_response_of, session))
             again = _again(request)
             if asked.stream:
                 events = partial(response_events, asked=asked, name=f"resp_{session.id}", model=session.model)
@@ -115,7 +129,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             (answer,) = await session.answer(asked, again=again)
             return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
 
-        return await answered(request, work)
+        return await answered(request, work, session_of_answer(previous_of(body)))
 
     async def models(request: Request) -> Response:
         try:
@@ -132,6 +146,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             named = named or completion.partition("-")[0]
             desk = endpoint.clients_desk(request.headers)
             session = desk.find(named) if desk is not None else endpoint.session(request.headers)
+            named = named or session.id
             if named != session.id or (completion and not completion.startswith(f"{session.id}-")):
                 raise Refusal(404, "not_found", "the key or the completion is of another session")
             session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)

@@ -67,10 +67,13 @@ class Endpoint:
         desk, key = self.desk, _key(headers)
         return desk if desk is not None and key and hmac.compare_digest(key, desk.key) else None
 
-    def session(self, headers: Mapping[str, str]) -> Session:
-        """The session of a request's key, or the one that the run's key begins or names. Raises Refusal."""
+    def session(self, headers: Mapping[str, str], named: str = "") -> Session:
+        """The session of a request's key, or the one that the run's key begins, or names by `named` or its header.
+
+        Raises Refusal.
+        """
         if (desk := self.clients_desk(headers)) is not None:
-            if named := headers.get(SESSION):
+            if named := headers.get(SESSION) or named:
                 return desk.find(named)
             return desk.begin(headers.get(GROUP, ""))
         key = _key(headers)

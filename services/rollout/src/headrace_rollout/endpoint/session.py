@@ -300,6 +300,10 @@ class Session:
             except Exception as error:
                 self._halt(error)
                 raise Refusal(400, "invalid_request", str(error), "messages") from error
+        if not place.context:
+            raise Refusal(
+                400, "invalid_request", "messages: nothing is said in them; give content", "messages"
+            )
         if len(place.context) >= self._terms.most_tokens:
             if not self._turns:
                 self.talk.prompt_ids = place.prompt_ids

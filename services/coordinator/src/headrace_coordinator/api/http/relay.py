@@ -205,6 +205,6 @@ def _text(body: bytes, key: str) -> str:
         return ""
     try:
         found = json.loads(body).get(key)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""
