@@ -105,6 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             run.desk.mark = mark_of(await self._endpoint.url())
             self._endpoint.desk = run.desk
         self._caches.blobs.address = self._instance.address
+        run.retention.blobs = self._caches.blobs
         await self._place()
         return run
 
@@ -119,6 +120,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:  # An install at work ends first: what it receives must not stay.
             await self._endpoint.close()
             await run.close()
+            run.retention.clear()
             self._instance.weights.keep(run.name, set())
 
     async def Generate(
