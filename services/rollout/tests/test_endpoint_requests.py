@@ -119,3 +119,10 @@ async def test_what_is_not_served_says_what_is(desk):
     assert [each["id"] for each in found.json()["data"]] == ["run"]
     error = await desk.refused(session, {}, 404, "/v1/embeddings")
     assert "POST /v1/chat/completions" in error["message"]
+
+
+async def test_messages_of_which_the_template_shows_nothing_are_refused(desk, monkeypatch):
+    session, speaker = desk.open("yes")
+    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: [])
+    error = await desk.refused(session, {"messages": [{"role": "user", "content": None}]})
+    assert error["message"].startswith("messages: nothing is said") and not speaker.asked
