@@ -371,3 +371,21 @@ def test_what_a_spec_leaves_to_its_gpus_is_shown_with_why(tmp_path):
     ] == 2
     small = explain_file(EXAMPLES / "tiny.yaml", [], 2, None, PLANS / "profile_reasoning_7b_h100.yaml")
     assert small["decided"][0]["key"] == "rollout.engine" and small["decided"][0]["value"] == "vllm"
+
+
+@pytest.mark.parametrize(("state_gib", "fits"), [(15, True), (90, False)])
+def test_scorers_with_devices_are_planned_on_them_with_their_memory(tmp_path, state_gib, fits):
+    profile = tmp_path / "profile.yaml"
+    costs = {name: {"item_s": 0.1} for name in ("generate", "learn")}
+    costs["score"] = {"item_s": 0.05, "memory": {"state_gib": state_gib}, "load_s": 2}
+    profile.write_text(yaml.safe_dump({"stages": costs, "memory_gib": {"gpu": 80}}))
+    placement = {"rollout": "0-1", "reward": "2", "trainer": "0-2"}
+    if not fits:
+        with pytest.raises(CommandError, match="score"):
+            planned("tiny.yaml", placement, profile)
+        return
+    plan = planned("tiny.yaml", placement, profile)
+    assert plan["seats"] == {"generate": ["0", "1"], "score": ["2"], "learn": ["0", "1", "2"]}
+    assert plan["mode"] == "collocated, offloaded" and "score on 1 gpu[2]" in "\n".join(plan["tree_text"])
+    ends = {bar["stage"]: (bar["begin"], bar["end"]) for bar in plan["timeline"]}
+    assert ends["learn"][0] >= ends["score"][1] * 0.99, "the trainer takes the scorers' device after them"

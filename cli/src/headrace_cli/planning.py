@@ -252,28 +252,38 @@ def _without_reply(request: dict[str, Any]) -> None:
 
 
 def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int | None) -> None:
-    """Where simulators or replies have devices of their own, every stage has those that the placement names."""
+    """Where simulators, replies or scorers have devices, every stage has those that the placement names."""
     from headrace_schema.rules.acting import apart
     from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(document)
     placement, stages = run.placement, request["workflow"]["stages"]
-    if not (placement.simulator or placement.reply):
+    named = [key for key in ("simulator", "reply", "reward") if getattr(placement, key)]
+    if not named:
         return
-    key = "simulator" if placement.simulator else "reply"
     if placement.mode == "hybrid":
-        problem = f"with placement.{key} the planner knows no devices that change sides within a step"
+        problem = f"with placement.{named[0]} the planner knows no devices that change sides within a step"
         raise user_error("placement.mode", problem, "plan with collocated or disaggregated")
     if placement.reply and run.graph.reply_stage not in stages:
         problem = (
             f"it has no stage {run.graph.reply_stage!r} of its own, as placement.reply names devices for it"
         )
         raise user_error("profile", problem, "measure a run with placement.reply, or add the stage")
-    sides = {side: _devices_of(placement, side, devices) for side in ("rollout", "trainer", key)}
+    scoring = run.graph.of("reward")
+    if placement.reward and (untold := [stage for stage in scoring if stage not in stages]):
+        problem = f"it has no stage {untold[0]!r}, as placement.reward names devices for it"
+        raise user_error("profile", problem, "measure a run with placement.reward, or add the stage")
+    sides = {side: _devices_of(placement, side, devices) for side in ("rollout", "trainer", *named)}
     if placement.simulator:
-        sides["rollout"], sides[key] = apart(sides["rollout"], sides[key], run.rollout.instances)
-    other = "simulate" if placement.simulator else run.graph.reply_stage
-    seats = {"generate": sides["rollout"], other: sides[key], "learn": sides["trainer"]}
+        both = sides["rollout"], sides["simulator"]
+        sides["rollout"], sides["simulator"] = apart(*both, run.rollout.instances)
+    seats = {"generate": sides["rollout"], "learn": sides["trainer"]}
+    if placement.simulator:
+        seats["simulate"] = sides["simulator"]
+    if placement.reply:
+        seats[run.graph.reply_stage] = sides["reply"]
+    if placement.reward:
+        seats |= dict.fromkeys(scoring, sides["reward"])
     if "infer" in stages:
         seats["infer"] = sides["trainer"]
     flow = {"streamed": placement.pipelined, "resident": placement.resident}

@@ -13,7 +13,7 @@ import yaml
 from harness.fleet import RUN_S
 from harness.ledger import audit
 from harness.waiting import wait_for
-from openai import APIConnectionError, APIStatusError, OpenAI
+from openai import APIConnectionError, APIStatusError, NotFoundError, OpenAI
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
 SESSIONS = 6
@@ -116,6 +116,48 @@ def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(own
         rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
         assert sorted(rewards)[: SESSIONS - 2] == [0.0, 1.0, 2.0, 3.0], rewards
         assert len(audit(fleet, run).trained) == 2 * SESSIONS
+
+
+def test_sessions_keep_to_their_rollout_and_one_that_dies_loses_its_own_alone(own_fleet, tiny_model):
+    """Two rollouts behind one address, which stays as it is while one of them is killed and comes back."""
+    with own_fleet("--rollout", "2") as fleet:
+        run = fleet.submit(example(tiny_model, steps=2, rollout={"instances": 2}))
+        client = wait_for(lambda: _answering(fleet, run), "the run to be served", RUN_S)
+        address = str(client.base_url)
+        wait_for(lambda: _figures(client)["instances"] == 2, "both rollouts to be served", RUN_S)
+        opened = [asked(client, str(number)) for number in range(8)]
+        ids = [answer.id.split("-")[1] for answer in opened]
+        places = {id[:6] for id in ids}
+        assert len(places) == 2, "new sessions begin where sessions are lacking"
+        for id in ids:  # Each goes on where it began, by its header, its path and an answer's id.
+            header = {"X-Headrace-Session": id}
+            again = client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "+"}], extra_headers=header
+            )
+            assert again.id.split("-")[1] == id
+        fleet.kill("rollout-0")
+        lost, kept = [], []
+        for answer in opened:
+            try:
+                kept.append(feedback(client, answer, 1.0))
+            except NotFoundError as error:
+                lost.append(error.body["code"])
+                assert answer.id.split("-")[1] in str(error)
+        assert {*lost} == {"session_lost"} and {*kept} <= {"taken", "waiting"} and lost and kept
+        assert len({id[:6] for id, answer in zip(ids, opened, strict=True)}) == 2
+        while not fleet.client.get(run.id).ended:
+            try:
+                feedback(client, asked(client, "-"), 8.0)
+            except (APIConnectionError, APIStatusError):
+                continue
+        run = fleet.succeed(run)
+        rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
+        assert rewards.count(1.0) == len(kept), "what the other one had was learned from"
+        assert len(audit(fleet, run).trained) == 2 * SESSIONS and address.startswith(fleet.url)
+
+
+def _figures(client: OpenAI) -> Any:
+    return client.get("/sessions", cast_to=object)
 
 
 def _answering(fleet: Any, run: Any) -> OpenAI | None:

@@ -133,7 +133,8 @@ def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_ele
 
 
 @pytest.mark.parametrize("used", ["both", "entropy", "log-probs"])
-def test_the_entropy_is_differentiable_in_hidden_states_and_head(chunk_elements, used):
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.3, 2.1, 7)], ids=["one", "by row"])
+def test_the_entropy_is_differentiable_in_hidden_states_and_head(chunk_elements, used, temperature):
     generator = torch.Generator().manual_seed(0)
     weight, bias, hidden = (
         torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((V, 4), (V,), (7, 4))
@@ -141,11 +142,12 @@ def test_the_entropy_is_differentiable_in_hidden_states_and_head(chunk_elements,
     upstream, tokens = torch.randn(2, 7, generator=generator), torch.arange(7)
     upstream *= torch.tensor([[used != "entropy"], [used != "log-probs"]])
     wide = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    full = (5.0 * torch.tanh(2.0 * (wide[0] @ wide[1].T + wide[2]) / 5.0) / 0.7).log_softmax(-1)
+    divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    full = (5.0 * torch.tanh(2.0 * (wide[0] @ wide[1].T + wide[2]) / 5.0) / divisor).log_softmax(-1)
     expected = (full.gather(-1, tokens[:, None])[:, 0], -(full.exp() * full).sum(-1))
     (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
     mine = [tensor.float().requires_grad_() for tensor in (hidden, weight, bias)]
-    found = hidden_log_probs(Head(mine[1], mine[2], 2.0, 5.0), mine[0], tokens, 0.7, entropy=True)
+    found = hidden_log_probs(Head(mine[1], mine[2], 2.0, 5.0), mine[0], tokens, temperature, entropy=True)
     terms = [found[index] * upstream[index] for index in (0, 1) if upstream[index].any()]
     torch.stack(terms).sum().backward()
     torch.testing.assert_close(torch.stack(found), torch.stack(expected).float(), rtol=1e-5, atol=1e-5)

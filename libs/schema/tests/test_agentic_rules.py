@@ -201,7 +201,6 @@ def test_an_online_run_needs_no_data_no_agent_and_no_group():
         ({"environment": {"tasks": ["tools"]}}, "environment", "outside clients"),
         ({"data": JSONL}, "data.source", "comes from the clients"),
         ({"data": {"heldout": 4}}, "data.heldout", "nobody asks"),
-        ({"rollout": {"instances": 2}}, "rollout.instances", "set 1"),
         ({"deterministic": True}, "deterministic", "remove it"),
         ({"agent": {"online": {"reward_within_s": 0}}}, "agent.online.reward_within_s", ""),
     ],

@@ -173,7 +173,7 @@ class FakeCoordinator:
             )
         return self.records[run_id]
 
-    def endpoint(self, run_id: str) -> EndpointView:
+    def endpoint(self, run_id: str, base_url: str) -> EndpointView:
         self.run(run_id)
         raise Refused("NOT_FOUND", f"run {run_id} is not online")
 

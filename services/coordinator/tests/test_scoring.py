@@ -34,6 +34,7 @@ class Judge:
     late_reads: list = field(default_factory=list)
     broken: Counter = field(default_factory=Counter)
     away: Counter = field(default_factory=Counter)
+    devices: tuple = ()
 
     @property
     def instance(self):
@@ -106,6 +107,9 @@ class Staffing:
 
     async def fate(self, incarnation):
         return True
+
+    async def lease_scorers(self):
+        """They hold no devices."""
 
     def check_scorers_deaths(self):
         return

@@ -33,12 +33,12 @@ def write(tmp_path_factory):
     """Writes a model of a kind and returns its directory."""
     from headrace_modelkit.presets.tiny import SHAPE, character_tokenizer
 
-    def made(kind, labels=1):
+    def made(kind, labels=1, form="Sequence"):
         directory = tmp_path_factory.mktemp("model")
         shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(**shape, num_labels=labels)
-        getattr(transformers, f"{kind}ForSequenceClassification")(config).save_pretrained(directory)
+        getattr(transformers, f"{kind}For{form}Classification")(config).save_pretrained(directory)
         tokenizer = character_tokenizer()
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(directory)
@@ -93,14 +93,62 @@ def test_what_cannot_be_a_reward_model_is_named_with_its_key(write, tmp_path):
     wrong = [
         ({"path": str(tmp_path / "policy")}, "path", "is a Qwen3ForCausalLM and no sequence classifier"),
         ({"path": str(tmp_path / "none")}, "path", "there is no such directory"),
-        ({"path": "x", "device": "gpu"}, "device", "is no device; write cpu or cuda:0"),
     ]
-    if not torch.cuda.is_available():
-        wrong.append(({"path": "x", "device": "cuda:0"}, "device", "there is no GPU cuda:0 here"))
     for options, field, words in wrong:
         with pytest.raises(ScorerError) as raised:
             made(**options)
         assert raised.value.field == f"options.{field}" and words in raised.value.message
+
+
+TALK = Answer(
+    "more?",
+    "5",
+    messages=[
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "0"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "5"},
+    ],
+    episode={"rewards": [0.0, 0.0]},
+)
+"""The first assistant turn is of the environment's first messages."""
+
+
+def test_each_turn_is_worth_what_the_model_says_of_all_up_to_it(write):
+    path = write("Qwen2")
+    ends = [Answer("", "", messages=TALK.messages[:end], episode={}) for end in (4, 6)]
+    values = [float(own(path, each)[0]) for each in ends]
+    assert made(path=path, by="turn").score(TALK) == {"turns": pytest.approx(values, abs=1e-5)}
+    gains = made(path=path, by="gain").score(TALK)["turns"]
+    assert gains == pytest.approx([values[0], values[1] - values[0]], abs=1e-5)
+    (single,) = made(path=path, by="turn").score(ANSWERS[0])["turns"]
+    assert single == pytest.approx(float(own(path, ANSWERS[0])[0]), abs=1e-5)
+
+
+def test_a_classifier_of_tokens_judges_the_steps_of_an_answer(write):
+    """As process reward models do: the probability at the end of each step, of which the least counts."""
+    path = write("Qwen2", labels=2, form="Token")
+    scorer = made(path=path, by="step", separator="\n", label=1)
+    answer, steps = Answer("1 + 1?", "2\n3\n\n4 and 5\n"), ["2", "2\n3", "2\n3\n\n4 and 5"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(path).eval()
+    expected = []
+    for step in steps:
+        turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": step}]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False)
+        with torch.inference_mode():
+            expected.append(float(torch.softmax(model(input_ids=ids).logits[0, -1], -1)[1]))
+    assert len({round(each, 5) for each in expected}) == 3
+    assert scorer.score(answer) == pytest.approx(min(expected), abs=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch reaches a GPU here")
+def test_a_leased_gpu_that_torch_does_not_reach_is_told(write, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a")
+    with pytest.raises(ScorerError, match="has a GPU's lease, and torch reaches none there"):
+        made(path=write("Qwen2"))
 
 
 def test_a_model_without_its_head_and_an_answer_without_room_are_told(write):

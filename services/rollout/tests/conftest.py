@@ -19,7 +19,7 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import below, copy_out, weight_layout
 from headrace_rollout.__main__ import mount
-from headrace_rollout.endpoint.server import make_app
+from headrace_rollout.endpoint.routes import make_app
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
 from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, TrajectoryUpdate

@@ -15,6 +15,13 @@ from headrace_schema.sections.generating import PromptSection
 
 END = 0
 CHAT = "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
+
+
+def user(text):
+    """A question."""
+    return {"role": "user", "content": text}
 
 
 class Letters:
@@ -85,7 +92,7 @@ class Desk:
         speaker, talk = Says(*texts), Conversation((), [])
         stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
         codec = Letters()
-        fields = {"most_turns": 0, "most_tokens": 200, **more}
+        fields = {"most_turns": 0, "most_tokens": 200, "asked": True, **more}
         template = TurnTemplate(codec, PromptSection(chat=True))
         terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)
         session = Session(SlotKey(1, 2), 1, talk, terms, speaker, lambda ids: None, greedy=False)

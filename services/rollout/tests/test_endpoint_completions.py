@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from endpoint_desk import END, Letters
-from headrace_rollout.endpoint.server import make_app
+from headrace_rollout.endpoint.routes import make_app
 from openai import AsyncOpenAI
 
 TEXT = "/v1/completions"

@@ -11,7 +11,8 @@ import pytest
 from endpoint_desk import CHAT, Letters, Says
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.desk import Desk, Place
-from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint, make_app
+from headrace_rollout.endpoint.routes import make_app
+from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint
 from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
@@ -208,3 +209,38 @@ async def test_a_stopped_stream_gets_its_slots_back(shop):
     assert [each.stopped for each in run.filled] == [True, True]
     await run.feedback(await run.ask())
     assert run.keys()[-1] == (2, 0, 1) and json.dumps(run.desk.figures()["wanted"]) == "0"
+
+
+async def test_a_response_goes_on_from_an_earlier_one_with_the_runs_key(shop):
+    run = shop("yes", "no")
+    run.offer([0])
+    first = await run.post("/v1/responses", {"input": "one"})
+    second = await run.post("/v1/responses", {"input": "two", "previous_response_id": first["id"]})
+    assert second["id"].rpartition("_")[0] == first["id"].rpartition("_")[0]
+    assert await run.feedback(second) == "taken"
+    assert run.filled[0].said.messages == (
+        ("user", "one"),
+        ("assistant", "yes"),
+        ("user", "two"),
+        ("assistant", "no"),
+    )
+
+
+async def test_a_session_without_anything_drawn_by_chance_is_told_so_and_fills_no_slot(shop):
+    run = shop("yes", "no")
+    run.offer([0])
+    body = {"messages": [user("one")], "temperature": 0}
+    greedy = await run.post(CHAT, body)
+    assert await run.feedback(greedy) == "untrained" and not run.filled
+    assert await run.feedback(await run.ask()) == "taken"
+    assert run.desk.counts == {"untrained": 1, "taken": 1}
+
+
+async def test_a_sessions_own_key_rewards_its_last_answer_without_naming_it(shop):
+    run = shop("yes")
+    run.desk.mark = "abcdef"
+    run.offer([0])
+    session = await run.post("/v1/sessions", {}, 201)
+    assert session["id"].startswith("abcdef") and session["id"] in session["api_key"]
+    await run.ask(Authorization=f"Bearer {session['api_key']}")
+    assert (await run.post("/v1/feedback", {"reward": 1}, key=session["api_key"]))["state"] == "taken"

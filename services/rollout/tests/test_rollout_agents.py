@@ -41,7 +41,8 @@ def play(seed, item):
         return 1.0
     messages = [{"role": "system", "content": "copy"}, {"role": "user", "content": f"{seed % 10}="}]
     for turn in range(turns):
-        found = complete(messages, temperature=0.2, max_tokens=item.get("max_tokens", 24))
+        drawn = item["drawn"][turn] if "drawn" in item else {"temperature": 0.2}
+        found = complete(messages, max_tokens=item.get("max_tokens", 24), **drawn)
         message = found["choices"][0]["message"]
         messages += [message, {"role": "user", "content": " +" * (40 if wrong == "grows" else 1)}]
         if wrong == "raises" and turn == 1:
@@ -147,8 +148,26 @@ async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(servi
             common_pb2.FINISH_REASON_TERMINATED,
             common_pb2.FINISH_REASON_LENGTH,
         )
-        # The log-probs are the model's at the run's temperature, whatever the agent asked for.
+        # The log-probs are the model's at the temperature that the agent asked for, and the segments say so.
+        drawn = {each.tokens.distribution.temperature for each in trajectory.segments if each.policy_number}
+        assert [round(each, 3) for each in drawn] == [0.2]
         check_log_probs(trajectory, reference)
+
+
+async def test_each_turn_is_told_with_what_it_was_drawn_from(serving, agents, reference):
+    rollout = await serving()
+    pool = await pool_of(agents, count=1)
+    drawn = [{"temperature": 0.5}, {"temperature": 0}, {"temperature": 2.0, "seed": 3}]
+    found = await said(rollout, pool, begins([4], 2, drawn=drawn), stop=STOP)
+    for trajectory in found.values():
+        sampled = [each.tokens for each in trajectory.segments if each.policy_number]
+        assert [round(each.distribution.temperature, 3) for each in sampled] == [0.5, 2.0]
+        assert [tokens == 0 for tokens in trajectory.conversation.turn_tokens] == [False, True, False]
+        check_log_probs(trajectory, reference)
+    found = await said(rollout, pool, begins([5], drawn=[{"top_p": 0.9}] * 3), stop=STOP)
+    (cut,) = found.values()
+    assert cut.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert "agent.sampling: run" in cut.conversation.failure
 
 
 @pytest.mark.nightly  # quick: test_endpoint.py, test_limits_end_a_session

@@ -87,13 +87,18 @@ def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
     """Log-probs of each sequence's trained tokens under given whole weights, by transformers alone."""
     model: Any = load_model(ModelSection(path=str(tiny_directory), dtype="float32"))
 
-    def score(weights: Any, sequences: list[Sequence]) -> list[list[float]]:
+    def score(weights: Any, sequences: list[Sequence], *, temperatures: bool = False) -> list[list[float]]:
+        """At temperature 1, or with `temperatures` at those of each token."""
         load_weights(model, dict(weights))
         with torch.no_grad():
-            rows = [model(torch.tensor([s.tokens])).logits[0].log_softmax(-1) for s in sequences]
+            rows = [model(torch.tensor([s.tokens])).logits[0] for s in sequences]
+        divisors = [(temperatures and s.temperatures) or [1.0] * len(s.trained) for s in sequences]
         return [
-            [float(row[position - 1, s.tokens[position]]) for position in s.trained]
-            for row, s in zip(rows, sequences, strict=True)
+            [
+                float((row[position - 1] / divisor).log_softmax(-1)[s.tokens[position]])
+                for position, divisor in zip(s.trained, own, strict=True)
+            ]
+            for row, s, own in zip(rows, sequences, divisors, strict=True)
         ]
 
     return score

@@ -71,6 +71,33 @@ async def test_answers_of_a_cut_or_changed_distribution_are_refused(client, make
     assert name in caught.value.details() and "sample 2 of prompt 0" in caught.value.details()
 
 
+async def test_a_segment_of_another_temperature_is_learned_from_at_its_own(
+    client, make_settled, settled_digest, plain_log_probs
+):
+    version = (await client.open()).version
+    weights = await client.weights(1)
+    group = settled(make_settled, version, lambda tokens: setattr(tokens.distribution, "temperature", 0.5))
+    read = [read_sequence(each.trajectory, SamplingSection(), VOCABULARY) for each in group.members]
+    assert [{*each.temperatures} for each in read] == [set(), set(), {0.5}, set()]
+    # A trainer that took the run's temperature would report another distance to the engine.
+    figures = (await committed(client, settled_digest, 0, [group])).figures
+    own = plain_log_probs(weights, read, temperatures=True)
+    off = [
+        abs(a - b)
+        for one, s in zip(own, read, strict=True)
+        for a, b in zip(one, s.engine_log_probs, strict=True)
+    ]
+    assert figures["log_prob_mismatch_mean"] == pytest.approx(sum(off) / len(off), abs=1e-4)
+
+
+async def test_what_was_not_drawn_by_chance_is_refused(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    group = settled(make_settled, version, lambda tokens: setattr(tokens.distribution, "temperature", 0.0))
+    with pytest.raises(grpc.aio.AioRpcError, match="not drawn by chance"):
+        await client.learn(0, 1, [group])
+
+
 async def test_a_masked_answer_may_be_of_any_distribution(client, make_settled):
     version = (await client.open()).version
     await client.begin(0, 1, 1, 2)

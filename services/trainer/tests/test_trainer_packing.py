@@ -124,6 +124,28 @@ def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
         torch.testing.assert_close(torch.tensor(found["old_log_probs"]), torch.tensor(expected))
 
 
+def test_each_token_has_the_log_prob_of_the_temperature_that_it_was_drawn_at(make_backend, sequences):
+    """Also where two samples drew the same token behind the same tokens, at different temperatures."""
+    from headrace_modelkit.loading import load_model
+    from headrace_schema.sections.generating import ModelSection
+
+    backend = make_backend(sampling={"temperature": 0.8})
+    cold, unsaid = sequences(1, count=2)
+    mixed = [0.5 if index % 2 else 1.7 for index in range(len(cold.trained))]
+    group = [msgspec.structs.replace(cold, temperatures=mixed), cold, unsaid]
+    model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
+    found = backend.infer([group], ["old_log_probs"])
+    for sequence, own in zip(group, found, strict=True):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([sequence.tokens])).logits[0]
+        at = sequence.temperatures or [0.8] * len(sequence.trained)
+        expected = [
+            float((logits_TV[position - 1] / temperature).log_softmax(-1)[sequence.tokens[position]])
+            for position, temperature in zip(sequence.trained, at, strict=True)
+        ]
+        torch.testing.assert_close(torch.tensor(own["old_log_probs"]), torch.tensor(expected))
+
+
 def test_a_packed_token_knows_its_sequence_and_its_old_log_prob():
     told = Sequence([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, {"old_log_probs": [-0.5, -0.25]})
     untold = Sequence([5, 8], [1], [0.0], [3.0], 1.0)

@@ -130,9 +130,9 @@ class Wiring:
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
-        """Command line of an instance; a reward needs no lease on devices."""
+        """Command line of an instance."""
         plan = self.plan
-        devices = ("--devices", ",".join(plan.devices) or "auto") if kind != "reward" else ()
+        devices = ("--devices", ",".join(plan.devices) or "auto")
         python = plan.pythons.get(kind, "")
         return [
             *_module(f"headrace_{kind}", python),

@@ -1,4 +1,4 @@
-"""A sequence classifier as a reward model: loaded, and asked about many sequences in batches of tokens.
+"""A classifier of sequences or tokens as a reward model: loaded, and asked about many sequences in batches of tokens.
 
 Shapes: B sequences, T positions, L labels. Knows no reward and no message.
 """
@@ -11,14 +11,21 @@ from typing import Any
 import torch
 from headrace_schema.sections.generating import ModelSection
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, location, reading
 
 
 class Classifier:
-    """A model of form `…ForSequenceClassification` with its tokenizer, on one device."""
+    """A model of form `…ForSequenceClassification` or `…ForTokenClassification` with its tokenizer, on one device.
+
+    What a classifier of tokens says of a sequence is what it says of its last token.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, longest: int) -> None:
         self.model = model
@@ -32,19 +39,23 @@ class Classifier:
         """Reads a model directory or Hugging Face id; `dtype` and `device` as torch names them.
 
         Raises:
-            ModelNotReadable: there is none, or it is no sequence classifier.
+            ModelNotReadable: there is none, or it is no classifier.
             torch.OutOfMemoryError, RuntimeError: the device has no room for it, or is none.
         """
         section = ModelSection.model_validate({"path": path, "revision": revision})
         architecture = load_architecture(section)
         kinds = ", ".join(architecture.architectures or ["unknown"])
-        if not any(name.endswith("ForSequenceClassification") for name in architecture.architectures or []):
+        names = architecture.architectures or []
+        forms: dict[str, Any] = {"ForSequenceClassification": AutoModelForSequenceClassification}
+        forms["ForTokenClassification"] = AutoModelForTokenClassification
+        form = next((made for end, made in forms.items() if any(name.endswith(end) for name in names)), None)
+        if form is None:
             raise ModelNotReadable(
                 f"{path!r} is a {kinds} and no sequence classifier; give a reward model, whose config.json names an "
-                "architecture …ForSequenceClassification"
+                "architecture …ForSequenceClassification or …ForTokenClassification"
             )
         with reading(section):
-            model, report = AutoModelForSequenceClassification.from_pretrained(
+            model, report = form.from_pretrained(
                 path,
                 config=architecture,
                 dtype=getattr(torch, dtype),
@@ -84,8 +95,11 @@ class Classifier:
         for config in (self.model.config, self.model.config.get_text_config()):
             config.pad_token_id = pad if len(sequences) > 1 else None
         device = self.model.device
-        logits_BL: Tensor = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
-        return logits_BL.float().cpu()
+        logits: Tensor = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        if logits.dim() == 3:  # of each token
+            last_B = torch.tensor([len(ids) - 1 for ids in sequences], device=device)
+            logits = logits[torch.arange(len(sequences), device=device), last_B]
+        return logits.float().cpu()
 
 
 def _absent(sequences: Sequence[Sequence[int]]) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_modelkit import logprobs
-from headrace_modelkit.logprobs import Head, scale, wide_product
+from headrace_modelkit.logprobs import Head, Temperature, scale, wide_product
 from headrace_modelkit.products import product
 
 Gather = Callable[[Tensor], Tensor]
@@ -27,7 +27,7 @@ def hidden_log_probs(
     head: Head,
     hidden_ND: Tensor,
     tokens_N: Tensor,
-    temperature: float,
+    temperature: Temperature,
     *,
     entropy: bool = False,
     gather: Gather | None = None,
@@ -69,7 +69,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         bias_V: Tensor | None,
         tokens_N: Tensor,
         head: Head,
-        temperature: float,
+        temperature: Temperature,
         entropy: bool,
         gather: Gather | None,
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class _HiddenLogProbs(torch.autograd.Function):
             means.append(torch.zeros_like(chosen_N))
             for rows in tiling.rows():
                 products_NC = part.products(hidden_ND[rows])
-                scaled_NC = scale(part.shaped(products_NC), temperature)
+                scaled_NC = scale(part.shaped(products_NC), _of(temperature, rows))
                 own = _Chosen.of(tokens_N[rows], columns)
                 chosen_N[rows] += scaled_NC.gather(-1, own.index_N[:, None])[:, 0].where(own.inside_N, 0.0)
                 totals[-1][rows], means[-1][rows] = _summary(scaled_NC, entropy)
@@ -114,7 +114,7 @@ class _HiddenLogProbs(torch.autograd.Function):
             for rows in tiling.rows():
                 shaped_NC = part.shaped(part.products(hidden_ND[rows]) if kept_NV is None else kept_NV)
                 found_NC = _softmax_gradient(
-                    scale(shaped_NC, ctx.temperature) - total_N[rows, None],
+                    scale(shaped_NC, _of(ctx.temperature, rows)) - total_N[rows, None],
                     upstream_N[rows],
                     None if of_entropy_N is None else of_entropy_N[rows],
                     entropy_N[rows],
@@ -122,7 +122,7 @@ class _HiddenLogProbs(torch.autograd.Function):
                 own = _Chosen.of(tokens_N[rows], columns)
                 share_N = upstream_N[rows].where(own.inside_N, 0.0)
                 found_NC.scatter_add_(-1, own.index_N[:, None], share_N[:, None])
-                part.through_shape(found_NC, shaped_NC, ctx.temperature)
+                part.through_shape(found_NC, shaped_NC, _of(ctx.temperature, rows))
                 if of_bias_V is not None:
                     of_bias_V[columns] += found_NC.sum(0)
                 if logprobs.narrow_products(hidden_ND, weight_VD):
@@ -134,6 +134,10 @@ class _HiddenLogProbs(torch.autograd.Function):
                 if of_weight_VD is not None:
                     of_weight_VD[columns].addmm_(found_NC.T, hidden_ND[rows].float())
         return of_hidden_ND.to(hidden_ND.dtype), of_weight_VD, of_bias_V, None, None, None, None, None
+
+
+def _of(temperature: Temperature, rows: slice) -> Temperature:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
 
 def _summary(scaled_NC: Tensor, entropy: bool) -> tuple[Tensor, Tensor | float]:

@@ -26,6 +26,10 @@ GPU_CHUNK_ELEMENTS = 64 * 1024 * 1024
 (it computes 300 bf16 operations in the time in which it reads a byte); four such chunks exist at a time."""
 
 
+Temperature = float | Tensor
+"""One for all rows, or (N,): one for each."""
+
+
 def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
     """fp32 (B, T) log-probs of tokens under softmax(logits / temperature); temperature 0 counts as 1.
 
@@ -64,8 +68,13 @@ def wide_product(one_NK: Tensor, other_KM: Tensor, into_NM: Tensor | None = None
     return torch.addmm(into_NM, one_NK, other_KM, out_dtype=torch.float32, out=into_NM)
 
 
-def scale(logits: Tensor, temperature: float) -> Tensor:
-    """fp32 logits divided by the temperature; greedy (0) is reported at temperature 1."""
+def scale(logits: Tensor, temperature: Temperature) -> Tensor:
+    """fp32 logits divided by the temperature, those of each row by its own; greedy (0) is reported at temperature 1.
+
+    Of temperatures by row, which are above 0, logits are (N, V).
+    """
+    if isinstance(temperature, Tensor):
+        return logits.float() / temperature[:, None]
     return logits.float() if temperature in (0.0, 1.0) else logits.float() / temperature
 
 
@@ -137,9 +146,11 @@ class Head:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         return logits_NV
 
-    def through_shape(self, gradient_NV: Tensor, shaped_NV: Tensor, temperature: float) -> Tensor:
+    def through_shape(self, gradient_NV: Tensor, shaped_NV: Tensor, temperature: Temperature) -> Tensor:
         """Turns the gradient at scaled logits, in place, into that at the matrix product; logits as `shaped`."""
-        if temperature not in (0.0, 1.0):
+        if isinstance(temperature, Tensor):
+            gradient_NV /= temperature[:, None]
+        elif temperature not in (0.0, 1.0):
             gradient_NV /= temperature
         if self.softcap is not None:
             gradient_NV *= 1.0 - (shaped_NV / self.softcap).square()

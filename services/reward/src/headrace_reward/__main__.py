@@ -39,9 +39,11 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities["scorer_options"] = [
         capability(entry["name"], entry["options_schema"]) for entry in catalogue
     ]
+    servicer = RewardServicer(instance, runs, catalogue)
+    instance.on_grant, instance.on_revoke = servicer.on_grant, servicer.on_revoke
     instance.add_service(
         reward_pb2_grpc.add_RewardServiceServicer_to_server,
-        RewardServicer(instance, runs, catalogue),
+        servicer,
         "headrace.reward.v1.RewardService",
     )
     return runs.close_all

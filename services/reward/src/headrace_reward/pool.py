@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
 from headrace_reward import judge
 from headrace_reward.config import PoolSettings
+from headrace_reward.place import Place
 from headrace_reward.scorers.base import Answer, ScorerError, Unavailable
 
 # A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
@@ -87,17 +89,35 @@ class Pool(Protocol):
         """Judges one answer; the future ends with PoolClosed where the pool closes first."""
         ...
 
+    def lease(self, devices: Sequence[str], holds: Callable[[], bool]) -> None:
+        """A lease's devices are to be used; `holds`: whether it may be used still."""
+        ...
+
+    async def settle(self, notice_s: float) -> None:
+        """Returns once nothing is judged under the lease, at the latest a little after the notice."""
+        ...
+
     async def close(self) -> None:
         """Ends what `open` began."""
         ...
 
 
 class ScorerPool(Pool):
-    """Children that hold the scorers of one run. `opening` is the `open` message each of them gets."""
+    """Children that hold the scorers of one run. `opening` is the `open` message each of them gets.
+
+    `leased`: they judge under a lease alone, on its devices.
+    """
 
     def __init__(
-        self, opening: Message, timeout_s: float, load_timeout_s: float, settings: PoolSettings
+        self,
+        opening: Message,
+        timeout_s: float,
+        load_timeout_s: float,
+        settings: PoolSettings,
+        *,
+        leased: bool = False,
     ) -> None:
+        self._place = Place(leased=leased)
         self._opening = opening
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
@@ -148,6 +168,14 @@ class ScorerPool(Pool):
             self._waiting[key] = jobs
         self._queue.put_nowait(jobs)
 
+    def lease(self, devices: Sequence[str], holds: Callable[[], bool]) -> None:
+        """A lease's devices are those of the children; `holds`: whether it may be used still."""
+        self._place.lease(devices, holds)
+
+    async def settle(self, notice_s: float) -> None:
+        """Returns once nothing is judged under the lease; what takes longer is judged again under the next one."""
+        await self._place.settle(notice_s)
+
     async def close(self) -> None:
         """Kills the children; answers that still wait raise PoolClosed."""
         self._closed = True
@@ -164,9 +192,16 @@ class ScorerPool(Pool):
             while True:
                 jobs.extend(await self._take())
                 while jobs:
+                    await self._place.granted()
+                    if child is not None and not self._place.fits(child):
+                        await child.kill()
+                        child = None
                     if child is None:
                         child = await self._replace(jobs)
-                    elif not await self._judge(child, jobs):
+                        continue
+                    with self._place.working():
+                        judged = await self._judge(child, jobs)
+                    if not judged:
                         await child.kill()
                         child = None
         finally:
@@ -215,6 +250,8 @@ class ScorerPool(Pool):
             try:
                 reply = await child.receive(limit)
             except (WorkerTimeout, WorkerGone) as error:
+                if not self._place.held:  # Its lease has ended: it is judged under the next one.
+                    return False
                 wall_s = time.monotonic() - begin
                 if at_once > 1:
                     await child.kill()
@@ -244,7 +281,7 @@ class ScorerPool(Pool):
             _settle(jobs.popleft(), Finding("scorer" if broken else "answer", detail, wall_s=wall_s))
 
     async def _start(self) -> Worker[Message]:
-        child = await Worker.start("headrace_reward.child", JSON_CODEC, self._settings.memory_bytes)
+        child = await self._place.start(self._settings.memory_bytes)
         try:
             child.send(self._opening)
             at = _At("scorers", 0, "loaded")
@@ -348,6 +385,12 @@ class InlinePool(Pool):
             Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.turns), dict(judged.parts))
         )
         return found
+
+    def lease(self, devices: Sequence[str], holds: Callable[[], bool]) -> None:
+        """Judges in this process whatever the devices are."""
+
+    async def settle(self, notice_s: float) -> None:
+        """Nothing runs beside the caller."""
 
     async def close(self) -> None:
         return

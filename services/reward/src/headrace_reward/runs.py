@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -110,7 +110,13 @@ class Run:
     """One open run: its scorers, their weights, and the results that were already given."""
 
     def __init__(
-        self, section: RewardSection, directory: Path, settings: PoolSettings, *, inline: bool = False
+        self,
+        section: RewardSection,
+        directory: Path,
+        settings: PoolSettings,
+        *,
+        inline: bool = False,
+        leased: bool = False,
     ) -> None:
         self.section = section
         self.digest = ""
@@ -121,7 +127,7 @@ class Run:
         self._pool: Pool = (
             InlinePool(opening)
             if inline
-            else ScorerPool(opening, section.timeout_s, section.load_timeout_s, settings)
+            else ScorerPool(opening, section.timeout_s, section.load_timeout_s, settings, leased=leased)
         )
 
     async def open(self) -> None:
@@ -129,6 +135,14 @@ class Run:
         code = await self._pool.open()
         rules = self.section.model_dump(mode="json", exclude={"timeout_s", "load_timeout_s"})
         self.digest = digest_bytes(json.dumps([rules, code], sort_keys=True).encode())
+
+    def lease(self, devices: Sequence[str], holds: Callable[[], bool]) -> None:
+        """Scorers compute on a lease's devices; `holds`: whether it may be used still."""
+        self._pool.lease(devices, holds)
+
+    async def settle(self, notice_s: float) -> None:
+        """Returns once no scorer computes under the lease; answers in hand are judged under the next one."""
+        await self._pool.settle(notice_s)
 
     async def close(self) -> None:
         """Kills the children; results that are still awaited raise pool.PoolClosed."""
@@ -249,13 +263,30 @@ class Runs:
     def __init__(self, directory: Path, settings: PoolSettings, *, inline: bool = False) -> None:
         self._directory, self._settings, self._inline = directory, settings, inline
         self._runs: dict[str, Run] = {}
+        self._leases: dict[int, tuple[str, tuple[str, ...], Callable[[], bool]]] = {}
+        """Run and devices by epoch, and whether the lease may be used still."""
 
-    async def open(self, name: str, section: RewardSection) -> Run:
-        """Opens a run that is not open. Raises OpenFault, see Run.open."""
-        run = Run(section, self._directory, self._settings, inline=self._inline)
+    async def open(self, name: str, section: RewardSection, *, leased: bool = False) -> Run:
+        """Opens a run that is not open; `leased`: it scores under leases alone. Raises OpenFault, see Run.open."""
+        run = Run(section, self._directory, self._settings, inline=self._inline, leased=leased)
         await run.open()
         self._runs[name] = run
+        for owner, devices, holds in self._leases.values():
+            if owner == name:
+                run.lease(devices, holds)
         return run
+
+    def lease(self, epoch: int, name: str, devices: Sequence[str], holds: Callable[[], bool]) -> None:
+        """A run's scorers compute on a lease's devices; `holds`: whether it may be used still."""
+        self._leases[epoch] = name, tuple(devices), holds
+        if (run := self._runs.get(name)) is not None:
+            run.lease(devices, holds)
+
+    async def settle(self, epoch: int, notice_s: float) -> None:
+        """Ends what is computed under a lease, by force after the notice."""
+        name, _, _ = self._leases.pop(epoch, ("", (), None))
+        if (run := self._runs.get(name)) is not None:
+            await run.settle(notice_s)
 
     def get(self, name: str) -> Run | None:
         """The open run of that name."""

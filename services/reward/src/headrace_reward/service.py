@@ -14,7 +14,8 @@ from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
-from headrace_servicekit.instance import Instance
+from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
@@ -51,6 +52,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             for entry in catalogue
         ]
 
+    async def on_grant(self, lease: common_pb2.Lease) -> None:
+        """The scorers of the lease's run compute on its devices."""
+        self._runs.lease(
+            lease.epoch, lease.run, lease.devices, lambda: self._instance.fence.holds(lease.epoch)
+        )
+
+    async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
+        """Ends what is computed under a lease, by force after the notice; the run stays open."""
+        await self._runs.settle(epoch, notice_s)
+        # This process uses no GPU, and the children that did have ended: what it measures is the host's memory.
+        return Memory(free_bytes=host_memory().free_bytes)
+
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: Context
     ) -> reward_pb2.ListScorersResponse:
@@ -70,8 +83,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             run: Run = await self._instance.open_run(
                 request.header,
-                section,
-                lambda: self._runs.open(name, section),
+                (section, request.leased),
+                lambda: self._runs.open(name, section, leased=request.leased),
                 lambda: self._runs.close(name),
             )
         except OpenFault as fault:

@@ -21,6 +21,7 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
+from headrace_servicekit.session_marks import mark_of
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
@@ -100,7 +101,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await (await building).close()
             raise
         self._run = run
-        self._endpoint.desk = run.desk if isinstance(run, OnlineRun) else None
+        if isinstance(run, OnlineRun):
+            run.desk.mark = mark_of(await self._endpoint.url())
+            self._endpoint.desk = run.desk
         self._caches.blobs.address = self._instance.address
         run.retention.blobs = self._caches.blobs
         await self._place()

@@ -215,7 +215,7 @@ def fill_trajectory(
     elif any(number <= GIVEN for number, _ in output.whole.spans):
         lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
-    _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
+    _fill_segments(trajectory, output.whole, _drawn_from(output, distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
@@ -332,20 +332,30 @@ def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistr
     )
 
 
+def _drawn_from(output: TrajectoryUpdate, distribution: Distribution) -> list[Distribution]:
+    """What each sampled token was drawn from; `distribution` where a turn says nothing else."""
+    assert output.whole is not None
+    turns = zip(output.said.turn_tokens, output.said.drawn, strict=False) if output.said is not None else ()
+    found = [drawn or distribution for tokens, drawn in turns for _ in range(tokens)]
+    sampled = sum(count for number, count in output.whole.spans if number > GIVEN)
+    return found + [distribution] * (sampled - len(found))
+
+
 def _fill_segments(
     trajectory: common_pb2.Trajectory,
     whole: Prefix,
-    sampled_from: common_pb2.SamplingDistribution,
+    drawn_from: Sequence[Distribution],
     lengths: list[int],
 ) -> None:
-    start = 0
+    start = sampled = 0
     for number, count in whole.spans:
         segment = trajectory.segments.add()
         segment.policy_number, segment.begins_sibling = max(number, GIVEN), number == BEGINS
         segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
         if number > GIVEN:
             segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
-            segment.tokens.distribution.CopyFrom(sampled_from)
+            segment.tokens.distribution.CopyFrom(distribution_message(drawn_from[sampled]))
+            sampled += count
             segment.tokens.text_bytes.extend(lengths[start : start + count])
         start += count
 

@@ -71,7 +71,7 @@ class Processes(ABC):
         """Starts a process; it registers and keeps its session for as long as it lives."""
         self._born += 1
         incarnation = f"{name}#{self._born:03}"
-        devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST)) if kind != "reward" else ()
+        devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST))
         instance = CLASSES[kind](
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )

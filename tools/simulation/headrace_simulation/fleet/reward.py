@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from headrace.reward.v1 import reward_pb2 as reward
@@ -29,7 +29,12 @@ class Reward(Instance):
 
     KIND: ClassVar[str] = "reward"
 
+    leased: set[str] = field(default_factory=set)
+    """Runs that are scored under a lease alone."""
+
     async def OpenRun(self, request: reward.OpenRunRequest) -> reward.OpenRunResponse:
+        if request.leased:
+            self.leased.add(request.header.run)
         await self.open_run(request.header, request.config_json, self.take_time, nothing)
         return reward.OpenRunResponse(scorer_digest="simulated")
 
@@ -40,10 +45,14 @@ class Reward(Instance):
     async def Score(
         self, requests: AsyncIterator[reward.ScoreRequest]
     ) -> AsyncIterator[reward.ScoreResponse]:
+        run = ""
         async for request in requests:
             if request.header.run:
                 self.fence(request.header, lease=False)
                 self.open_runs.applied(request.header)
+                run = request.header.run
+            while run in self.leased and not self.live_leases():  # noqa: ASYNC110  # the service holds them back
+                await asyncio.sleep(0.05)
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             items = list(request.items)
             self.rng.shuffle(items)

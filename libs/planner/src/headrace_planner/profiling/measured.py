@@ -17,7 +17,7 @@ HOST = "host"
 """Kind of the one device of stages that need no lease: rewards are computed beside the others' work."""
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 BESIDE = ("reward", "simulator")
-"""Services that compute on the host, beside the devices."""
+"""Services that compute on the host, beside the devices, unless they were given some."""
 HALVINGS = 40
 SWITCHES = 4
 """Times that memory is released or taken in a step in turns: twice by each side."""
@@ -56,7 +56,7 @@ def profile_document(
     moved = {"load_s": _rounded(median(switch)), "offload_s": _rounded(median(switch))} if switch else {}
     stages: dict[str, dict[str, Any]] = {}
     for stage, service in services.items():
-        if service in BESIDE:
+        if service in BESIDE and not any(step.devices.get(stage) for step in steps):
             each = [step.seconds[stage] / step.items for step in steps if stage in step.seconds]
             if each:
                 stages[stage] = {"kind": HOST, "host_item_s": _rounded(median(each))}

@@ -1,6 +1,6 @@
-"""What cannot work where a spec names devices for simulators or for instances that reply.
+"""What cannot work where a spec names devices for simulators, for instances that reply, or for scorers.
 
-Both act beside the rollouts on devices of their own, while answers are made.
+All act beside the rollouts on devices of their own, while answers are made.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headrace_schema.sections.running import APART, EVERY, PlacementSection, ove
 
 SIMULATOR = "placement.simulator"
 REPLY = "placement.reply"
+REWARD = "placement.reward"
 
 
 def simulator_problems(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -50,6 +51,37 @@ def replier_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     yield from refuse_sharing(placement, REPLY, "an exchange")
     yield from _turns_of_repliers(spec)
     yield from _room_for_repliers(spec)
+
+
+def scorer_problems(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of `placement.reward`; none where it is left out."""
+    placement = spec.placement
+    if not placement.reward:
+        return
+    if missing := list(missing_devices(placement, REWARD)):
+        yield from missing
+        return
+    yield from refuse_sharing(placement, REWARD, "what a reward model computes")
+    if len({*placement.reward}) < len(placement.reward):
+        yield problem(REWARD, "a device is named twice", "name each device once")
+    for side in ("rollout", "simulator", "reply"):
+        names: list[str] = getattr(placement, side)
+        if overlap(names, placement.reward):
+            yield scores_beside(sorted({*names} & {*placement.reward}) or placement.reward, side)
+    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reward})):
+        yield overlaps_trainer(REWARD, both, placement.mode)
+    others = [*placement.simulator, *placement.reply, *placement.reward]
+    yield from refuse_trainer_elsewhere(placement, REWARD, others, "score")
+
+
+def scores_beside(devices: Collection[str], side: str) -> KeyProblemView:
+    """The problem of devices that scorers and another side would have at the same time."""
+    does = {"rollout": "generates", "simulator": "simulates", "reply": "replies"}[side]
+    reason = (
+        f"{', '.join(devices)} {does} too, and a device is leased to one process at a time: answers are scored while "
+        "others are made"
+    )
+    return problem(REWARD, reason, "name other devices, such as the trainer's in collocated placement")
 
 
 def _turns_of_simulators(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -197,9 +197,6 @@ def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:
         key = "data.heldout" if spec.data.heldout else "evaluation.data"
         reason = "nobody asks held-out questions: the clients lead each conversation"
         yield problem(key, reason, "remove it, and evaluate checkpoints with headrace eval")
-    if spec.rollout.instances > 1:
-        reason = "clients speak with one instance, and the others would wait for sessions"
-        yield problem("rollout.instances", reason, "set 1; an engine may span several GPUs")
     if spec.algorithm.name == "remax":
         reason = "remax needs a greedy answer to each prompt, and what clients ask is sampled"
         yield problem("algorithm.name", reason, f"set {ONLINE_ALGORITHM}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import learning, placing
-from headrace_schema.rules.acting import replier_problems, simulator_problems
+from headrace_schema.rules.acting import replier_problems, scorer_problems, simulator_problems
 from headrace_schema.rules.agentic import agentic_problems
 from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.rules.staleness import staleness
@@ -155,6 +155,7 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     _reward,
     simulator_problems,
     replier_problems,
+    scorer_problems,
     workflow_problems,
     embodied_problems,
     agentic_problems,

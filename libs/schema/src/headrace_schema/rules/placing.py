@@ -22,7 +22,7 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
         )
     shared = sorted(set(section.rollout) & set(section.trainer))
     uneven = sorted(section.rollout) != sorted(section.trainer)
-    if section.mode == "collocated" and uneven and not (section.simulator or section.reply):
+    if section.mode == "collocated" and uneven and not (section.simulator or section.reply or section.reward):
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",

@@ -56,6 +56,12 @@ class AgentSection(Section):
         description="nothing is started: clients from outside speak with the policy (headrace run endpoint RUN), and "
         "the run learns from the sessions that they reward",
     )
+    sampling: Literal["request", "run"] = Field(
+        default="request",
+        description="who says how the tokens of an answer are drawn. request: the request, with temperature, top_p "
+        "and seed, and sampling where it does not say. Each token is learned from at the temperature that it had; an "
+        "answer at temperature 0 or with top_p below 1 is context without loss. run: sampling, whatever requests say",
+    )
     tool_calls: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "

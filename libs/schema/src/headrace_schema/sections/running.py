@@ -14,7 +14,7 @@ EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
 APART = ("disaggregated", "hybrid")
 """Modes in which generating and learning have devices of their own while answers are made."""
-SIDES = ("rollout", "trainer", "simulator", "reply")
+SIDES = ("rollout", "trainer", "simulator", "reply", "reward")
 """Who holds devices, by the keys that name them."""
 MEASURE_STEPS = 3
 MEASURING_SHARE = 0.05
@@ -85,6 +85,11 @@ class PlacementSection(Section):
         default_factory=list,
         description="devices on which instances of their own reply while rollouts answer, see `reply`; default: each "
         "rollout replies on its own devices",
+    )
+    reward: Devices = Field(
+        default_factory=list,
+        description="devices on which scorers, such as reward_model, compute while rollouts generate; those of the "
+        "trainer too in turns; default: the reward service holds no devices, and scorers compute on its host's CPU",
     )
     share: bool = Field(
         default=False,

@@ -51,12 +51,14 @@ class Scorer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., options_schema_json: _Optional[str] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("header", "config_json")
+    __slots__ = ("header", "config_json", "leased")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     config_json: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ...) -> None: ...
+    leased: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., leased: _Optional[bool] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("scorer_digest",)

@@ -93,7 +93,7 @@ class RunContext:
         self.leases = WorkerLeases(self.workers)
         self.repliers = Repliers(self.leases)
         self.modality = modality_of(self.workers, self.leases, dataset, self.repliers)
-        self.staffing = Staffing(self.workers, self.modality)
+        self.staffing = Staffing(self.workers, self.modality, self.leases)
         self.placement = Placement(self.leases, self.staffing)
         self.lending = Lending(self.leases, self.placement)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.

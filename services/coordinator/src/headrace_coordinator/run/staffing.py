@@ -14,6 +14,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.run.modality import Modality
 from headrace_coordinator.run.step.scoring.streams import ScoreStreams
@@ -37,8 +38,9 @@ Helper = TypeVar("Helper", bound=WorkerClient)
 class Staffing:
     """Keeps the run open at its instances. `score_streams`: the streams to its reward instances."""
 
-    def __init__(self, workers: WorkerGroup, modality: Modality) -> None:
+    def __init__(self, workers: WorkerGroup, modality: Modality, leases: WorkerLeases) -> None:
         self.workers = workers
+        self._leases = leases
         self.score_streams = ScoreStreams()
         self._fleet = workers.fleet
         self._modality = modality
@@ -70,8 +72,8 @@ class Staffing:
     async def staff_rewards(self) -> None:
         """Every ready reward instance has the run open; at least one. They serve many runs at once.
 
-        One that dies meanwhile is no fault of the run: it is replaced. Raises `Unstaffed` where none comes, and
-        CallRefused where the run's own scorers end every one.
+        Where `placement.reward` names devices, those that have some. One that dies meanwhile is no fault of the run: it
+        is replaced. Raises `Unstaffed` where none comes, and CallRefused where the run's own scorers end every one.
         """
         workers = self.workers
         while True:
@@ -79,15 +81,32 @@ class Staffing:
             self.check_scorers_deaths()
             await wait_for_instances(workers, lambda: bool(self._ready_rewards()), "1 ready reward instance")
             known = {scorer.incarnation for scorer in workers.rewards}
-            for instance in self._ready_rewards():
-                if instance.incarnation not in known:
+            ready = self._ready_rewards()
+            seats = self._leases.scorers.seats(ready, keep=True)
+            for instance in ready:
+                if instance.incarnation not in known and instance.incarnation in seats:
                     await self._open_rewards(instance)
+            for scorer in workers.rewards:
+                scorer.devices = seats.get(scorer.incarnation, scorer.devices)
             if workers.rewards:
                 return
+            if not seats:
+                lacking = f"a reward instance that has {', '.join(self._leases.scorers.names)}"
+                await wait_for_instances(workers, lambda: self._seated(), lacking)
+
+    def _seated(self) -> bool:
+        return bool(self._leases.scorers.seats(self._ready_rewards(), keep=True))
+
+    async def lease_scorers(self) -> None:
+        """Within a step: every reward instance of the run holds its devices, where it has some."""
+        if self._leases.scorers.names:
+            async with self._leases.lock:
+                await self._leases.scorers.acquire()
 
     async def _open_rewards(self, instance: InstanceState) -> None:
         """Opens the run there. A scorer that cannot be asked now is waited for, `limits.step_timeout_s` at most."""
         workers, fleet = self.workers, self._fleet
+        section, leased = workers.spec.reward, bool(self._leases.scorers.names)
         limit_s, pause_s, began = (
             workers.spec.limits.step_timeout_s,
             FIRST_PAUSE_S,
@@ -98,7 +117,11 @@ class Staffing:
                 scorer = client_of(workers, RewardClient, instance)
                 async with fleet.deaths.opening(workers.run, instance):
                     with fleet.waits.named(workers.run, f"{instance.instance} to load the scorers"):
-                        await open_run(workers, scorer, lambda scorer: scorer.open_run(workers.spec.reward))
+                        await open_run(
+                            workers,
+                            scorer,
+                            lambda scorer: scorer.open_run(section, leased=leased),
+                        )
             except InstanceDown:
                 if await fleet.fate(instance.incarnation):
                     raise

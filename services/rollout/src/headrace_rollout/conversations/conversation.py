@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from headrace.simulator.v1 import simulator_pb2
 
-from headrace_rollout.engines.samples import BEGINS, GIVEN, Finish, Prefix, Said, SlotKey, TrajectoryUpdate
+from headrace_rollout.engines.samples import (
+    BEGINS,
+    GIVEN,
+    Distribution,
+    Finish,
+    Prefix,
+    Said,
+    SlotKey,
+    TrajectoryUpdate,
+)
 
 
 @dataclass(eq=False)
@@ -26,6 +35,8 @@ class Conversation:
     turn_tokens: list[int] = field(default_factory=list)
     turn_messages: list[int] = field(default_factory=list)
     parties: list[str] = field(default_factory=list)
+    drawn: list[Distribution | None] = field(default_factory=list)
+    """As `Said.drawn`."""
     success: bool = False
     failure: str = ""
 
@@ -39,10 +50,15 @@ class Conversation:
         """Turns that the environment has taken."""
         return len(self.rewards)
 
-    def spoke(self, whole: Prefix, text: str) -> None:
-        """Adds a turn of the policy, which carries loss."""
-        self.takes(whole)
-        self.turn_tokens.append(len(whole.token_ids))
+    def spoke(self, whole: Prefix, text: str, drawn: Distribution | None = None) -> None:
+        """Adds a turn of the policy, sampled from `drawn` (None: as the stream says).
+
+        It carries loss, unless what it was drawn from is not whole: a trainer cannot compute its log-probs.
+        """
+        learned = drawn is None or drawn.whole
+        self.takes(whole) if learned else self.gave(whole.token_ids)
+        self.drawn.append(drawn)
+        self.turn_tokens.append(len(whole.token_ids) if learned else 0)
         self.turn_messages.append(len(self.said))
         self.said.append(("assistant", text))
 
@@ -75,6 +91,7 @@ class Conversation:
             self.turn_tokens += each.turn_tokens
             self.turn_messages += [len(self.said) + place for place in each.turn_messages]
             self.said += each.said
+            self.drawn += each.drawn
 
     def ended(
         self, key: SlotKey, attempt: int, number: int, finish: Finish, *, greedy: bool
@@ -100,6 +117,7 @@ class Conversation:
                 tuple(self.turn_tokens),
                 tuple(self.turn_messages),
                 tuple(self.parties),
+                tuple(self.drawn),
             ),
         )
 

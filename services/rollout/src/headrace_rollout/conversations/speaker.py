@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_rollout.engines.base import Engine
-from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, Stream, TrajectoryUpdate
-from headrace_rollout.exchanges.exchange import Turn
+from headrace_rollout.engines.samples import (
+    Distribution,
+    Group,
+    Prefix,
+    Sample,
+    SlotKey,
+    Stream,
+    TrajectoryUpdate,
+)
+from headrace_rollout.exchanges.exchange import Turn, seed_of
 
 Place = tuple[int, SlotKey, int]
 """Turn, slot and attempt."""
@@ -35,7 +43,8 @@ Heard = Callable[[Sequence[int], Sequence[float]], None]
 class Asked:
     """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample.
 
-    Without `limits` those of the stream hold. `heard` is told what is new until the turn's end, which carries the rest.
+    Without `limits` and `distribution` those of the stream hold. `heard` is told what is new until the turn's end,
+    which carries the rest. Turns of a sample that name the same `seed` draw alike.
     """
 
     key: SlotKey
@@ -47,6 +56,8 @@ class Asked:
     heard: Heard | None = None
     prefix: Prefix | None = None
     """What the turn begins with, of a stream that has ended."""
+    distribution: Distribution | None = None
+    seed: str = ""
 
     @property
     def place(self) -> Place:
@@ -62,7 +73,7 @@ class Speaker:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Asked] = []
         self._answers: dict[Place, asyncio.Future[TrajectoryUpdate]] = {}
-        self._streams: dict[tuple[int, Limits, int], Stream] = {}
+        self._streams: dict[tuple[Any, ...], Stream] = {}
         self._heard: dict[Place, Heard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -124,24 +135,28 @@ class Speaker:
         task.add_done_callback(self._tasks.discard)
 
     def _stream(self, asked: Asked) -> Stream:
-        """That of the turn, with its seed, and of its limits."""
+        """That of the turn, with its seed, of its limits and its distribution."""
         turn, limits = asked.turn, asked.limits or Limits(self._outer.max_new_tokens, self._outer.stop)
         each = 1 if asked.heard is not None else 0
-        if (turn, limits, each) not in self._streams:
+        distribution = asked.distribution or self._outer.distribution
+        terms = (turn, limits, each, distribution, asked.seed)
+        if terms not in self._streams:
 
             def sink(outputs: list[TrajectoryUpdate]) -> None:
                 self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
 
-            self._streams[turn, limits, each] = replace(
+            seed = self._outer.seed
+            self._streams[terms] = replace(
                 self._outer,
-                seed=Turn(turn, reply=False).seed(self._outer.seed),
+                distribution=distribution,
+                seed=seed_of(f"{seed}/{asked.seed}") if asked.seed else Turn(turn, reply=False).seed(seed),
                 sink=sink,
                 chunk_tokens=each,
                 goes_on=True,
                 max_new_tokens=limits.max_new_tokens,
                 stop=limits.stop,
             )
-        return self._streams[turn, limits, each]
+        return self._streams[terms]
 
     def _arrived(self, turn: int, outputs: list[TrajectoryUpdate]) -> None:
         for output in outputs:

@@ -1,22 +1,20 @@
-"""POST /v1/completions: the rest of a text, without a chat template; requests and answers in OpenAI's form.
-
-Knows no session.
-"""
+"""POST /v1/completions: the rest of a text, without a chat template; requests and answers in OpenAI's form."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from headrace_rollout.endpoint.requests import Message, Refusal, TextRequest, read_request
-from headrace_rollout.endpoint.session import Answer
+from headrace_rollout.endpoint.requests import ChatRequest, Message, Refusal, TextRequest, read_request
+from headrace_rollout.endpoint.session import Answer, Session
+from headrace_rollout.endpoint.streaming import Piece
 
 
 def read_text_request(body: bytes) -> TextRequest:
     """The request of a body. Raises Refusal 400 with the key and what to do."""
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the body: {error}") from error
     if not isinstance(given, dict):
         raise Refusal(400, "invalid_request", "the body: give a JSON object")
@@ -37,7 +35,17 @@ def read_text_request(body: bytes) -> TextRequest:
             raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
     chat = {
         key: given.get(key)
-        for key in ("model", "max_tokens", "stop", "stream", "stream_options", "n", "logit_bias")
+        for key in ChatRequest.model_fields
+        if key
+        not in (
+            "messages",
+            "logprobs",
+            "top_logprobs",
+            "tools",
+            "tool_choice",
+            "response_format",
+            "functions",
+        )
     }
     chat |= {"messages": [{"role": "user", "content": prompt}], "logprobs": log_probs is not None}
     checked = read_request(
@@ -56,3 +64,13 @@ def text_choice(asked: TextRequest, answer: Answer, index: int = 0) -> dict[str,
         values = [value for _, value in answer.tokens]
         log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
     return {"index": index, "text": answer.content, "logprobs": log_probs, "finish_reason": answer.finish}
+
+
+def text_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool) -> list[dict[str, Any]]:
+    """Of a streamed completion."""
+    log_probs = None
+    if piece.tokens:
+        texts, values = [text for text, _ in piece.tokens], [value for _, value in piece.tokens]
+        log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+    finish = None if piece.answer is None else piece.answer.finish
+    return [{"index": piece.choice, "text": piece.text, "logprobs": log_probs, "finish_reason": finish}]

@@ -78,8 +78,10 @@ class Desk:
         self, key: str, section: OnlineSection, terms: Terms, group_size: int, kept: Callable[[SlotKey], bool]
     ) -> None:
         self.key, self.terms = key, terms
+        self.mark = ""
+        """What the ids of its sessions begin with: where the endpoint is."""
         self.counts: Counter[str] = Counter()
-        """Sessions that are over, by what became of them: taken, unrewarded, stale, incomplete, withdrawn."""
+        """Sessions that are over: how many were taken, unrewarded, stale, untrained, incomplete and withdrawn."""
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
@@ -103,7 +105,7 @@ class Desk:
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         key = SlotKey(secrets.randbelow(_KEYS), 0)
         talk = Conversation((), [])
-        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False)
+        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False, mark=self.mark)
         self._open[session.id] = Open(session, group, time.monotonic())
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")
@@ -125,12 +127,15 @@ class Desk:
         return next((each.session for each in self._open.values() if each.session.api_key == key), None)
 
     def end(self, session: Session) -> str:
-        """What becomes of a session that has its last reward: taken, waiting (for the next step), or stale."""
+        """What becomes of a session that has its last reward: taken, waiting (for a step), stale or untrained."""
         found = self._open.pop(session.id)
         talk = session.join()
         versions = [number for number, _ in talk.spans if number > 0]
         finish = session.limit or (Finish.LENGTH if session.cut else Finish.TERMINATED)
         rewarded = Rewarded(talk, finish, min(versions, default=0), time.monotonic())
+        if session.turns and not session.learned:
+            self._count("untrained", [rewarded])
+            return rewarded.state
         group = found.group if self._group_size > 1 else session.id
         self._rewarded[group].append(rewarded)
         self._match()

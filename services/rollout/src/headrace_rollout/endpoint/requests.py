@@ -1,6 +1,5 @@
 """What an agent asks for in a chat completion, checked: what would change the policy's answers otherwise is refused.
 
-How tokens are drawn (temperature, top_p, penalties, seed) is the run's: what a request says of it is not looked at.
 Knows no session and no HTTP.
 """
 
@@ -8,12 +7,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from headrace_rollout.engines.samples import Distribution
 
 MOST_CHOICES = 128
+TEXTS = ("text", "input_text", "output_text")
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+}
+"""What else some servers let a request say of how tokens are drawn, and the values that change nothing."""
 
 
 class Refusal(Exception):
@@ -41,8 +52,8 @@ class Line:
 
 
 class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str = ""
 
 
 class _Function(BaseModel):
@@ -72,6 +83,22 @@ class Message(BaseModel):
         return Line("system" if self.role == "developer" else self.role, text, calls)
 
 
+class _Tool(BaseModel):
+    """As it is told to the chat template; what else it says is let through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: _ToolFunction
+
+
+class _ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    parameters: dict[str, Any] | None = None
+
+
 class _Format(BaseModel):
     type: str
 
@@ -97,9 +124,24 @@ class ChatRequest(BaseModel):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=MOST_TEMPERATURE)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     response_format: _Format | None = None
     logit_bias: dict[str, float] | None = None
     functions: list[Any] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _callable(cls, given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Refuses what is no function with a name; kept as it was given."""
+        TypeAdapter(list[_Tool]).validate_python(given or [])
+        return given
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -116,6 +158,19 @@ class ChatRequest(BaseModel):
         """The longest answer that is asked for."""
         given = [each for each in (self.max_tokens, self.max_completion_tokens) if each is not None]
         return min(given, default=None)
+
+    def drawn_from(self, otherwise: Distribution) -> Distribution | None:
+        """What its tokens are to be drawn from; None where it is `otherwise`. Raises Refusal for what there is not."""
+        for key, neutral in _NEUTRAL.items():
+            if (given := getattr(self, key)) is not None and given not in neutral:
+                reason = "requests have temperature, top_p and seed; leave it out, or set agent.sampling: run"
+                raise Refusal(400, "unsupported_parameter", f"{key}: {reason}", key)
+        temperature = otherwise.temperature if self.temperature is None else self.temperature
+        if 0 < temperature < LEAST_TEMPERATURE:
+            reason = f"{temperature:g} is neither 0 nor at least {LEAST_TEMPERATURE}"
+            raise Refusal(400, "invalid_request", f"temperature: {reason}; give one of these", "temperature")
+        found = replace(otherwise, temperature=temperature, top_p=self.top_p or otherwise.top_p)
+        return None if found == otherwise else found
 
 
 class TextRequest(ChatRequest):
@@ -135,6 +190,11 @@ def read_request(body: bytes) -> ChatRequest:
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"])) or None
         raise Refusal(400, "invalid_request", f"{param or 'the body'}: {first['msg']}", param) from error
+    for index, message in enumerate(request.messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        if other := next((part.type for part in parts if part.type not in TEXTS), None):
+            why = f"a part of type {other} is no text, and this endpoint reads text alone"
+            raise Refusal(400, "unsupported_parameter", f"messages.{index}.content: {why}", "messages")
     wrong = {
         "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
         "response_format": request.response_format is not None

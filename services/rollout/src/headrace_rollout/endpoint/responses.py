@@ -29,7 +29,7 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
     """
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the body: {error}") from error
     if not isinstance(given, dict):
         raise Refusal(400, "invalid_request", "the body: give a JSON object")
@@ -54,8 +54,18 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
         "top_logprobs": given.get("top_logprobs"),
         "response_format": (given.get("text") or {}).get("format"),
         "stream": given.get("stream"),
+        **{key: given.get(key) for key in ("temperature", "top_p", "seed")},
     }
     return read_request(json.dumps({key: value for key, value in chat.items() if value is not None}).encode())
+
+
+def previous_of(body: bytes) -> str:
+    """The id of the response that a request goes on from; empty for none."""
+    try:
+        found = json.loads(body).get("previous_response_id")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _before(given: Mapping[str, Any], earlier: Earlier) -> list[dict[str, Any]]:

@@ -103,6 +103,11 @@ class AgentRunner(ConversationRunner):
             talk.failure = (
                 "the agent spoke to nobody: it has to send requests to OPENAI_BASE_URL, with OPENAI_API_KEY"
             )
+        elif session.turns and not session.learned:
+            talk.failure = (
+                "all its requests set temperature: 0 or top_p below 1, so nothing was drawn that can be learned from: "
+                "set agent.sampling: run, with which the run's own sampling holds"
+            )
         elif self._rewards and not session.rewarded and not by_limit and session.limit is None:
             talk.failure = (
                 "the agent ended without a reward: return a number, post one to "

@@ -13,17 +13,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace_servicekit.session_marks import KEY
 from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
 from headrace_rollout.conversations.conversation import Conversation
-from headrace_rollout.conversations.speaker import Asked, Heard, Limits
+from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical, chat_of
-from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
+from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
+from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream, TrajectoryUpdate
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -51,10 +53,16 @@ class Terms:
     most_tokens: int
     tool_calls: str
     """The form of calls of tools."""
+    asked: bool = True
+    """Requests say how their tokens are drawn; else the stream does, whatever they say."""
 
     def calls_of(self, text: str) -> tuple[str, list[Call]]:
         """The text of a turn beside its calls, and these."""
         return beside_calls(self.tool_calls, text)
+
+    def drawn_from(self, request: ChatRequest) -> Distribution | None:
+        """What its tokens are drawn from; None: as the stream says. Raises Refusal."""
+        return request.drawn_from(self.stream.distribution) if self.asked else None
 
 
 @dataclass(frozen=True)
@@ -69,42 +77,6 @@ class Answer:
     tokens: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Where a branch stood after a turn of the policy: messages, tokens behind the prompt, and the turn's ids."""
-
-    lines: int
-    tokens: int
-    spoken: Sequence[int]
-
-
-@dataclass(eq=False)
-class Branch:
-    """Requests of a session that extend each other, as one trajectory. `text`: of a text, not of messages."""
-
-    talk: Conversation
-    text: bool = False
-    tools: list[dict[str, Any]] | None = None
-    lines: list[Line] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    busy: bool = False
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
-
-    branch: Branch
-    prompt_ids: Sequence[int]
-    given: Sequence[int]
-    lines: Sequence[Line]
-
-    @property
-    def context(self) -> list[int]:
-        """What the policy reads."""
-        return [*self.prompt_ids, *self.branch.talk.tokens, *self.given]
-
-
 Told = Callable[[int, int, Sequence[int], Sequence[float]], None]
 """Is told new ids with their log-probs: (number of the first choice, choice, ids, log-probs)."""
 
@@ -112,8 +84,8 @@ Told = Callable[[int, int, Sequence[int], Sequence[float]], None]
 class Session:
     """The session of one sample; `talk` is filled as it goes on, and has its siblings once they are `joined`.
 
-    `limit` says which limit the agent ran into last. `halted` is set once its sample was stopped, or has what ends the
-    stream.
+    Its id begins with `mark`. `limit` says which limit the agent ran into last. `halted` is set once its sample was
+    stopped, or has what ends the stream.
     """
 
     def __init__(
@@ -126,8 +98,10 @@ class Session:
         check_opening: Callable[[Sequence[int]], None],
         *,
         greedy: bool,
+        mark: str = "",
     ) -> None:
-        self.id, self.api_key = secrets.token_hex(8), f"sk-headrace-{secrets.token_urlsafe(32)}"
+        self.id = mark + secrets.token_hex(8)[len(mark) :]
+        self.api_key = f"{KEY}{self.id}-{secrets.token_urlsafe(32)}"
         self.talk = talk
         self.limit: Finish | None = None
         self.cut = False
@@ -139,7 +113,7 @@ class Session:
         """Set when requests of a halted session need not wait any longer: nobody waits for their answers."""
         self._key, self._attempt, self._greedy = key, attempt, greedy
         self._terms, self._speaker, self._check_opening = terms, speaker, check_opening
-        self._branches = [Branch(talk)]
+        self._branches = Branches(talk, terms.codec, terms.template)
         self.answered_at = time.monotonic()
         self._requests = self._numbers = 0
         self._asked: deque[tuple[ChatRequest, asyncio.Future[list[Answer]]]] = deque(maxlen=REMEMBERED)
@@ -165,6 +139,11 @@ class Session:
     def turns(self) -> int:
         """Turns that the policy has taken."""
         return len(self._turns)
+
+    @property
+    def learned(self) -> bool:
+        """Whether anything was drawn that can be learned from, once it is joined."""
+        return any(drawn is None or drawn.whole for drawn in self.talk.drawn)
 
     @property
     def rewards(self) -> list[float]:
@@ -239,7 +218,7 @@ class Session:
         """
         for _, answers in self._asked:
             answers.cancel()
-        first, *others = [branch.talk for branch in self._branches if branch.talk.turns] or [self.talk]
+        first, *others = self._branches.talks() or [self.talk]
         if first is not self.talk:
             success, failure = self.talk.success, self.talk.failure
             vars(self.talk).update(vars(first))
@@ -250,12 +229,13 @@ class Session:
     async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:
         placed: list[Place] = []
         try:
+            drawn = None if self._greedy else self._terms.drawn_from(request)
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
             return await _all(
                 [
-                    self._turn(request, place, first + index, partial(told, first, index) if told else None)
+                    self._turn(request, place, drawn, (first, index), told)
                     for index, place in enumerate(placed)
                 ]
             )
@@ -263,12 +243,25 @@ class Session:
             for place in placed:
                 place.branch.busy = False
 
-    async def _turn(self, request: ChatRequest, place: Place, number: int, heard: Heard | None) -> Answer:
+    async def _turn(
+        self,
+        request: ChatRequest,
+        place: Place,
+        drawn: Distribution | None,
+        choice: tuple[int, int],
+        told: Told | None,
+    ) -> Answer:
+        """The turn of a choice: (number of the request's first one, which one it is)."""
+        first, index = choice
+        number, heard = first + index, partial(told, *choice) if told else None
+        seed = f"{request.seed}/{index}" if self._terms.asked and request.seed is not None else ""
         branch, talk, stream = place.branch, place.branch.talk, self._terms.stream
         context = place.context
         most = min(request.most_tokens or stream.max_new_tokens, stream.max_new_tokens)
         limits = Limits(most, (*stream.stop, *(request.stop or ())))
-        asked = Asked(self._key, self._attempt, number - 1, context, self._greedy, limits, heard)
+        asked = Asked(
+            self._key, self._attempt, number - 1, context, self._greedy, limits, heard, None, drawn, seed
+        )
         turn = await self._said(asked)
         whole = turn.whole
         assert whole is not None
@@ -277,7 +270,7 @@ class Session:
         talk.said += [(line.role, line.content) for line in place.lines]
         talk.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
-        talk.spoke(whole, text)
+        talk.spoke(whole, text, drawn)
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
         self.cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
@@ -296,61 +289,28 @@ class Session:
         return Answer(number, content, calls, finish, len(context), tokens)
 
     def _place(self, request: ChatRequest) -> Place:
-        """Where the request goes on, or begins. Marks the branch as busy. Raises Refusal."""
+        """Where the request goes on, or begins; its branch is busy then. Raises Refusal."""
         try:
-            place = self._behind(request) or self._anew(request)
+            place = self._branches.place(request)
         except ValueError as error:
             raise Refusal(400, "invalid_request", f"messages: {error}", "messages") from error
+        if self._branches.opens(place):
+            try:
+                self._check_opening(place.prompt_ids)
+            except Exception as error:
+                self._halt(error)
+                raise Refusal(400, "invalid_request", str(error), "messages") from error
+        if not place.context:
+            raise Refusal(
+                400, "invalid_request", "messages: nothing is said in them; give content", "messages"
+            )
         if len(place.context) >= self._terms.most_tokens:
             if not self._turns:
                 self.talk.prompt_ids = place.prompt_ids
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
             raise self._over_limit()
-        place.branch.busy = True
-        if place.branch not in self._branches:
-            self._branches.append(place.branch)
+        self._branches.take(place)
         return place
-
-    def _behind(self, request: ChatRequest) -> Place | None:
-        """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
-        text, most = isinstance(request, TextRequest), 0
-        lines, found = request.lines, None
-        for branch in self._branches:
-            if branch.text != text or (request.tools or None) != (branch.tools or None):
-                continue
-            known = len(branch.lines) if text else _common(branch.lines, lines)
-            for mark in reversed(branch.marks):
-                if most < mark.lines <= known and (new := _new(lines, branch.lines[: mark.lines], text=text)):
-                    found, most = (branch, mark, new), mark.lines
-                    break
-        if found is None:
-            return None
-        branch, mark, new = found
-        if text:
-            given = self._terms.codec.encode_behind(new[0].content)
-        else:
-            given = self._terms.template.between(mark.spoken, chat_of(new), request.tools)
-        if mark is branch.marks[-1] and not branch.busy:
-            return Place(branch, branch.talk.prompt_ids, given, new)
-        read = [*branch.talk.prompt_ids, *branch.talk.tokens[: mark.tokens], *given]
-        before = branch.lines[: mark.lines]
-        return Place(Branch(Conversation((), [])), read, [], [*before, *new])
-
-    def _anew(self, request: ChatRequest) -> Place:
-        """A branch of its own, which reads the whole request: the first one, or a sibling."""
-        if isinstance(request, TextRequest):
-            prompt: Sequence[int] = self._terms.codec.encode_prompt(text=request.prompt)
-        else:
-            prompt = self._terms.template.opened(chat_of(request.lines), request.tools)
-        first = self._branches[0]
-        if first.marks or first.busy:
-            return Place(Branch(Conversation((), [])), prompt, [], request.lines)
-        try:
-            self._check_opening(prompt)
-        except Exception as error:
-            self._halt(error)
-            raise Refusal(400, "invalid_request", str(error), "messages") from error
-        return Place(first, prompt, [], request.lines)
 
     async def _said(self, asked: Asked) -> TrajectoryUpdate:
         """The turn of the policy. Does not return before `over` where the sample was stopped."""
@@ -408,27 +368,6 @@ class Session:
 
 def _ended() -> Refusal:
     return Refusal(503, "session_over", "this session has ended; an agent's begins anew")
-
-
-def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
-    """How many first messages are the same."""
-    for index, (was, now) in enumerate(zip(said, lines, strict=False)):
-        if not was.same(now):
-            return index
-    return min(len(said), len(lines))
-
-
-def _new(lines: Sequence[Line], said: Sequence[Line], *, text: bool) -> Sequence[Line]:
-    """What a request adds to what was said; nothing where it does not extend it, or puts words into the model's mouth.
-
-    The messages begin with those that were said; of a text this is looked at here.
-    """
-    if not text:
-        new = lines[len(said) :]
-        return [] if any(line.role == "assistant" for line in new) else new
-    before, (whole,) = "".join(line.content for line in said), lines
-    added = whole.content.removeprefix(before)
-    return [Line("user", added)] if added and added != whole.content else []
 
 
 async def _all(turns: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,11 @@ class Distribution:
         """The same at temperature 0."""
         return replace(self, temperature=0.0)
 
+    @property
+    def whole(self) -> bool:
+        """Whether any token may be drawn, by the model's own logits: a trainer can compute its log-probs."""
+        return self.temperature > 0 and self == Distribution(self.temperature)
+
 
 class Finish(Enum):
     """Why a sample ended."""
@@ -132,6 +137,8 @@ class Said:
     turn_tokens: tuple[int, ...] = ()
     turn_messages: tuple[int, ...] = ()
     parties: tuple[str, ...] = ()
+    drawn: tuple[Distribution | None, ...] = ()
+    """What each turn was sampled from, where it is not the stream's (None, or nothing at all)."""
 
 
 @dataclass(frozen=True)

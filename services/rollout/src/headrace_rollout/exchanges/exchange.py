@@ -37,6 +37,11 @@ class Rules:
     last_alone: bool = False
 
 
+def seed_of(text: str) -> int:
+    """A seed for what a text names."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=SEED_BYTES).digest()) >> 1
+
+
 @dataclass(frozen=True)
 class Turn:
     """The `index`-th answer, or the reply to it."""
@@ -48,8 +53,7 @@ class Turn:
         """The seed of the turn's tokens: the first answer has the run's own, so that no two turns draw alike."""
         if self == FIRST:
             return seed
-        text = f"{seed}/{self.index}/{self.reply}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=SEED_BYTES).digest()) >> 1
+        return seed_of(f"{seed}/{self.index}/{self.reply}")
 
 
 FIRST = Turn(0, reply=False)

@@ -152,7 +152,14 @@ def _online_run(
         tuple(sampling.stop),
     )
     terms = Terms(
-        name, stream, codec, template, agent.online.max_turns, engine.max_context_tokens, agent.tool_calls
+        name,
+        stream,
+        codec,
+        template,
+        agent.online.max_turns,
+        engine.max_context_tokens,
+        agent.tool_calls,
+        asked=agent.sampling == "request",
     )
 
     def kept(key: SlotKey) -> bool:

@@ -45,6 +45,7 @@ class ConversationStream(Generation):
                 most_turns=environment.max_episode_steps,
                 most_tokens=run.engine.max_context_tokens,
                 tool_calls=run.config.agent.tool_calls,
+                asked=run.config.agent.sampling == "request" and not opening.evaluation,
             )
             rewards = run.config.agent_rewards
             self._runner = AgentRunner(plan, run.engine, pools, serving.endpoint, terms, rewards=rewards)

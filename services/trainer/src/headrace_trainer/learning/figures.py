@@ -146,7 +146,13 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            Sequence(line.tokens, line.trained, member.engine_log_probs[line.part], images=member.images)
+            Sequence(
+                line.tokens,
+                line.trained,
+                member.engine_log_probs[line.part],
+                images=member.images,
+                temperatures=[*member.temperatures[line.part]],
+            )
             for member in group.members
             for line in member.lines(member.trained)
             if set(member.versions) == {version}

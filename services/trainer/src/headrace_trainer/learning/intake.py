@@ -213,7 +213,14 @@ class Intake:
             for line in member.lines(self.trained(member)):
                 engine = member.engine_log_probs[line.part]
                 found.append(
-                    Sequence(line.tokens, line.trained, engine, routes=member.routes, images=member.images)
+                    Sequence(
+                        line.tokens,
+                        line.trained,
+                        engine,
+                        routes=member.routes,
+                        images=member.images,
+                        temperatures=[*member.temperatures[line.part]],
+                    )
                 )
             if self.bootstraps(member):
                 found[-1] = _with_end(found[-1])
@@ -246,6 +253,7 @@ class Intake:
                     {name: values[line.part] for name, values in kept.items()},
                     member.routes,
                     member.images,
+                    [*member.temperatures[line.part]],
                 )
                 for line in lines
             ]
@@ -267,6 +275,7 @@ def _with_end(read: Sequence) -> Sequence:
         [*log_probs, math.nan],
         routes=read.routes,
         images=read.images,
+        temperatures=[*read.temperatures, *read.temperatures[-1:]],
     )
 
 

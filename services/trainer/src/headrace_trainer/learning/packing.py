@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from headrace_modelkit.experts import OWN, ExpertShape, Routing
+from headrace_modelkit.experts import ExpertShape, Routing
+from headrace_modelkit.logprobs import Temperature
 from headrace_modelkit.vision import ImageReader, Pictures
 from torch import Tensor
 
+from headrace_trainer.learning.nodes import Nodes
 from headrace_trainer.learning.pictures import lay_out
 from headrace_trainer.learning.planning import PrefixTree
 from headrace_trainer.learning.samples import Rows, Sequence
@@ -77,70 +78,6 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """What routers of experts know of a micro-batch's nodes.
-
-    `visits_RL` is how many sequences read a node, 0 for padding: what they have in common counts for each of them.
-    `routes_MNK` are the experts that the engine sent the node's token to, in each of M layers (N = R * L nodes); `OWN`
-    where it told none. None where no sequence brings any.
-    """
-
-    visits_RL: Tensor
-    routes_MNK: Tensor | None
-    idle: bool = False
-    """No node counts: a rank takes part in the exchange of tokens with them."""
-
-    @classmethod
-    def of(
-        cls,
-        paths: list[tuple[int, np.ndarray]],
-        sequences: list[Sequence],
-        starts: list[int],
-        shape: tuple[int, int],
-        experts: ExpertShape,
-    ) -> Nodes:
-        """From (tree, nodes in it) of each sequence; `starts` are the numbers of the trees' first nodes among R * L.
-
-        Where two sequences were sent apart at a node, the first counts.
-        """
-        visits_N = np.zeros(shape[0] * shape[1], dtype=np.int32)
-        all_routes = (len(visits_N), experts.layers, experts.chosen)
-        routes = np.full(all_routes, OWN, dtype=np.int32) if any(s.routes for s in sequences) else None
-        for (tree, path), sequence in zip(paths, sequences, strict=True):
-            nodes = starts[tree] + np.asarray(path, dtype=np.int64)
-            visits_N[nodes] += 1
-            if routes is not None and sequence.routes:
-                told = read_routes(sequence.routes, experts)[: len(path)]
-                seen = nodes[: len(told)]
-                fresh = routes[seen, 0, 0] == OWN
-                routes[seen[fresh]] = told[fresh]
-        forced = None if routes is None else torch.from_numpy(routes.transpose(1, 0, 2).copy()).long()
-        return cls(torch.from_numpy(visits_N.reshape(shape)), forced)
-
-    def to(self, device: torch.device) -> Nodes:
-        """The same on `device`."""
-        forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
-        return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
-
-    def padded(self, more: int) -> Nodes:
-        """The same with so many nodes of padding behind each row."""
-        visits_RL = F.pad(self.visits_RL, (0, more))
-        if self.routes_MNK is None:
-            return replace(self, visits_RL=visits_RL)
-        routes = self.routes_MNK.view(len(self.routes_MNK), *self.visits_RL.shape, -1)
-        return replace(
-            self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
-        )
-
-
-def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:
-    """(tokens, layers, chosen) experts, of bytes as `Sequence.routes` has them. Raises ValueError for another size."""
-    kind = np.dtype(np.uint8 if experts.experts <= 256 else "<u2")
-    found = np.frombuffer(routes, dtype=kind)
-    return found.reshape(-1, experts.layers, experts.chosen)
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """One forward. Attention follows the one of `mask_R1LL`, `paths` and `segments` that is there. Without any of them
     it is causal along the rows; padding behind a row's end is no sequence of its own.
@@ -168,6 +105,14 @@ class MicroBatch:
     pairs: int = 0
     pictures: Pictures | None = None
     """Images and positions, for a model that takes images."""
+    temperatures_U: Tensor | None = None
+    """Those at which tokens were drawn, NaN where at the run's; None where all were."""
+
+    def at(self, temperature: float) -> Temperature:
+        """The temperature of each pair, where the run's is this one."""
+        if self.temperatures_U is None:
+            return temperature
+        return self.temperatures_U.nan_to_num(nan=temperature)
 
     def tell(self, routing: Routing) -> None:
         """Sets what the routers of a forward over this micro-batch are told of its nodes."""
@@ -240,7 +185,10 @@ def pack(
         path = trees[row].add(tokens[: trained[-1]] if len(trained) else tokens[:0])
         paths.append((row, path))
         predicted.append(np.stack([np.full(len(trained), row), path[trained - 1], tokens[trained]]))
-    (rows_U, nodes_U, targets_U), index_K = _distinct(np.concatenate(predicted, axis=1))
+    temperatures_K, kinds_K = _temperatures([sequence for _, sequence in sequences])
+    (rows_U, nodes_U, targets_U, _), first_U, index_K = _distinct(
+        np.concatenate([np.concatenate(predicted, axis=1), kinds_K[None]])
+    )
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
     own = [sequence for _, sequence in sequences]
@@ -266,18 +214,29 @@ def pack(
         if experts
         else None,
         pictures=pictures,
+        temperatures_U=None if temperatures_K is None else torch.from_numpy(temperatures_K[first_U]),
     )
 
 
-def _distinct(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different columns of (3, K) in the order in which they come, and which of them each column is."""
-    _, nodes, targets = columns + 1
+def _temperatures(sequences: list[Sequence]) -> tuple[np.ndarray | None, np.ndarray]:
+    """Of each trained token, NaN for the run's (None: all are), and a small number for each that is another's."""
+    if not any(sequence.temperatures for sequence in sequences):
+        return None, np.zeros(sum(len(sequence.trained) for sequence in sequences), np.int64)
+    found_K = np.concatenate([s.temperatures or np.full(len(s.trained), math.nan) for s in sequences])
+    _, kinds_K = np.unique(found_K, return_inverse=True)
+    return found_K.astype(np.float32), kinds_K
+
+
+def _distinct(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different columns of (4, K) in the order in which they come, where, and which of them each column is."""
+    _, nodes, targets, kinds = columns + 1
     key = (columns[0] * nodes.max(initial=1) + columns[1]) * targets.max(initial=1) + columns[2]
+    key = key * kinds.max(initial=1) + columns[3]
     _, first, which = np.unique(key, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    return columns[:, first[order]], number[which]
+    return columns[:, first[order]], first[order], number[which]
 
 
 @dataclass(frozen=True)

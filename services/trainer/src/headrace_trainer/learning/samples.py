@@ -42,6 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
     one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images` are
     those of the prompt; their tokens are numbers below 0, by which two of them are told apart (`vision.place_id`).
+    `temperatures` are those that the trained tokens were drawn at; empty: at the run's.
     """
 
     tokens: list[int]
@@ -52,6 +53,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     columns: Columns = {}
     routes: bytes = b""
     images: tuple[Image, ...] = ()
+    temperatures: list[float] = []
 
 
 Rows = list[list[Sequence]]
@@ -96,6 +98,8 @@ class Member:
     """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
     siblings: tuple[int, ...] = ()
     """Where in `tokens` each line but the first begins."""
+    temperatures: tuple[float, ...] = ()
+    """Of each trained token, where some were drawn at another temperature than the run's; empty elsewhere."""
 
     @property
     def size(self) -> int:

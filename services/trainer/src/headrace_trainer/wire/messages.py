@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
@@ -124,10 +124,10 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
     """A trajectory to be scored. Raises Refusal INVALID."""
     if message.image_digests:
         raise invalid(f"{_name(message)} has a prompt with images, which are not sent to be scored")
-    tokens, trained, log_probs, _, siblings = _read_tokens(message, _name(message), sampling, vocabulary)
-    if siblings:
+    read = _read_tokens(message, _name(message), sampling, vocabulary)
+    if read.siblings:
         raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")
-    return Sequence(tokens, trained, log_probs)
+    return Sequence(read.tokens, read.trained, read.log_probs, temperatures=[*read.temperatures])
 
 
 def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
@@ -157,21 +157,22 @@ def _read_member(
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
     # What carries no loss, such as a greedy baseline, may be sampled in any way.
     sampled_from = None if message.masked else sampling
-    tokens, trained, log_probs, versions, siblings = _read_tokens(trajectory, where, sampled_from, vocabulary)
+    read = _read_tokens(trajectory, where, sampled_from, vocabulary)
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
         body_digest=trajectory.body_digest,
         reward=message.reward,
-        tokens=tokens,
-        trained=trained,
-        engine_log_probs=log_probs,
-        versions=versions,
+        tokens=read.tokens,
+        trained=read.trained,
+        engine_log_probs=read.log_probs,
+        versions=read.versions,
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
-        siblings=siblings,
-        routes=_read_routes(trajectory, where, (len(tokens) - 1) * route_width) if route_width else b"",
-        **_read_turns(message, where, len(trained), by_turn=by_turn),
+        siblings=read.siblings,
+        temperatures=read.temperatures,
+        routes=_read_routes(trajectory, where, (len(read.tokens) - 1) * route_width) if route_width else b"",
+        **_read_turns(message, where, len(read.trained), by_turn=by_turn),
     )
 
 
@@ -209,15 +210,27 @@ def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> by
         raise invalid(f"{where}: routed_experts: {error}") from error
 
 
+class _Read(NamedTuple):
+    """Ids, trained positions, engine log-probs and versions of the trained ones, where siblings begin, temperatures."""
+
+    tokens: list[int]
+    trained: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    siblings: tuple[int, ...]
+    temperatures: tuple[float, ...]
+
+
 def _read_tokens(
     trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
-) -> tuple[list[int], list[int], list[float], list[int], tuple[int, ...]]:
-    """Ids, trained positions, engine log-probs and versions of the trained ones, and where siblings begin."""
+) -> _Read:
+    """The tokens of a trajectory; with `sampling`, the run's, what was drawn in another way is refused."""
     tokens: list[int] = []
     trained: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []
     siblings: list[int] = []
+    temperatures: list[float] = []
     for segment in trajectory.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
@@ -230,7 +243,7 @@ def _read_tokens(
             siblings.append(len(tokens))
         if segment.policy_number:
             if sampling is not None:
-                _check_distribution(segment.tokens, where, sampling)
+                temperatures += [_drawn_at(segment.tokens, where, sampling)] * len(ids)
             trained += range(len(tokens), len(tokens) + len(ids))
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)
@@ -245,17 +258,20 @@ def _read_tokens(
         raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
-    return tokens, trained, log_probs or [math.nan] * len(trained), versions, tuple(siblings)
+    if sampling is not None and {*temperatures} == {sampling.temperature}:
+        temperatures = []
+    told = log_probs or [math.nan] * len(trained)
+    return _Read(tokens, trained, told, versions, tuple(siblings), tuple(temperatures))
 
 
-def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:
+def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> float:
+    """The temperature of a segment. Raises Refusal INVALID where no log-prob of a trainer could be its own."""
     if not tokens.HasField("distribution"):
-        return
+        return sampling.temperature
     found = tokens.distribution
-    if not math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5):
+    if not (math.isfinite(found.temperature) and found.temperature > 0):
         raise invalid(
-            f"{where} was sampled at temperature {found.temperature:g}; this run trains at "
-            f"{sampling.temperature:g}"
+            f"{where} was drawn at temperature {found.temperature:g}: what was not drawn by chance is not learned from"
         )
     # 0 is not told where 1 is the neutral value.
     changed = {
@@ -271,6 +287,8 @@ def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: S
         )
     if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
         raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
+    runs = math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5)
+    return sampling.temperature if runs else found.temperature
 
 
 def _name(trajectory: common_pb2.Trajectory) -> str:

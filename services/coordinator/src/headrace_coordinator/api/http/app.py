@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import ANSWERS, NO_HEAD, add_error_handlers, error_response
+from headrace_coordinator.api.http.relay import is_relayed, relay_route
 from headrace_coordinator.api.http.routes.dashboard import DOWNLOAD, Links, is_page, link_routes, page_routes
 from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
@@ -73,6 +74,7 @@ def make_app(
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
+    app.router.routes.append(relay_route(coordinator))
     app.include_router(run_routes(coordinator, runs_directory))
     app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
@@ -160,7 +162,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         path = scope["path"]
-        if path in OPEN_PATHS or (self._token is not None and is_page(path)):
+        if path in OPEN_PATHS or (self._token is not None and (is_page(path) or is_relayed(path))):
             return None
         if self._token is not None:
             code = QueryParams(scope["query_string"]).get("code")

@@ -61,15 +61,21 @@ class Reads:
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
         return self._labels.shown(view)
 
-    def endpoint(self, run_id: str) -> EndpointView:
-        """Where clients of an online run speak with its policy; NOT_FOUND for another run."""
+    def endpoint(self, run_id: str, base_url: str) -> EndpointView:
+        """Where clients of an online run speak with its policy: at `base_url`. NOT_FOUND for another run."""
+        served = bool(self.endpoints(run_id))
+        return EndpointView(
+            base_url=base_url if served else "", api_key=endpoint_key(self.find(run_id).directory)
+        )
+
+    def endpoints(self, run_id: str) -> list[str]:
+        """Addresses of the endpoints of an online run, at its rollout instances. NOT_FOUND for another run."""
         run = self.find(run_id)
         if not (run.spec.get("agent") or {}).get("online"):
             raise Refused("NOT_FOUND", f"run {run_id} is not online: no client speaks with it (agent.online)")
         granted = run.grant.rollouts if run.grant is not None else ()
         urls = self._fleet.endpoints.get(run_id, {})
-        found = [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
-        return EndpointView(base_url=found[0] if found else "", api_key=endpoint_key(run.directory))
+        return [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""

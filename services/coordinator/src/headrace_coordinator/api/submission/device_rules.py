@@ -78,11 +78,15 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
     if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
         yield from wrong
         return
+    if placement.reward:
+        yield from _scorers(spec, fleet, meant)
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
         return
     if placement.reply:
         yield from _repliers(spec, meant)
+        return
+    if placement.reward:
         return
     generate = max(len(meant["rollout"]), spec.rollout.instances * each)
     learn = max(len(meant["trainer"]), spec.trainer.ranks)
@@ -167,6 +171,20 @@ def _simulators(
         yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
     if simulates and len(both_sides) <= spec.rollout.instances:
         yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
+
+
+def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
+    there = [device for device in fleet.devices if device in fleet.score]
+    for index, name in enumerate(spec.placement.reward):
+        known = named_devices([name], fleet.devices, fleet.hosts)
+        if known and not named_devices([name], there, fleet.hosts):
+            fix = "name a device that one sees, or start reward instances with --devices auto"
+            yield problem(f"placement.reward[{index}]", f"no reward instance sees {name!r}", fix)
+    for side in ("rollout", "simulator", "reply"):
+        if both := sorted({*meant["reward"]} & {*meant[side]}):
+            yield acting.scores_beside(both, side)
+    if spec.placement.mode in APART and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):
+        yield acting.overlaps_trainer(acting.REWARD, both, spec.placement.mode)
 
 
 def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -36,6 +36,8 @@ class FleetView:
     """Device → hosts of the instances that see it."""
     simulate: Collection[str] = ()
     """Devices that simulators see."""
+    score: Collection[str] = ()
+    """Devices that reward instances see."""
     rollouts_see: Sequence[int] = ()
     """How many devices each rollout instance sees; empty: not known."""
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class FleetView:
         counts: dict[str, int] = {}
         hosts: dict[str, set[str]] = {}
         simulate: set[str] = set()
+        score: set[str] = set()
         see: list[int] = []
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
@@ -56,6 +59,8 @@ class FleetView:
                 hosts.setdefault(name, set()).add(instance.host)
             if instance.kind == "simulator":
                 simulate |= {*instance.devices}
+            if instance.kind == "reward":
+                score |= {*instance.devices}
             if instance.kind == "rollout":
                 see.append(len(instance.devices))
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
@@ -63,7 +68,7 @@ class FleetView:
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
         listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
-        return cls(capabilities, counts, list(hosts), hosts, simulate, see, read_gpu_memory(listed))
+        return cls(capabilities, counts, list(hosts), hosts, simulate, score, see, read_gpu_memory(listed))
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""

@@ -39,6 +39,8 @@ class Demand(msgspec.Struct, frozen=True):
     trainer_devices: tuple[str, ...]
     simulator_devices: tuple[str, ...] = ()
     """Empty: simulators hold no devices."""
+    reward_devices: tuple[str, ...] = ()
+    """Empty: reward instances hold no devices."""
     repliers: int = 0
     """Rollout instances that reply on devices of their own."""
     fewest_repliers: int = 0
@@ -80,6 +82,7 @@ def demand_of(run: RunState) -> Demand:
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
         simulator_devices=tuple(placement.get("simulator", ())),
+        reward_devices=tuple(placement.get("reward", ())),
         repliers=repliers,
         fewest_repliers=min(repliers, 1) if begun else repliers,
         reply_devices=tuple(placement.get("reply", ())),

@@ -72,6 +72,10 @@ class Fitting:
         seeing = self._simulators_on(demand)
         if demand.simulator_devices and not seeing:
             return f"a simulator instance that has {', '.join(demand.simulator_devices)} to register"
+        scoring = self._scorers_on(demand)
+        if demand.reward_devices and not scoring:
+            return f"a reward instance that has {', '.join(demand.reward_devices)} to register"
+        seeing += scoring
         replying = [self._state.instances[who] for who in reply]
         members = (*rollouts, *replying, *trainers, *seeing)
         devices = self._devices(demand, members, grants, kept.devices)
@@ -187,8 +191,9 @@ class Fitting:
             free = [device for device in everything if device not in busy]
             sides = (*demand.rollout_devices, *demand.trainer_devices, *demand.reply_devices)
             names = sides if generate or learn else ()
-            if len(here) > generate + learn:
-                names += demand.simulator_devices
+            kinds = {each.kind for each in here}
+            names += demand.simulator_devices if "simulator" in kinds else ()
+            names += demand.reward_devices if "reward" in kinds else ()
             named = named_devices(names, everything, hosts_of(here))
             named += self._doubtful(names, here)
             if named:
@@ -198,7 +203,7 @@ class Fitting:
                 chosen += named
                 continue
             if not generate and not learn:
-                continue  # Simulators are here alone, and none of these devices is named for them.
+                continue  # Simulators or scorers are here alone, and none of these devices is named for them.
             # What an admitted run has beyond its need it keeps: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
             part = len(everything) // (1 if demand.shares else self._parts(demand))
@@ -230,6 +235,12 @@ class Fitting:
         found = simulators(self._state.instances.values(), demand.simulator)
         hosts = hosts_of(found)
         return [i for i in found if named_devices(demand.simulator_devices, i.devices, hosts)]
+
+    def _scorers_on(self, demand: Demand) -> list[InstanceState]:
+        """Reward instances that see one of the devices that are named for scorers."""
+        found = [i for i in self._state.instances.values() if i.kind == "reward" and not i.draining]
+        hosts = hosts_of(found)
+        return [i for i in found if named_devices(demand.reward_devices, i.devices, hosts)]
 
     def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
         """Devices that the instances can use and that are not in quarantine, by name."""

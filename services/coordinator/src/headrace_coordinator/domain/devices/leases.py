@@ -21,8 +21,8 @@ HELP, DECODE = "help", "decode"
 BUILT_IN = "transformers"
 """The engine that computes in its instance's own process."""
 GENERATE = "generate"
-SIMULATE, REPLY = "simulate", "reply"
-"""Stages of leases that simulators, and rollouts that reply, hold while the run's rollouts hold theirs."""
+SIMULATE, REPLY, SCORE = "simulate", "reply", "score"
+"""Stages of leases that simulators, rollouts that reply, and scorers hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 

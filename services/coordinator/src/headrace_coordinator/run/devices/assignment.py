@@ -28,10 +28,10 @@ class PlacementError(Exception):
     """The spec's placement does not fit the fleet; the message names key and fix."""
 
 
-def assign_devices(workers: WorkerGroup, simulates: set[str], *, joined: bool) -> None:
+def assign_devices(workers: WorkerGroup, beside: set[str], *, joined: bool) -> None:
     """Sets the `devices` of rollouts, trainers and repliers; raises `PlacementError`.
 
-    `simulates`: devices of the run's simulators. `joined`: the trainers have the rollouts' and the simulators' too.
+    `beside`: devices of the run's simulators and scorers. `joined`: the trainers have these and the rollouts' too.
     """
     spec, grant, section = workers.spec, workers.grant, workers.section
     rollouts = [worker for worker in workers.rollouts if worker.incarnation in grant.rollouts]
@@ -46,9 +46,9 @@ def assign_devices(workers: WorkerGroup, simulates: set[str], *, joined: bool) -
         for machine, group in groups.items():
             side = devices_of[kind, machine]
             if kind == "rollout":
-                side = [device for device in side if device not in simulates]
+                side = [device for device in side if device not in beside]
             elif joined:
-                more = simulates & devices_seen(worker.instance for worker in group) - {*side}
+                more = beside & devices_seen(worker.instance for worker in group) - {*side}
                 side = [*side, *sorted(more, key=device_order)]
             gpus = each if kind == "rollout" else 1
             seat(group, side, _seats(group, side, wanted, groups, gpus), f"placement.{kind}", gpus)

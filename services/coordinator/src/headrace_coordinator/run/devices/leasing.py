@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 from headrace.common.v1 import common_pb2 as common
 
-from headrace_coordinator.domain.devices.leases import HELD, REPLY, SIMULATE, LeaseRequest
+from headrace_coordinator.domain.devices.leases import HELD, REPLY, SCORE, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.assignment import assign_devices
-from headrace_coordinator.run.simulators.leases import SimulatorLeases
+from headrace_coordinator.run.simulators.leases import ScorerLeases, SimulatorLeases
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -30,6 +30,7 @@ class WorkerLeases:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self.simulators = SimulatorLeases(workers)
+        self.scorers = ScorerLeases(workers)
         self.lock = asyncio.Lock()
         """Held while devices change hands."""
         self.joined = False
@@ -42,7 +43,8 @@ class WorkerLeases:
 
     def assign(self) -> None:
         """Decides every worker's devices; raises `PlacementError`."""
-        assign_devices(self.workers, self.simulators.devices(), joined=self.joined)
+        beside = self.simulators.devices() | self.scorers.devices()
+        assign_devices(self.workers, beside, joined=self.joined)
 
     async def take(self, workers: Sequence[WorkerClient], stage: str) -> None:
         """Assigns devices anew, and leases theirs to `workers`; misplaced leases of the run are released first."""
@@ -108,7 +110,7 @@ class WorkerLeases:
             lease.epoch
             for lease in group.fleet.event_log.state.table.leases.values()
             if lease.run == group.run
-            and lease.stage != SIMULATE
+            and lease.stage not in (SIMULATE, SCORE)
             and assigned.get(lease.incarnation) != tuple(lease.devices)
         ]
 

@@ -109,15 +109,14 @@ class Placement:
             await self._leases.release(self.workers.trainers, keep=self.resident)
             self._leases.joined = False
         await self._leases.take(self.workers.rollouts, "generate")
-        await (
-            self._leases.simulators.acquire()
-        )  # One that is lost over it is replaced before its rollout's stream.
+        for beside in (self._leases.simulators, self._leases.scorers):
+            await beside.acquire()  # One that is lost over it is replaced before it is asked.
         await self._leases.load(self.workers.rollouts, published, in_flight=in_flight)
         if joined:
             await self.lease_trainers()
 
     async def release_rollouts(self, *, keep: bool = False) -> None:
-        """Rollouts, simulators, and repliers on devices that a trainer is to have release what they hold.
+        """Rollouts, simulators, and repliers and scorers on devices that a trainer is to have release what they hold.
 
         `keep`: what is loaded stays.
         """
@@ -133,6 +132,7 @@ class Placement:
                     raise
         await self._leases.release([rollout for rollout in leaving if rollout.lease_epoch], keep=keep)
         await self._leases.simulators.release()
+        await self._leases.scorers.release(learning)  # On devices of their own they stay loaded.
 
     async def release_trainers(self, *, keep: bool = False) -> None:
         """The trainers release what they hold; `keep`: what is loaded stays."""

@@ -1,44 +1,54 @@
-"""Which of a run's devices its simulators have, where `placement.simulator` names some, and the leases of these.
+"""Which of a run's devices its simulators and scorers have, where `placement` names some, and the leases of these.
 
-Rollouts and simulators act at the same time, and a device is leased to one process: devices that both keys name are
-divided between the two sides. The leases are taken once the rollouts hold theirs, and released with them. Where
-environments are is for the pools to say.
+Rollouts, simulators and scorers act at the same time, and a device is leased to one process: devices that rollouts and
+simulators both name are divided between the two sides. The leases are taken once the rollouts hold theirs, and released
+with them. Where environments are is for the pools to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 from headrace_schema.rules.acting import apart
 from headrace_schema.sections.running import PlacementSection
+from typing_extensions import override
 
-from headrace_coordinator.domain.devices.leases import REVOKING, SIMULATE, Lease, LeaseRequest
+from headrace_coordinator.domain.devices.leases import REVOKING, SCORE, SIMULATE, Lease, LeaseRequest
 from headrace_coordinator.domain.devices.places import device_order, hosts_of, machines, named_devices
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import InstanceDown
-from headrace_coordinator.run.workers.clients import SimulatorClient
+from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 
 Seats = dict[str, tuple[str, ...]]
 """Devices by incarnation."""
 
 
-class SimulatorLeases:
-    """What simulators hold for one run."""
+class BesideLeases:
+    """What instances that act beside the rollouts hold for one run."""
+
+    stage: ClassVar[str]
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The devices that the spec names for them; none: they hold no leases."""
+        raise NotImplementedError
+
+    @property
+    def everyone(self) -> Sequence[WorkerClient]:
+        """The run's clients of them."""
+        raise NotImplementedError
+
     def devices(self) -> set[str]:
-        """Devices of the run that are for simulators, whether or not they hold them now."""
-        section, workers = self._workers.section, self._workers
-        if not section.simulator:
-            return set()
-        instances = workers.fleet.event_log.state.instances.values()
-        return sides(section, workers.grant.devices, instances, workers.spec.rollout.instances)[1]
+        """Devices of the run that are for them, whether or not they hold them now."""
+        raise NotImplementedError
 
     async def acquire(self) -> bool:
-        """Takes the leases that simulators lack, all or none; False when a simulator was lost over it."""
+        """Takes the leases that they lack, all or none; False when one was lost over it."""
         clients = self._clients
         assigned = {client.incarnation: client.devices for client in clients}
         live = self._workers.fleet.event_log.state.table.leases
@@ -46,7 +56,7 @@ class SimulatorLeases:
         if not lacking:
             return True
         wanted = {device for client in lacking for device in client.devices}
-        # A simulator that was told to stop keeps its devices until the step has ended, unless another is to have them.
+        # One that was told to stop keeps its devices until the step has ended, unless another is to have them.
         await self._release(
             lease
             for lease in self._held()
@@ -54,7 +64,7 @@ class SimulatorLeases:
             and (lease.incarnation in assigned or wanted & {*lease.devices})
         )
         fleet, run = self._workers.fleet, self._workers.run
-        requests = [LeaseRequest(c.incarnation, run, SIMULATE, c.devices, c.instance.host) for c in lacking]
+        requests = [LeaseRequest(c.incarnation, run, self.stage, c.devices, c.instance.host) for c in lacking]
         try:
             epochs = await fleet.lease_manager.acquire(requests, self._workers.fleet_timeout)
         except InstanceDown as down:
@@ -67,9 +77,9 @@ class SimulatorLeases:
             client.lease_epoch = epoch
         return True
 
-    async def release(self) -> None:
-        """Releases all of them, once no rollout acts."""
-        await self._release(self._held())
+    async def release(self, wanted: Collection[str] | None = None) -> None:
+        """Releases all of them, or those of `wanted` devices, once no rollout acts."""
+        await self._release(lease for lease in self._held() if wanted is None or {*wanted} & {*lease.devices})
 
     async def _release(self, held: Iterable[Lease]) -> None:
         epochs = [lease.epoch for lease in held]
@@ -80,33 +90,77 @@ class SimulatorLeases:
 
     def _held(self) -> list[Lease]:
         live = self._workers.fleet.event_log.state.table.leases.values()
-        return [lease for lease in live if (lease.run, lease.stage) == (self._workers.run, SIMULATE)]
+        return [lease for lease in live if (lease.run, lease.stage) == (self._workers.run, self.stage)]
 
     @property
-    def _clients(self) -> list[SimulatorClient]:
-        return [client for client in self._workers.simulators if client.devices]
+    def _clients(self) -> list[WorkerClient]:
+        return [client for client in self.everyone if client.devices]
 
-    def seats(self, simulators: Sequence[InstanceState], *, keep: bool) -> Seats:
-        """Devices of each simulator that may be used; none, where simulators hold no leases.
+    def seats(self, instances: Sequence[InstanceState], *, keep: bool) -> Seats:
+        """Devices of each instance that may be used; none, where they hold no leases.
 
         `keep`: those that hold devices keep them.
         """
-        workers, table = self._workers, self._workers.fleet.event_log.state.table
-        if not workers.spec.placement.simulator:
-            return {each.incarnation: () for each in simulators}
-        kept = {
-            c.incarnation: c.devices for c in workers.simulators if keep and c.lease_epoch in table.leases
-        }
+        table = self._workers.fleet.event_log.state.table
+        if not self.names:
+            return {each.incarnation: () for each in instances}
+        kept = {c.incarnation: c.devices for c in self.everyone if keep and c.lease_epoch in table.leases}
         lost = {*table.quarantined}
-        if kept:  # Within a step a lost simulator is not waited for: the others go on.
-            mine = {each.incarnation for each in simulators}
+        if kept:  # Within a step a lost one is not waited for: the others go on.
+            mine = {each.incarnation for each in instances}
             lost |= {
                 device for lease in self._held() if lease.incarnation not in mine for device in lease.devices
             }
-        return seats(simulators, self.devices() - lost, kept)
+        return seats(instances, self.devices() - lost, kept)
 
 
-def _holds(lease: Lease | None, client: SimulatorClient) -> bool:
+class SimulatorLeases(BesideLeases):
+    """What simulators hold for one run."""
+
+    stage = SIMULATE
+
+    @property
+    @override
+    def names(self) -> Sequence[str]:
+        return self._workers.spec.placement.simulator
+
+    @property
+    @override
+    def everyone(self) -> Sequence[WorkerClient]:
+        return self._workers.simulators
+
+    @override
+    def devices(self) -> set[str]:
+        section, workers = self._workers.section, self._workers
+        if not section.simulator:
+            return set()
+        instances = workers.fleet.event_log.state.instances.values()
+        return sides(section, workers.grant.devices, instances, workers.spec.rollout.instances)[1]
+
+
+class ScorerLeases(BesideLeases):
+    """What reward instances hold for one run: their scorers compute there."""
+
+    stage = SCORE
+
+    @property
+    @override
+    def names(self) -> Sequence[str]:
+        return self._workers.spec.placement.reward
+
+    @property
+    @override
+    def everyone(self) -> Sequence[WorkerClient]:
+        return self._workers.rewards
+
+    @override
+    def devices(self) -> set[str]:
+        hosts = hosts_of(self._workers.fleet.event_log.state.instances.values())
+        granted = sorted(self._workers.grant.devices, key=device_order)
+        return {*named_devices(self.names, granted, hosts)}
+
+
+def _holds(lease: Lease | None, client: WorkerClient) -> bool:
     return lease is not None and lease.state != REVOKING and tuple(lease.devices) == client.devices
 
 
@@ -133,29 +187,29 @@ def sides(
 
 
 def seats(
-    simulators: Collection[InstanceState], devices: Collection[str], kept: Mapping[str, Sequence[str]]
+    instances: Collection[InstanceState], devices: Collection[str], kept: Mapping[str, Sequence[str]]
 ) -> Seats:
-    """A part of `devices` for each simulator that sees any of them, as long as there are; the others have none.
+    """A part of `devices` for each instance that sees any of them, as long as there are; the others have none.
 
     Those that are `kept` stay where they are. An empty `kept` divides everything anew.
     """
     found: Seats = {}
-    machine_of = machines(simulators)
+    machine_of = machines(instances)
     for machine in sorted({*machine_of.values()}):
-        here = [each for each in simulators if machine_of[each.incarnation] == machine]
+        here = [each for each in instances if machine_of[each.incarnation] == machine]
         seen = sorted({d for each in here for d in each.devices} & {*devices}, key=device_order)
         found |= _seated(sorted(here, key=lambda each: (each.instance, each.incarnation)), seen, kept)
     return found
 
 
 def _seated(
-    simulators: Sequence[InstanceState], devices: Sequence[str], kept: Mapping[str, Sequence[str]]
+    instances: Sequence[InstanceState], devices: Sequence[str], kept: Mapping[str, Sequence[str]]
 ) -> Seats:
-    own = {each.incarnation: tuple(kept.get(each.incarnation, ())) for each in simulators}
+    own = {each.incarnation: tuple(kept.get(each.incarnation, ())) for each in instances}
     found = {who: part for who, part in own.items() if part and {*part} <= {*devices}}
     taken = {device for part in found.values() for device in part}
     free = [device for device in devices if device not in taken]
-    coming = [each for each in simulators if each.incarnation not in found][: len(free)]
+    coming = [each for each in instances if each.incarnation not in found][: len(free)]
     for index, each in enumerate(coming):
         part = free[index * len(free) // len(coming) : (index + 1) * len(free) // len(coming)]
         if usable := tuple(device for device in part if device in each.devices):

@@ -75,9 +75,9 @@ class Published:
 class RewardClient(WorkerClient):
     """A reward instance."""
 
-    async def open_run(self, section: RewardSection) -> None:
-        """Loads and tries the scorers, within their own limits."""
-        request = reward.OpenRunRequest(config_json=section.model_dump_json())
+    async def open_run(self, section: RewardSection, *, leased: bool = False) -> None:
+        """Loads and tries the scorers, within their own limits; `leased`: they score on leased devices alone."""
+        request = reward.OpenRunRequest(config_json=section.model_dump_json(), leased=leased)
         await self.call("OpenRun", request, section.opening_s + QUICK_S)
 
     def score(

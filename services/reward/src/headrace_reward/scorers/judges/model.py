@@ -1,8 +1,9 @@
-"""Reward models: sequence classifiers of transformers, in the scorer's own process."""
+"""Reward models: classifiers of transformers, in the scorer's own process; of whole answers, or of their beginnings."""
 
 from __future__ import annotations
 
 import math
+import os
 import resource
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from headrace_servicekit.registry import Options, plugin
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, ScorerError
+from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, Score, ScorerError
 
 if TYPE_CHECKING:
     from headrace_modelkit.classifier import Classifier
@@ -22,11 +23,17 @@ _PROBE = Answer(prompt="1 + 1?", completion="2")
 class RewardModelOptions(Options):
     """Options of `reward_model`."""
 
-    path: str = Field(description="Hugging Face id or directory of a …ForSequenceClassification model")
-    revision: str | None = Field(None, description="commit or tag of the id")
-    device: str = Field(
-        "cpu", description="cpu, or such as cuda:0: a GPU that no other part of the fleet is given"
+    path: str = Field(
+        description="Hugging Face id or directory of a …ForSequenceClassification or …ForTokenClassification model"
     )
+    by: Literal["answer", "turn", "gain", "step"] = Field(
+        "answer",
+        description="what the model judges. answer: the whole. turn: what was said up to the end of each of the "
+        "policy's turns, which is that turn's reward. gain: the same, and a turn's reward is what it adds to the one "
+        "before. step: the answer up to the end of each step; the score is the least",
+    )
+    separator: str = Field("\n\n", min_length=1, description="by: step: what ends a step")
+    revision: str | None = Field(None, description="commit or tag of the id")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of its weights")
     batch_tokens: PositiveInt = Field(16384, description="positions of a batch, padding included")
     threads: PositiveInt = Field(1, description="of the computation on the CPU")
@@ -59,16 +66,31 @@ class RewardModel:
         if several and options.sigmoid:
             raise ScorerError("options.sigmoid", "the model has several labels; leave it out")
 
-    def score_batch(self, answers: Sequence[Answer]) -> list[float]:
-        """The logit of each answer, or the probability of its label. Raises ScorerError where memory is short."""
+    def score_batch(self, answers: Sequence[Answer]) -> list[Score]:
+        """What each answer is worth, and its turns. Raises ScorerError where memory is short."""
+        texts = [self._beginnings(_PROBE if answer == BLANK else answer) for answer in answers]
+        values = iter(self._values([ids for several in texts for ids in several]))
+        return [self._score([next(values) for _ in several]) for several in texts]
+
+    def _score(self, values: Sequence[float]) -> Score:
+        """The score of what the beginnings of an answer are worth."""
+        if self._options.by in ("answer", "step"):
+            return min(values)
+        before = [0.0, *values[:-1]] if self._options.by == "gain" else [0.0] * len(values)
+        turns = [value - earlier for value, earlier in zip(values, before, strict=True)]
+        return {"turns": turns}
+
+    def _values(self, ids: Sequence[list[int]]) -> list[float]:
+        """The logit of each text, or the probability of its label."""
         import torch
 
         options = self._options
-        ids = [self._ids(_PROBE if answer == BLANK else answer) for answer in answers]
         try:
             logits_BL = self._model.logits(ids, options.batch_tokens)
         except (MemoryError, RuntimeError) as error:
-            reason = f"the reward model cannot be computed on {options.device}: {str(error)[:200]}; lower batch_tokens"
+            reason = (
+                f"the reward model cannot be computed on {_device()}: {str(error)[:200]}; lower batch_tokens"
+            )
             raise ScorerError("options.batch_tokens", reason) from error
         if options.label is not None:
             found = torch.softmax(logits_BL, -1)[:, options.label]
@@ -76,17 +98,33 @@ class RewardModel:
             found = torch.sigmoid(logits_BL[:, 0]) if options.sigmoid else logits_BL[:, 0]
         return [float(each) for each in found]
 
-    def score(self, answer: Answer) -> float:
+    def score(self, answer: Answer) -> Score:
         """As `score_batch`, of one answer."""
         return self.score_batch([answer])[0]
 
-    def _ids(self, answer: Answer) -> list[int]:
-        """Question and answer as the model reads them. Raises AnswerFailed where it has no room for them."""
-        tokenizer = self._model.tokenizer
+    def _beginnings(self, answer: Answer) -> list[list[int]]:
+        """What the model reads of an answer: all of it, or up to the end of each turn or step, the whole last."""
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in answer.messages]
         if answer.episode is None:  # else the messages hold all that was said
             turns = turns or [{"role": "user", "content": answer.prompt}]
             turns.append({"role": "assistant", "content": answer.completion})
+        by, ends = self._options.by, [len(turns)]
+        if by in ("turn", "gain") and answer.episode is not None:
+            said = [place + 1 for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+            ends = said[-len(answer.episode["rewards"]) :]  # those before are of the first messages
+        found = [turns[:end] for end in ends]
+        if by == "step":
+            separator, last = self._options.separator, turns[-1]
+            parts = last["content"].split(separator)
+            steps = [
+                separator.join(parts[: count + 1]) for count in range(len(parts)) if parts[count].strip()
+            ]
+            found = [[*turns[:-1], {**last, "content": step}] for step in steps or [last["content"]]]
+        return [self._ids(each) for each in found]
+
+    def _ids(self, turns: Sequence[dict[str, str]]) -> list[int]:
+        """Question and answer as the model reads them. Raises AnswerFailed where it has no room for them."""
+        tokenizer = self._model.tokenizer
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(turns, tokenize=False)
             ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -110,23 +148,21 @@ class RewardModel:
             raise ScorerError("name", _EXTRA) from error
         options = self._options
         torch.set_num_threads(options.threads)
+        device = _device()
+        if device != "cpu" and not torch.cuda.is_available():
+            reason = "the reward service has a GPU's lease, and torch reaches none there; install torch with CUDA, or "
+            raise ScorerError("name", f"{reason}name CPU slots in placement.reward")
         try:
-            device = torch.device(options.device)
-        except RuntimeError as error:
-            raise ScorerError(
-                "options.device", f"{options.device!r} is no device; write cpu or cuda:0"
-            ) from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            reason = (
-                f"there is no GPU {options.device} here; write cpu, or start the reward service where one is"
-            )
-            raise ScorerError("options.device", reason)
-        try:
-            return Classifier.load(options.path, options.revision, options.dtype, options.device)
+            return Classifier.load(options.path, options.revision, options.dtype, device)
         except ModelNotReadable as error:
             raise ScorerError("options.path", str(error).removeprefix("model.path: ")) from error
         except (MemoryError, RuntimeError, OSError) as error:
-            raise ScorerError("options.device", _no_room(options.device, str(error))) from error
+            raise ScorerError("options.path", _no_room(device, str(error))) from error
+
+
+def _device() -> str:
+    """The GPU of the lease that this process was started under; without one, the CPU."""
+    return "cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 
 
 def _no_room(device: str, said: str) -> str:
@@ -136,8 +172,8 @@ def _no_room(device: str, said: str) -> str:
         "" if limit == resource.RLIM_INFINITY else f" (limit of this process: {math.ceil(limit / 2**30)} GiB)"
     )
     fix = (
-        "set HEADRACE_REWARD_MEMORY_BYTES=0 for the reward service, since CUDA reserves more addresses than its limit"
-        if device != "cpu" and held
+        "name a larger GPU in placement.reward, or dtype: bfloat16"
+        if device != "cpu"
         else "give HEADRACE_REWARD_MEMORY_BYTES more, or dtype: bfloat16"
     )
     return f"the reward model does not load on {device}: {said[:200]}{held}; {fix}"

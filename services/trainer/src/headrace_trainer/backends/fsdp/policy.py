@@ -43,6 +43,8 @@ class Policy(Root):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
 
+        At the temperature that each was drawn at, which is `temperature` where the batch does not say.
+
         The value of a token is the critic's, of what the policy has read when it samples that token; none unless
         `values` asks for them.
 
@@ -56,7 +58,9 @@ class Policy(Root):
         hidden_UD = self._hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
-        log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
+        log_probs_U, entropy_U = hidden_log_probs(
+            head, hidden_UD, batch.targets_U, batch.at(temperature), entropy=True
+        )
         assert entropy_U is not None
         found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
         if self.context is not None:

@@ -76,7 +76,7 @@ class Reference:
         return self._model.size_bytes
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
-        """Log-probs of the trained tokens at the sampling temperature, (K,)."""
+        """Log-probs of the trained tokens at the temperature that each was drawn at, (K,)."""
         device = self._ranks.device
         if self._away:
             self._model.move(lambda tensor: tensor.to(device))

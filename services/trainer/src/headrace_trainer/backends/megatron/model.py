@@ -258,7 +258,7 @@ class ParallelModel:
             Head(weight_VD, None, 1.0, None),
             hidden_UD,
             batch.targets_U - first,
-            temperature,
+            batch.at(temperature),
             entropy=True,
             gather=self.groups.gather_tensor_parallel if ranks > 1 else None,
         )

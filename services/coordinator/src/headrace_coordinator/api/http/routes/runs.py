@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
+from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
     JSON,
     Flag,
@@ -186,9 +187,10 @@ def _reads(routes: APIRouter, coordinator: Coordinator) -> None:
         return view_response(coordinator.reads.run(run_id))
 
     @routes.get("/{run_id}/endpoint", response_model=EndpointView)
-    async def get_endpoint(run_id: str) -> Response:
+    async def get_endpoint(run_id: str, request: Request) -> Response:
         """Where clients of an online run speak with its policy, and the key that they show."""
-        return view_response(coordinator.reads.endpoint(run_id))
+        base_url = str(request.base_url).rstrip("/") + PATH.format(run=run_id)
+        return view_response(coordinator.reads.endpoint(run_id, base_url))
 
     @routes.get("/{run_id}/metrics", response_model=StepListView)
     async def list_steps(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:

@@ -142,6 +142,7 @@ class Scoring:
         open_to = {stream.worker.incarnation for stream in self._streams.live}
         if not open_to:
             await self._staffing.staff_rewards()
+        await self._staffing.lease_scorers()
         for worker in self._workers.rewards:
             if worker.incarnation not in open_to:
                 self._streams.open(worker, self._limit_s)
@@ -203,7 +204,8 @@ class Scoring:
         self._open[stage] += change
         if not self._open[stage]:
             since = max(self._busy_since.pop(stage), self._timer.started)  # A step may have ended meanwhile.
-            self._timer.add(stage or self._main_stage, (since, clock()))
+            devices = tuple(device for worker in self._workers.rewards for device in worker.devices)
+            self._timer.add(stage or self._main_stage, (since, clock()), devices)
 
     def take(self, stream: ScoreStream, results: Iterable[reward.ScoreResult]) -> None:
         """Delivers final results; a broken scorer is asked again."""

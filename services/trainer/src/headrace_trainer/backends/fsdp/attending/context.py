@@ -49,6 +49,7 @@ class ContextGroup:
             positions_RL=batch.positions_RL[:, self.rank :: self.size].contiguous(),
             sources_U=batch.sources_U[mine_U] // self.size,
             targets_U=batch.targets_U[mine_U],
+            temperatures_U=None if batch.temperatures_U is None else batch.temperatures_U[mine_U],
             mine_U=mine_U,
             pairs=len(batch.sources_U),
         )

@@ -1,0 +1,210 @@
+"""One address for the clients of an online run: each request goes on to the rollout instance that has its session.
+
+A session says by its id where it is, so that nothing is kept here. New sessions begin where a step lacks most of them,
+those of a group at one instance. Reads no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace_servicekit.session_marks import is_at, session_of_answer, session_of_key
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+if TYPE_CHECKING:
+    import httpx
+
+    from headrace_coordinator.app import Coordinator
+
+PATH = "/v1/runs/{run}/endpoint/v1"
+SESSION, GROUP = "x-headrace-session", "x-headrace-group"
+MOST_BYTES = 8 << 20
+"""Longest body of a request."""
+CONNECT_S, LOOK_S = 5.0, 2.0
+_RELAYED = re.compile(r"/v1/runs/[^/]+/endpoint/v1/")
+_KEPT = ("content-type", SESSION, "retry-after")
+_SENT = ("authorization", "content-type", "accept", SESSION, GROUP, "x-stainless-retry-count")
+
+
+def is_relayed(path: str) -> bool:
+    """Whether a request goes on to a run's endpoint, which asks for the key of the run in place of the API's token."""
+    return _RELAYED.match(path) is not None
+
+
+class Unanswered(Exception):
+    """A request that no instance answers: HTTP status, code and message."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+def relay_route(coordinator: Coordinator) -> Route:
+    """The route of all requests to endpoints of runs."""
+    relay = Relay(coordinator)
+    return Route(f"{PATH}/{{path:path}}", relay.answer, methods=["GET", "POST", "DELETE"])
+
+
+class Relay:
+    """Passes requests on. `coordinator` knows where the endpoints of a run are."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._made: httpx.AsyncClient | None = None
+
+    async def answer(self, request: Request) -> Response:
+        """The answer of the instance that has the request's session, or begins it."""
+        try:
+            run, path = request.path_params["run"], request.path_params["path"]
+            urls = self._coordinator.reads.endpoints(run)
+            body = await _body(request)
+            if path == "sessions" and request.method == "GET":
+                return await self._figures(request, urls)
+            session = _session(request, path, body)
+            places: Sequence[str] = [url for url in urls if is_at(session, url)] if session else []
+            if session and not places:
+                message = (
+                    f"session {session} is lost: the rollout instance that had it is gone; begin a new one"
+                )
+                raise Unanswered(404, "session_lost", message)
+            places = places or await self._in_order(request, urls, body)
+            return await self._passed_on(request, path, body, places, session)
+        except Unanswered as unanswered:
+            kind = "server_error" if unanswered.status >= 500 else "invalid_request_error"
+            told = {"message": unanswered.message, "type": kind, "param": None, "code": unanswered.code}
+            return JSONResponse({"error": told}, unanswered.status)
+
+    async def _passed_on(
+        self, request: Request, path: str, body: bytes, places: Sequence[str], session: str
+    ) -> Response:
+        import httpx
+
+        headers = {name: request.headers[name] for name in _SENT if name in request.headers}
+        for url in places:
+            asked = self._client.build_request(request.method, f"{url}/{path}", headers=headers, content=body)
+            try:
+                found = await self._client.send(asked, stream=True)
+            except httpx.ConnectError:
+                continue  # It began nothing there.
+            except httpx.TransportError as error:
+                lost = (
+                    f"session {session} is lost" if session else "the session that this request began is lost"
+                )
+                message = f"{lost}: the rollout instance that had it has gone away; begin a new one"
+                raise Unanswered(404, "session_lost", message) from error
+            kept = {name: found.headers[name] for name in _KEPT if name in found.headers}
+            return StreamingResponse(_pieces(found), found.status_code, kept)
+        if session:
+            message = f"session {session} is lost: the rollout instance that had it is gone; begin a new one"
+            raise Unanswered(404, "session_lost", message)
+        message = "no rollout instance has the run open now; see headrace run show"
+        raise Unanswered(503, "run_over", message)
+
+    async def _in_order(self, request: Request, urls: Sequence[str], body: bytes) -> Sequence[str]:
+        """Where a new session may begin, the best place first."""
+        if len(urls) < 2:
+            return urls
+        if group := request.headers.get(GROUP) or _text(body, "group"):
+            # The same one for a group, whoever asks, as long as it is there.
+            return sorted(urls, key=lambda url: hashlib.blake2b(f"{group}/{url}".encode()).digest())
+        found = await asyncio.gather(*(self._look(request, url) for url in urls))
+        lacking = {
+            url: figures["wanted"] - figures["open"]
+            for url, figures in zip(urls, found, strict=True)
+            if figures
+        }
+        return sorted(lacking, key=lambda url: -lacking[url])
+
+    async def _look(self, request: Request, url: str) -> dict[str, Any] | None:
+        """How an instance's sessions stand; None where it does not say."""
+        import httpx
+
+        headers = {"authorization": request.headers.get("authorization", "")}
+        try:
+            found = await self._client.get(f"{url}/sessions", headers=headers, timeout=LOOK_S)
+        except httpx.TransportError:
+            return None
+        if found.status_code != 200:
+            return {"wanted": 0, "open": 0, "status": found.status_code, "told": found.json()}
+        figures: dict[str, Any] = found.json()
+        return figures
+
+    async def _figures(self, request: Request, urls: Sequence[str]) -> Response:
+        """How the sessions of all instances stand together."""
+        found = [each for each in await asyncio.gather(*(self._look(request, url) for url in urls)) if each]
+        if not found:
+            raise Unanswered(
+                503, "run_over", "no rollout instance has the run open now; see headrace run show"
+            )
+        if "status" in found[0]:
+            return JSONResponse(found[0]["told"], found[0]["status"])
+        summed: dict[str, Any] = {
+            key: sum(each[key] for each in found) for key in ("open", "rewarded", "wanted")
+        }
+        ended: Counter[str] = Counter()
+        for each in found:
+            ended.update(each["ended"])
+        answering = any(each["answering"] for each in found)
+        return JSONResponse({**summed, "answering": answering, "ended": dict(ended), "instances": len(found)})
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        import httpx
+
+        if self._made is None:
+            # A request waits as long as steps and pauses take.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            timeout = httpx.Timeout(None, connect=CONNECT_S)
+            self._made = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        return self._made
+
+
+async def _pieces(found: httpx.Response) -> AsyncIterator[bytes]:
+    """The answer as it comes. A client that goes away ends it at the instance; one whose instance dies is cut."""
+    try:
+        async for piece in found.aiter_raw():
+            yield piece
+    finally:
+        await found.aclose()
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BYTES:
+            raise Unanswered(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
+    return bytes(body)
+
+
+def _session(request: Request, path: str, body: bytes) -> str:
+    """The session that a request names: by its header, its path, an answer's id or its own key; empty for none."""
+    if named := request.headers.get(SESSION):
+        return named
+    first, _, rest = path.partition("/")
+    if first == "sessions" and rest:
+        return rest.partition("/")[0]
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and (own := session_of_key(key.strip())):
+        return own
+    key_of_answer = {"feedback": "completion", "responses": "previous_response_id"}.get(path, "")
+    return session_of_answer(_text(body, key_of_answer)) if key_of_answer else ""
+
+
+def _text(body: bytes, key: str) -> str:
+    """The text of a key of a JSON body; empty where there is none."""
+    if f'"{key}"'.encode() not in body:
+        return ""
+    try:
+        found = json.loads(body).get(key)
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""

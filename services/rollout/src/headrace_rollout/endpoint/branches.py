@@ -1,0 +1,135 @@
+"""Where a request of a session goes on: behind the turn that it extends, with the ids sampled there, or as a sibling.
+
+Knows no HTTP, no engine and no simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace_rollout.conversations.conversation import Conversation
+from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.endpoint.requests import ChatRequest, Line, TextRequest, chat_of
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a branch stood after a turn of the policy: messages, tokens behind the prompt, and the turn's ids."""
+
+    lines: int
+    tokens: int
+    spoken: Sequence[int]
+
+
+@dataclass(eq=False)
+class Branch:
+    """Requests of a session that extend each other, as one trajectory. `text`: of a text, not of messages."""
+
+    talk: Conversation
+    text: bool = False
+    tools: list[dict[str, Any]] | None = None
+    lines: list[Line] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
+
+    branch: Branch
+    prompt_ids: Sequence[int]
+    given: Sequence[int]
+    lines: Sequence[Line]
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy reads."""
+        return [*self.prompt_ids, *self.branch.talk.tokens, *self.given]
+
+
+class Branches:
+    """The branches of a session, the first one's trajectory is `talk`."""
+
+    def __init__(self, talk: Conversation, codec: TextCodec, template: TurnTemplate) -> None:
+        self._codec, self._template = codec, template
+        self._branches = [Branch(talk)]
+
+    def place(self, request: ChatRequest) -> Place:
+        """Where the request goes on, or begins. Raises ValueError for what the template cannot show."""
+        return self._behind(request) or self._anew(request)
+
+    def opens(self, place: Place) -> bool:
+        """Whether it is the first turn of the session's first branch."""
+        return place.branch is self._branches[0] and not place.branch.marks
+
+    def take(self, place: Place) -> None:
+        """Marks its branch as busy, until whoever takes it is done."""
+        place.branch.busy = True
+        if place.branch not in self._branches:
+            self._branches.append(place.branch)
+
+    def talks(self) -> list[Conversation]:
+        """Trajectories of the branches in which the policy has spoken, in the order in which they began."""
+        return [branch.talk for branch in self._branches if branch.talk.turns]
+
+    def _behind(self, request: ChatRequest) -> Place | None:
+        """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
+        text, most = isinstance(request, TextRequest), 0
+        lines, found = request.lines, None
+        for branch in self._branches:
+            if branch.text != text or (request.tools or None) != (branch.tools or None):
+                continue
+            known = len(branch.lines) if text else _common(branch.lines, lines)
+            for mark in reversed(branch.marks):
+                if most < mark.lines <= known and (new := _new(lines, branch.lines[: mark.lines], text=text)):
+                    found, most = (branch, mark, new), mark.lines
+                    break
+        if found is None:
+            return None
+        branch, mark, new = found
+        if text:
+            given = self._codec.encode_behind(new[0].content)
+        else:
+            given = self._template.between(mark.spoken, chat_of(new), request.tools)
+        if mark is branch.marks[-1] and not branch.busy:
+            return Place(branch, branch.talk.prompt_ids, given, new)
+        read = [*branch.talk.prompt_ids, *branch.talk.tokens[: mark.tokens], *given]
+        before = branch.lines[: mark.lines]
+        return Place(Branch(Conversation((), [])), read, [], [*before, *new])
+
+    def _anew(self, request: ChatRequest) -> Place:
+        """A branch of its own, which reads the whole request: the first one, or a sibling."""
+        if isinstance(request, TextRequest):
+            prompt: Sequence[int] = self._codec.encode_prompt(text=request.prompt)
+        else:
+            prompt = self._template.opened(chat_of(request.lines), request.tools)
+        first = self._branches[0]
+        branch = Branch(Conversation((), [])) if first.marks or first.busy else first
+        return Place(branch, prompt, [], request.lines)
+
+
+def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
+    """How many first messages are the same."""
+    for index, (was, now) in enumerate(zip(said, lines, strict=False)):
+        if not was.same(now):
+            return index
+    return min(len(said), len(lines))
+
+
+def _new(lines: Sequence[Line], said: Sequence[Line], *, text: bool) -> Sequence[Line]:
+    """What a request adds to what was said; nothing where it does not extend it, or puts words into the model's mouth.
+
+    The messages begin with those that were said; of a text this is looked at here.
+    """
+    if not text:
+        new = lines[len(said) :]
+        return [] if any(line.role == "assistant" for line in new) else new
+    before, (whole,) = "".join(line.content for line in said), lines
+    added = whole.content.removeprefix(before)
+    return [Line("user", added)] if added and added != whole.content else []

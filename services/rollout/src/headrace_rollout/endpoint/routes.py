@@ -1,0 +1,233 @@
+"""The endpoint's routes: whose session a request is of, what it asks for, and the answer, whole or token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headrace_servicekit.session_marks import session_of_answer
+
+from headrace_rollout.endpoint.chat import chat_completion, chat_pieces, events_of, head_of, usage_of
+from headrace_rollout.endpoint.completions import read_text_request, text_choice, text_pieces
+from headrace_rollout.endpoint.feedback import read_group, read_reward
+from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
+from headrace_rollout.endpoint.responses import (
+    previous_of,
+    read_response_request,
+    response,
+    response_events,
+)
+from headrace_rollout.endpoint.server import SESSION, Endpoint
+from headrace_rollout.endpoint.session import Answer, Session
+from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+MOST_BYTES = 8 << 20
+"""Longest body of a request."""
+
+
+def make_app(endpoint: Endpoint) -> FastAPI:
+    """The routes."""
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def answered(
+        request: Request, what: Callable[[Session], Awaitable[Response]], named: str = ""
+    ) -> Response:
+        session = None
+        try:
+            session = endpoint.session(request.headers, named)
+            response = await what(session)
+        except Refusal as refusal:
+            own = endpoint.clients_desk(request.headers)
+            if (
+                own is not None
+                and session is not None
+                and not (named or SESSION in request.headers)
+                and not session.turns
+            ):
+                own.drop(session, "withdrawn")
+            return JSONResponse(_error(refusal), refusal.status)
+        response.headers[SESSION] = session.id
+        return response
+
+    async def streamed(
+        session: Session,
+        asked: ChatRequest,
+        again: bool,
+        events: Callable[[AsyncIterator[Piece]], AsyncIterator[str]],
+    ) -> Response:
+        """Server-sent events of an answer as it is made. What is refused before the first one is a plain refusal."""
+        marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
+        codec, log_probs = session.terms.codec, bool(asked.logprobs)
+        texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
+        pieces = pieces_of(lambda told: session.answer(asked, again=again, told=told), texts)
+        first = await anext(pieces)
+
+        async def whole() -> AsyncIterator[Piece]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        async def told() -> AsyncIterator[str]:
+            try:
+                async for event in events(whole()):
+                    yield event
+            except Refusal as refusal:
+                yield f"data: {json.dumps(_error(refusal))}\n\n"
+            finally:
+                await pieces.aclose()
+
+        return StreamingResponse(told(), media_type="text/event-stream")
+
+    async def chat(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            asked, again = read_request(await _body(request)), _again(request)
+            if asked.stream:
+                head = head_of(session, asked, "chat.completion.chunk")
+                return await streamed(
+                    session, asked, again, partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
+                )
+            answers = await session.answer(asked, again=again)
+            return JSONResponse(chat_completion(session, asked, answers))
+
+        return await answered(request, work)
+
+    async def completions(request: Request) -> Response:
+        async def work(session: Session) -> Response:
+            asked, again = read_text_request(await _body(request)), _again(request)
+            head = head_of(session, asked, "text_completion")
+            if asked.stream:
+                return await streamed(
+                    session, asked, again, partial(events_of, session, asked, head, "cmpl", text_pieces)
+                )
+            answers = await session.answer(asked, again=again)
+            choices = [text_choice(asked, answer, index) for index, answer in enumerate(answers)]
+            id = f"cmpl-{session.id}-{answers[0].number}"
+            return JSONResponse({**head, "id": id, "choices": choices, "usage": usage_of(answers)})
+
+        return await answered(request, work)
+
+    async def responses(request: Request) -> Response:
+        try:
+            body = await _body(request)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+        async def work(session: Session) -> Response:
+            asked = read_response_request(body, partial(_response_of, session))
+            again = _again(request)
+            if asked.stream:
+                events = partial(response_events, asked=asked, name=f"resp_{session.id}", model=session.model)
+                return await streamed(session, asked, again, events)
+            (answer,) = await session.answer(asked, again=again)
+            return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
+
+        return await answered(request, work, session_of_answer(previous_of(body)))
+
+    async def models(request: Request) -> Response:
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            name = desk.terms.model if desk is not None else endpoint.session(request.headers).model
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+        listed = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [listed]})
+
+    async def rewarded(request: Request, named: str) -> Response:
+        try:
+            value, success, completion, final = read_reward(await _body(request))
+            named = named or completion.partition("-")[0]
+            desk = endpoint.clients_desk(request.headers)
+            session = desk.find(named) if desk is not None else endpoint.session(request.headers)
+            named = named or session.id
+            if named != session.id or (completion and not completion.startswith(f"{session.id}-")):
+                raise Refusal(404, "not_found", "the key or the completion is of another session")
+            session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)
+            told: dict[str, Any] = {"rewards": session.rewards}
+            if (of := endpoint.desk) is not None and of.has(session):
+                told |= {"session": session.id, "state": of.end(session) if final else "open"}
+            return JSONResponse(told)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+    async def reward(request: Request) -> Response:
+        return await rewarded(request, request.path_params["session"])
+
+    async def feedback(request: Request) -> Response:
+        return await rewarded(request, "")
+
+    async def sessions(request: Request) -> Response:
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            if desk is None:
+                message = "sessions are begun with the key of an online run: headrace run endpoint RUN"
+                raise Refusal(401, "invalid_api_key", message)
+            if request.method == "GET":
+                return JSONResponse(desk.figures())
+            session = desk.begin(read_group(await _body(request)))
+            return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+    async def withdraw(request: Request) -> Response:
+        try:
+            desk = endpoint.clients_desk(request.headers)
+            if desk is None:
+                raise Refusal(401, "invalid_api_key", "a session is withdrawn with the key of the run")
+            desk.drop(desk.find(request.path_params["session"]), "withdrawn")
+            return JSONResponse({"session": request.path_params["session"], "state": "withdrawn"})
+        except Refusal as refusal:
+            return JSONResponse(_error(refusal), refusal.status)
+
+    async def other(request: Request) -> Response:
+        served = (
+            "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models and "
+            "POST /v1/sessions/{id}/reward, for one session a key; of an online run /v1/sessions and /v1/feedback"
+        )
+        refusal = Refusal(
+            404, "not_found", f"there is no {request.method} {request.url.path}; there are {served}"
+        )
+        return JSONResponse(_error(refusal), refusal.status)
+
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/completions", completions, methods=["POST"])
+    app.add_route("/v1/responses", responses, methods=["POST"])
+    app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
+    app.add_route("/v1/sessions", sessions, methods=["GET", "POST"])
+    app.add_route("/v1/sessions/{session}", withdraw, methods=["DELETE"])
+    app.add_route("/v1/feedback", feedback, methods=["POST"])
+    app.add_route("/{path:path}", other, methods=["GET", "POST", "PUT", "DELETE"])
+    return app
+
+
+def _again(request: Request) -> bool:
+    """Whether the client says that it repeats a request, as the `openai` client does."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BYTES:
+            raise Refusal(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
+    return bytes(body)
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def _response_of(session: Session, id: str) -> tuple[ChatRequest, Answer] | None:
+    """The request and answer of a response's id, if it is one of the session's."""
+    number = id.removeprefix(f"resp_{session.id}_")
+    return session.answered(int(number)) if number.isdecimal() else None
