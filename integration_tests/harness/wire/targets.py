@@ -342,5 +342,10 @@ def coordinator_target(service):
             fleet_pb2.SuperviseRequest(host="here", scale_result=result),
         ]
 
-    valid = {"Register": lambda: [registration], "Session": heartbeat, "Supervise": supervise}
+    valid = {
+        "Register": lambda: [registration],
+        "Session": heartbeat,
+        "Supervise": supervise,
+        "Certify": lambda: [fleet_pb2.CertifyRequest(request=b"-----BEGIN CERTIFICATE REQUEST-----")],
+    }
     return Target(service, "headrace.coordinator.v1.FleetService", valid)
