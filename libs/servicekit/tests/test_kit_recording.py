@@ -285,6 +285,10 @@ async def test_a_disk_that_refuses_ends_the_recording_and_no_step(kept):
     [
         (lambda data: data[: len(data) // 2], "truncated"),
         (lambda data: data[: data.rindex(b"\x1f\x8b\x08")], "truncated"),
+        (
+            lambda data: data[: data.index(b"\x1f\x8b\x08", 1)] + data[data.rindex(b"\x1f\x8b\x08") :],
+            "truncated",
+        ),
         (lambda data: data[:-30] + bytes(10) + data[-20:], "truncated or damaged"),
         (lambda data: b"PK" + data, "no recording"),
         (lambda data: gzip.compress(b"something else"), "is no recording|damaged"),
