@@ -174,6 +174,8 @@ async def test_without_a_beginning_the_recording_says_so(kept):
     recording = read_recording((await run.end()).path)
     assert "no checkpoint" in recording.header.incomplete
     assert "OpenRun" in [call.method for call in recording.calls]
+    run.run.ask([2])
+    assert run.run.needs_base(2)
     run.run.not_based("the disk is full")
     assert not run.run.needs_base(2), "one try for a checkpoint is enough"
     run.step(2)
