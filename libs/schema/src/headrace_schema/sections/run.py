@@ -32,6 +32,7 @@ from headrace_schema.sections.running import (
 )
 from headrace_schema.sections.scoring import RewardSection
 from headrace_schema.sections.tracking import TrackingSection
+from headrace_schema.sections.weights import WeightsSection
 from headrace_schema.workflow import BUILT_IN, COMPARING, GraphSection, WorkflowChoice
 
 
@@ -72,6 +73,7 @@ class RunSections(Section):
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
+    weights: WeightsSection = WeightsSection()
     reply: ReplySection | None = Field(
         default=None,
         description="what answers the policy inside a trajectory; the workflow's second rollout stage",
