@@ -174,6 +174,8 @@ async def test_without_a_beginning_the_recording_says_so(kept):
     recording = read_recording((await run.end()).path)
     assert "no checkpoint" in recording.header.incomplete
     assert "OpenRun" in [call.method for call in recording.calls]
+    run.run.ask([2])
+    assert run.run.needs_base(2)
     run.run.not_based("the disk is full")
     assert not run.run.needs_base(2), "one try for a checkpoint is enough"
     run.step(2)
@@ -285,6 +287,10 @@ async def test_a_disk_that_refuses_ends_the_recording_and_no_step(kept):
     [
         (lambda data: data[: len(data) // 2], "truncated"),
         (lambda data: data[: data.rindex(b"\x1f\x8b\x08")], "truncated"),
+        (
+            lambda data: data[: data.index(b"\x1f\x8b\x08", 1)] + data[data.rindex(b"\x1f\x8b\x08") :],
+            "truncated",
+        ),
         (lambda data: data[:-30] + bytes(10) + data[-20:], "truncated or damaged"),
         (lambda data: b"PK" + data, "no recording"),
         (lambda data: gzip.compress(b"something else"), "is no recording|damaged"),
