@@ -76,7 +76,7 @@ def installed(config, device: torch.device) -> PolicyModel:
     model.place(device)
     model.take_memory()
     model.policy = Policy(1, "one")
-    model.adopt_head()
+    model.adopt_weights()
     return model
 
 

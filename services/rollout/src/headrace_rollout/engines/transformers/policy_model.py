@@ -15,7 +15,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
-from headrace_modelkit.products import WideLayers
+from headrace_modelkit.products import PackedLayers, PackedWeight
 from headrace_modelkit.vision import (
     ImageReader,
     Pictures,
@@ -74,7 +74,7 @@ class PolicyModel(HeldModel):
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
-        self._wide = WideLayers(self._model.base_model)
+        self._layers, self._packed_head = PackedLayers(self._model.base_model), PackedWeight()
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
@@ -247,15 +247,19 @@ class PolicyModel(HeldModel):
         """
         start = time.perf_counter()
         self._memory.load(tensors, self.device)
-        self._wide.adopt()
-        self.adopt_head()
+        self.adopt_weights()
         self.policy = policy
         return time.perf_counter() - start
 
-    def adopt_head(self) -> None:
-        """Takes the head of the weights that are there: one fp32 copy for all tokens of a version."""
-        head = Head.of(self._model)  # in fp32 the model's own
-        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened(self._head)
+    def adopt_weights(self) -> None:
+        """Computes with the weights that are there from now on; the first pass packs them, and the head in fp32."""
+        self._layers.adopt()
+        self._head = Head.of(self._model).packed_into(self._packed_head)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the first pass of a version takes beside its cache: weights as the CPU's kernels read them."""
+        return self._layers.missing_bytes + self._packed_head.missing_bytes
 
     def take_memory(self) -> None:
         """Room for the weights."""
@@ -265,7 +269,8 @@ class PolicyModel(HeldModel):
         """Drops weights and cache."""
         self.policy, self._head = None, None
         self._memory.free()
-        self._wide.free()
+        self._layers.free()
+        self._packed_head.free()
         self.cache.free()
 
 
