@@ -14,6 +14,7 @@ import torch
 from headrace_modelkit.threads import Threads
 from headrace_modelkit.tokenizer import TextCodec
 from headrace_servicekit.failpoints import failpoint_sync
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_rollout.engines.base import Policy, Refused
@@ -22,6 +23,7 @@ from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
+from headrace_rollout.engines.transformers.drafting import MOST_ROWS, accepted
 from headrace_rollout.engines.transformers.joining import Joining
 from headrace_rollout.engines.transformers.kept import KeptContexts
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
@@ -40,12 +42,14 @@ class Decoder:
         figures: Figures,
         threads: Threads,
         kv_cache_bytes: int | None = None,
+        speculative_tokens: int = 0,
     ) -> None:
         self.model = model
         self.figures = figures
         self._threads = threads
         self.prefills = Prefills()
         self._rows = rows
+        self._speculative_tokens = speculative_tokens
         self._eos = np.array(sorted(codec.eos_ids))
         bounds = Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids)
         self._joining = Joining(model, bounds, rows, figures, threads, kv_cache_bytes)
@@ -182,25 +186,69 @@ class Decoder:
     def _decode(self) -> None:
         batch = self._batch
         rows = slice(0, batch.count)
-        hidden_ND = self.model.decode(batch.last_tokens(), batch.length[rows], batch.shift[rows])
+        drafts = self._drafts()
+        longest = max(map(len, drafts), default=0)
+        tokens_NT = np.zeros((batch.count, 1 + longest), dtype=np.int64)
+        tokens_NT[:, 0] = batch.last_tokens()
+        for row, draft in enumerate(drafts):
+            tokens_NT[row, 1 : 1 + len(draft)] = draft
+        hidden_NTD = self.model.decode(tokens_NT, batch.length[rows], batch.shift[rows])
         for row, routes in enumerate(self.model.decoded_routes()):
             batch.routes[row].append(routes)
-        batch.length[: batch.count] += 1
         self.figures.decode_steps += 1
         self.figures.decode_rows += batch.count
-        self._advance(0, hidden_ND)
+        if longest:
+            self._advance_drafted(hidden_NTD, drafts)
+            return
+        batch.length[rows] += 1
+        self._advance(0, hidden_NTD[:, 0])
+
+    def _drafts(self) -> list[list[int]]:
+        """What each row guesses of its next tokens; empty where nobody may or can."""
+        batch = self._batch
+        most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
+        plain = self._joining.running_wave or self.model.route_width or batch.seen.shape[1]
+        if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
+            return []
+        left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
+        return [batch.history(row).draft(min(most, int(left[row]))) for row in range(batch.count)]
+
+    def _advance_drafted(self, hidden_NTD: Tensor, drafts: Sequence[Sequence[int]]) -> None:
+        """Draws a token behind each token of a draft; what stands is what would come without drafts."""
+        batch = self._batch
+        count, width = hidden_NTD.shape[:2]
+        rows = RowDistributions.of(
+            [each.distribution for each in batch.trajectories for _ in range(width)], self.model.device
+        )
+        tokens_NT, log_probs_NT = self._draw(hidden_NTD.flatten(0, 1), rows, batch.uniforms(0, width), None)
+        tokens_NT, log_probs_NT = tokens_NT.reshape(count, width), log_probs_NT.reshape(count, width)
+        counts = accepted(tokens_NT, drafts, self._eos)
+        batch.append(0, tokens_NT, log_probs_NT, counts)
+        batch.length[:count] += counts
+        self.figures.sampled_tokens += int(counts.sum())
+        self._settle(0)
 
     def _advance(self, first: int, hidden_ND: Tensor) -> None:
         batch = self._batch
-        logits_NV = self.model.head.logits(hidden_ND)
         rows = self._row_distributions(first)
         seen = batch.seen[first : batch.count] if batch.seen.shape[1] else None
-        seen_NV = None if seen is None else torch.from_numpy(seen).to(logits_NV.device)
-        uniform_N = torch.from_numpy(batch.uniforms(first)).to(logits_NV.device)
-        tokens_N, log_probs_N = draw(process(logits_NV, rows, seen_NV), rows, uniform_N)
-        batch.append(first, tokens_N.cpu().numpy(), log_probs_N.cpu().numpy())
+        tokens_N, log_probs_N = self._draw(hidden_ND, rows, batch.uniforms(first), seen)
+        batch.append(first, tokens_N[:, None], log_probs_N[:, None])
         self.figures.sampled_tokens += len(tokens_N)
         self._settle(first)
+
+    def _draw(
+        self,
+        hidden_ND: Tensor,
+        rows: RowDistributions,
+        uniform_N: NDArray[np.float32],
+        seen_NV: NDArray[np.bool_] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits_NV = self.model.head.logits(hidden_ND)
+        seen = None if seen_NV is None else torch.from_numpy(seen_NV).to(logits_NV.device)
+        uniform = torch.from_numpy(uniform_N).to(logits_NV.device)
+        tokens_N, log_probs_N = draw(process(logits_NV, rows, seen), rows, uniform)
+        return tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
 
     def _row_distributions(self, first: int) -> RowDistributions:
         trajectories = self._batch.trajectories[first:]

@@ -154,32 +154,32 @@ class PolicyModel(HeldModel):
 
     def decode(
         self,
-        tokens_N: NDArray[np.int64],
+        tokens_NT: NDArray[np.int64],
         length_N: NDArray[np.int64],
         shift_N: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens.
+        """(N, T, D) hidden states of more tokens in each row, whose caches hold `length_N` tokens.
 
         `shift_N`: where images make positions other than the number of tokens before.
         """
-        plan = self.cache.decode(length_N, self.device, self._model.dtype)
-        hidden_N1D = self.hidden(
-            torch.from_numpy(tokens_N[plan.order]).to(self.device)[:, None],
+        plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
+        hidden_NTD = self.hidden(
+            torch.from_numpy(tokens_NT[plan.order]).to(self.device),
             position_ids=self._positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
         self._order = plan.order
         if (np.diff(plan.order) == 1).all():
-            return hidden_N1D[:, 0]
+            return hidden_NTD
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
-        return hidden_N1D[:, 0].index_select(0, back)
+        return hidden_NTD.index_select(0, back)
 
     def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
         if shift_N is None or not shift_N.any():
-            return plan.position_N[:, None]
-        shifted_N = plan.position_N + torch.from_numpy(shift_N[plan.order]).to(self.device)
-        return shifted_N[None, :, None].expand(3, -1, -1)
+            return plan.position_NT
+        shifted_NT = plan.position_NT + torch.from_numpy(shift_N[plan.order]).to(self.device)[:, None]
+        return shifted_NT[None].expand(3, -1, -1)
 
     def hidden(
         self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache | Extension
