@@ -59,9 +59,9 @@ class RequestedTrajectory:
         if finish is not None:
             self.ended = True
             return [*outputs, self._end(made, finish)]
-        free = len(self._tokens) - held_back
-        if free - self._sent >= self.trajectory.stream.chunk_tokens:
-            outputs += self._chunk(made, free)
+        size = self.trajectory.stream.chunk_tokens
+        while size and len(self._tokens) - held_back - self._sent >= size:
+            outputs += self._chunk(made, self._sent + size)
         return outputs
 
     def stop(self, policy: Policy) -> TrajectoryUpdate:

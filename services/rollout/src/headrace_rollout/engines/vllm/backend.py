@@ -151,7 +151,7 @@ class VllmBackend(Backend):
         await self._obey(self._engine.pause_generation(mode="keep", clear_cache=False))
         # What no interval has ended yet goes out now: it is of the version that is installed.
         for state in self._engine.output_processor.request_states.values():
-            pass
+            _hand_out(state)
 
     @override
     async def thaw(self) -> None:
