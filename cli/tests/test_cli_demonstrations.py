@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from headrace_modelkit.robot.demonstrations import Demonstrations
+from headrace_modelkit.robot.demonstrations import Demonstrations, DemonstrationsNotReadable
 
 ENVIRONMENT = '''
 import gymnasium
@@ -96,6 +96,24 @@ def test_successful_episodes_become_a_data_set_that_the_trainer_and_pandas_read(
     episodes = pd.read_parquet(target / "meta" / "episodes")
     assert episodes["dataset_to_index"].tolist() == [12, 24, 36, 48]
     assert not list(target.parent.glob(".*")), "nothing is left aside"
+
+
+def test_cameras_may_be_videos(headrace, spec, tmp_path):
+    """As most published data sets have them: one file with all episodes, of which each is a stretch."""
+    command = ("demonstrations", "collect", str(spec()), "--episodes", "3", "--to")
+    for name, more in (("images", ()), ("videos", ("--videos",))):
+        done = headrace(*command, str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stderr
+    exact, filmed = (Demonstrations(tmp_path / name, ["front"]) for name in ("images", "videos"))
+    assert "observation.images.front" not in pd.read_parquet(tmp_path / "videos" / "data").columns
+    for place in (2, 0, 1):
+        assert filmed[place].action_TA.equal(exact[place].action_TA)
+        seen, wanted = (each[place].images["front"].float() for each in (filmed, exact))
+        assert seen.shape == wanted.shape and (seen - wanted).abs().max() <= 3
+    film = tmp_path / "videos/videos/observation.images.front/chunk-000/file-000.mp4"
+    film.write_bytes(film.read_bytes()[:200])
+    with pytest.raises(DemonstrationsNotReadable, match=r"file-000\.mp4 cannot be read"):
+        filmed[0]
 
 
 def test_cameras_are_left_out_for_a_policy_that_reads_none(headrace, spec, tmp_path):

@@ -311,6 +311,24 @@ def test_an_evaluation_shows_its_figures_and_answers_and_is_a_run_too(crowd, ope
     page.wait_for_url("**/#/runs/eval-0")
 
 
+def test_an_episode_is_watched_step_by_step(crowd, open_page):
+    """Also where the browser does not play H.264, as here: the slider moves what is said and what the plots mark."""
+    page = opened(open_page, crowd, "evaluation")
+    watch = page.get_by_role("button", name="Watch item 1, sample 0")
+    watch.click()
+    said = page.locator(".episode .says")
+    said.get_by_text("Step 0 of 5, chunk 1: the start; action 0, -0.5").wait_for()
+    assert page.locator(".episode video").get_attribute("src").startswith("blob:")
+    slider = page.get_by_label("Step, of 5 actions")
+    slider.fill("3")
+    said.get_by_text("Step 3 of 5, chunk 2: reward 0.25, return 0.25; action 0.3, -0.5").wait_for()
+    slider.press("End")
+    said.get_by_text("Step 5 of 5, chunk 3: reward 1, return 1.25, success; the end").wait_for()
+    assert page.locator(".episode .chart").count() == 2
+    watch.click()
+    page.locator(".episode").wait_for(state="detached")
+
+
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):
     page = open_page(f"{guarded.url}/#token=s3cret")
     page.locator(".runs tbody tr").first.wait_for()

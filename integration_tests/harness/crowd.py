@@ -30,11 +30,13 @@ from headrace_schema.changing import RunLabels
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
+    EpisodeView,
     EvaluationRunView,
     ModeView,
     SuiteResultView,
     TaskView,
     VideoListView,
+    VideoView,
 )
 from headrace_schema.resources.fleet import DeviceView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import (
@@ -194,7 +196,18 @@ class Crowd:
         )  # fmt: skip
 
     async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
-        return VideoListView(videos=[])
+        return VideoListView(
+            videos=[VideoView(name="0001-0-push-success.mp4", item=1, sample=0, success=True, size_bytes=4)]
+        )
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        return Path(__file__).parents[1] / "packaging" / "six_frames.mp4"
+
+    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
+        return EpisodeView(
+            actions=[[0.1 * step, -0.5] for step in range(5)], rewards=[0.0, 0.0, 0.25, 0.0, 1.0],
+            successes=[False] * 4 + [True], chunk_starts=[0, 2, 4], values=[0.5, 0.75, 1.0], truncated=False,
+        )  # fmt: skip
 
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         found = DifferenceView(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,23 @@ def test_a_simulator_killed_while_a_version_is_installed_costs_no_episode(fleet:
     assert len(found.trained) == 6 * BATCH and not found.dropped
     assert found.rewinds == 0 and not found.abandoned
     assert max(item.max_staleness for item in found.live) == 1
+
+
+def test_episodes_whose_pictures_are_lost_with_their_rollout_are_made_again(fleet: Fleet, tmp_path: Path):
+    """Their pictures are too large for the coordinator, and stay with the rollout until they are learned from."""
+    (tmp_path / "hold").touch()
+    given = spec(tmp_path, steps=2, export=False, data={"options": {"starts": 64}})
+    given["model"]["policy"] |= {"kind": "cnn", "features": 8}
+    given["environment"] |= {"tasks": [f"{corridor.__file__}:make_filmed"], "step_timeout_s": 300.0}
+    run = fleet.submit(given)
+    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
+    wait_for((tmp_path / "ended").exists, "an episode to end", 60)
+    time.sleep(1.0)  # The coordinator has heard of it.
+    killed = fleet.kill("rollout-0")
+    (tmp_path / "hold").unlink()
+    fleet.replaced("rollout-0", killed)
+    found = audit(fleet, fleet.succeed(run))
+    assert len(found.trained) == 2 * BATCH and found.rewinds == 0
 
 
 def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):

@@ -34,7 +34,7 @@ def pictured(spec_of: Callable[..., dict[str, Any]], digits: Path) -> Callable[.
             model__path=str(digits / "model"),
             data={"source": "jsonl", "heldout": 20, "prompt": {"chat": True, "template": "{question}"}},
             sampling={"max_new_tokens": 2},
-            trainer={"vision": "trained", "warmup": {"steps": 80, "lr": 2.0e-3, "batch": 128}},
+            trainer={"freeze": [], "warmup": {"steps": 80, "lr": 2.0e-3, "batch": 128}},
             algorithm={"prompts_per_step": 16, "group_size": 8},
             optimizer={"lr": 1.0e-4},
             rollout={"max_concurrency": 128},

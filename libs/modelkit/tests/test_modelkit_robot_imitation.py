@@ -88,7 +88,7 @@ def test_horizons_end_with_the_episode(data_set):
 def test_data_sets_that_cannot_be_read_are_named(data_set):
     with pytest.raises(DemonstrationsNotReadable, match=r"no camera 'top', only \['front', 'wrist'\]"):
         Demonstrations(data_set, ["top"])
-    with pytest.raises(DemonstrationsNotReadable, match="'wrist' is stored as video, only images are read"):
+    with pytest.raises(DemonstrationsNotReadable, match=r"'wrist' is a video, and .* states no video_path"):
         Demonstrations(data_set, ["wrist"])
     (data_set / "data/chunk-000/file-001.parquet").unlink()
     with pytest.raises(DemonstrationsNotReadable, match=r"file-001\.parquet cannot be read"):

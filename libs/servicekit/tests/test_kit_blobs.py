@@ -1,5 +1,7 @@
 """Blobs: taken from the tmpfs or by gRPC, verified, kept until released."""
 
+from pathlib import Path
+
 import grpc
 import pytest
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc
@@ -56,6 +58,15 @@ async def test_the_file_needs_no_server(kept, reader):
     assert await reader("shm").read(kept.put(BODY)) == BODY
 
 
+def file_of(kept, reference):
+    with kept.open(reference) as file:
+        return Path(file.name)
+
+
+def inode(kept, reference):
+    return file_of(kept, reference).stat().st_ino
+
+
 async def reason_of_reading(reader, reference):
     with pytest.raises(ServiceError) as refused:
         await reader.read(reference)
@@ -73,7 +84,7 @@ async def test_other_bytes_than_promised_are_refused(served, reader, root, field
 
 async def test_a_changed_file_is_refused(kept, reader):
     reference = kept.put(BODY)
-    path = kept.path(reference)
+    path = file_of(kept, reference)
     path.chmod(0o600)
     path.write_bytes(BODY[:-1] + b"x")
     assert await reason_of_reading(reader("shm"), reference) == "DIGEST_MISMATCH"
@@ -123,16 +134,16 @@ async def test_the_token_is_needed(served, reader):
 
 async def test_a_released_file_is_written_again_and_spares_are_bounded(kept, reader, monkeypatch):
     first = kept.put(b"first")
-    inode = kept.path(first).stat().st_ino
+    file = inode(kept, first)
     kept.release(first)
     second = kept.put(b"other")
-    assert kept.path(second).stat().st_ino == inode
+    assert inode(kept, second) == file
     assert await reader("shm").read(second) == b"other"
     assert await reason_of_reading(reader("shm"), first) == "BLOB_GONE"
     monkeypatch.setattr("headrace_servicekit.rpc.blobs.SPARE_BYTES", 8)
     for reference in [kept.put(b"third"), second]:
         kept.release(reference)
-    assert len(list(kept.path(kept.put(b"longer")).parent.iterdir())) == 2
+    assert len(list(file_of(kept, kept.put(b"longer")).parent.iterdir())) == 2
 
 
 def test_equal_sizes_never_share_a_file(kept):
@@ -140,4 +151,16 @@ def test_equal_sizes_never_share_a_file(kept):
     for reference in references[::2]:
         kept.release(reference)
     references = references[1::2] + [kept.put(bytes([50 + index]) * 100) for index in range(9)]
-    assert len({kept.path(reference).stat().st_ino for reference in references}) == len(references)
+    assert len({inode(kept, reference) for reference in references}) == len(references)
+
+
+async def test_what_has_no_room_beside_the_weights_is_held_in_memory(served, reader, monkeypatch):
+    monkeypatch.setattr("headrace_servicekit.rpc.blobs.HELD_SHARE", 0.0)
+    held = served.hold(BODY)
+    assert not list(file_of(served, served.put(b"a file")).parent.glob(held.blob_id))
+    assert await reader("shm").read(held) == BODY
+    served.release(held)
+    assert await reason_of_reading(reader("shm"), held) == "BLOB_GONE"
+    monkeypatch.undo()
+    filed = served.hold(BODY)
+    assert file_of(served, filed).read_bytes() == BODY

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.rpc.episodes import ACTIONS, Episode, decode_episode, encode_episode
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.episodes import ACTIONS, Episode, decode_episode, encode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import encode_tensor
 
@@ -109,4 +110,22 @@ def test_a_body_beyond_the_limit_or_elsewhere_is_refused(episode):
     message.log_probs.CopyFrom(encode_tensor(np.zeros((T, C, A), np.float32)))
     message.log_probs.shape[0] = 2**40
     with pytest.raises(ServiceError):
+        decode_episode(message)
+
+
+def test_what_is_large_stays_with_its_producer(episode):
+    large = np.random.default_rng(1).integers(0, 255, (T, 300, 300, 3), np.uint8)
+    episode = replace(episode, observation=episode.observation | {"image/front": large[:, ::-1]})
+    episode = replace(episode, final_observation=episode.final_observation | {"image/front": large[0]})
+    bodies = {}
+
+    def hold(data):
+        bodies[digest_bytes(data)] = bytes(data)
+        return common_pb2.BlobRef(digest=digest_bytes(data), size_bytes=data.nbytes)
+
+    message = encode_episode(episode, hold)
+    assert len(references(message)) == 2 and message.ByteSize() < 2000
+    found = decode_episode(common_pb2.ActionSegment.FromString(message.SerializeToString()), bodies=bodies)
+    assert all(same(getattr(found, each.name), getattr(episode, each.name)) for each in fields(Episode))
+    with pytest.raises(ServiceError, match=r"observation: 'image/front': .* blob reference"):
         decode_episode(message)

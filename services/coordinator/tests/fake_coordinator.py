@@ -15,7 +15,12 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, nearest
-from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.resources.evaluations import (
+    ComparisonView,
+    EpisodeView,
+    EvaluationRunView,
+    VideoListView,
+)
 from headrace_schema.resources.fleet import DeviceView, GpuUseView, HealthView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import CurvesView, FlowView
 from headrace_schema.resources.views import (
@@ -139,6 +144,9 @@ class FakeCoordinator:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     def flow(self, run_id: str) -> FlowView:

@@ -4,11 +4,15 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from headrace_coordinator.api.reading.reads import Reads
+from headrace_coordinator.api.reading.suites import steps_of
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.trajectories import SettledTrajectory
+from headrace_coordinator.projections.videos import read_episode
 from headrace_schema.resources.evaluations import VideoListView, VideoView
+from headrace_servicekit.rpc.episodes import Episode, encode_episode
 from http_parts import problems, walk
 
 
@@ -157,6 +161,34 @@ async def test_videos_are_listed_and_served_as_files(api, fake_coordinator, tmp_
     (tmp_path / "0001-0-push-success.episode").write_bytes(b"arrays")
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}/episode")
     assert (answer.headers["content-type"], answer.content) == ("application/x-protobuf", b"arrays")
+
+
+def test_an_episode_is_told_action_by_action(tmp_path):
+    valid_TC = np.array([[True, True], [True, False]])
+    episode = Episode(
+        observation={},
+        sampled={"actions": np.zeros((2, 2, 1), np.float32)},
+        executed_TCA=np.array([[[1.0], [2.0]], [[3.0], [9.0]]], np.float32),
+        valid_TC=valid_TC,
+        log_probs_TCA=np.zeros((2, 2, 1), np.float32),
+        rewards_TC=np.array([[0.0, 0.5], [1.0, 9.0]], np.float32),
+        successes_TC=np.array([[False, False], [True, False]]),
+        terminated=True,
+        truncated=False,
+        values_T=np.array([0.25, 0.75], np.float32),
+    )
+    path = tmp_path / "0001-0-push-success.episode"
+    path.write_bytes(encode_episode(episode).SerializeToString())
+    told = steps_of(read_episode(path))
+    assert (told.actions, told.rewards, told.successes) == (
+        [[1.0], [2.0], [3.0]],
+        [0.0, 0.5, 1.0],
+        [False, False, True],
+    )
+    assert (told.chunk_starts, told.values) == ([0, 2], [0.25, 0.75])
+    path.write_bytes(b"no message")
+    with pytest.raises(ValueError, match=r"0001-0-push-success\.episode holds no episode"):
+        read_episode(path)
 
 
 async def test_a_long_list_of_runs_lets_others_in_and_leaves_out_what_is_deleted_meanwhile(monkeypatch):

@@ -134,6 +134,21 @@ async def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(atte
     assert kept[0, 0].message is None and kept[0, 0].size == size
 
 
+async def test_a_message_is_lost_with_the_producer_of_what_it_refers_to(attempt):
+    finish(attempt, 10)
+    kept, [first, second, *_] = Trajectories(1 << 20), list(attempt.trajectories.values())
+    for trajectory, owner in ((first, "living"), (second, "dead")):
+        seen = trajectory.received.segments.add(policy_number=1).actions.observation["image/eye"]
+        seen.blob.incarnation = owner
+        kept.put(trajectory)
+
+    async def fetch(keys):
+        return []
+
+    living = SimpleNamespace(incarnation="living", fetch=fetch)
+    assert [*await kept.messages([first.slot, second.slot], [living])] == [first.slot.key]
+
+
 @pytest.mark.parametrize(("limit", "waited"), [(7200.0, 7200.0), (60.0, 900.0)])
 async def test_a_commit_may_take_as_long_as_a_step(limit, waited):
     """An algorithm of several passes learns within it."""

@@ -19,7 +19,10 @@ from episode_rig import (
 )
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.rpc.episodes import IMAGE, STATE
+from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.rpc.digests import trajectory_digest
+from headrace_servicekit.rpc.episodes import IMAGE, STATE, decode_episode, references
+from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import reap_dead_stores
 from rollout_calls import HEADER, RUN, refused
 
@@ -133,6 +136,40 @@ async def test_images_by_reference_are_those_of_their_steps(
         images = episode_of(trajectory).observation[IMAGE + "eye"]
         assert images.shape == (6, 40, 40, 3)
         assert all((image == step).all() for step, image in enumerate(images))
+
+
+async def test_large_episodes_leave_by_reference_and_go_with_their_retention(
+    new_walker, simulator_process, monkeypatch
+):
+    """Nothing that was seen passes through the coordinator: so an episode may have any length."""
+    monkeypatch.setattr("headrace_rollout.streams.episodes.MAX_TRAJECTORY_BYTES", 30_000)
+    cnn = {**WALKER, "kind": "cnn", "cameras": ["eye"], "height": 150, "width": 150, "features": 8}
+    shm_dir = simulator_process.shm_dir
+    rollout = await new_walker(policy=cnn, cameras={"eye": "front"}, shm_dir=shm_dir)
+    pool = await walks(simulator_process.address, options={"image": 150})
+    judged = await (await run_episodes(rollout, [pool], begin([9]), evaluation=True)).read_all()
+    (seen,) = [episode_of(trajectory).observation for trajectory in judged.values()]
+    assert STATE in seen and IMAGE + "eye" not in seen, "what does not travel is left out of an evaluation"
+
+    trajectories = await (await run_episodes(rollout, [pool], begin(range(2)))).read_all()
+    reader = BlobReader(shm_dir, None)
+    held = {}
+    for trajectory in trajectories.values():
+        (segment,) = trajectory.segments
+        assert trajectory.ByteSize() < 30_000 and trajectory.body_digest == trajectory_digest(trajectory)
+        held |= {tensor.blob.digest: tensor.blob for tensor in references(segment.actions)}
+        bodies = {digest: await reader.read(blob) for digest, blob in held.items()}
+        images = decode_episode(segment.actions, bodies=bodies).observation[IMAGE + "eye"]
+        assert all((image == step).all() for step, image in enumerate(images)) and len(images) == 6
+    listed = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
+    assert all(item.size_bytes > 6 * 150 * 150 * 3 for item in listed.items) and len(listed.items) == 2
+    request = rollout_pb2.ReleaseTrajectoriesRequest(
+        header=HEADER, samples=[trajectory.sample for trajectory in trajectories.values()]
+    )
+    await rollout.stub.ReleaseTrajectories(request)
+    for blob in held.values():
+        with pytest.raises(ServiceError, match="not on this host"):
+            await reader.read(blob)
 
 
 async def test_a_killed_simulator_leaves_no_picture_behind(new_walker, tmp_path):

@@ -21,7 +21,14 @@ from headrace_trainer.backends.robot.whole import WholeRobot
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.samples import CreditData, EpisodeData, EpisodeScores, Packed, packed
+from headrace_trainer.learning.samples import (
+    CreditData,
+    EpisodeData,
+    EpisodeScores,
+    LentPictures,
+    Packed,
+    packed,
+)
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -90,8 +97,10 @@ class Walk:
         return found
 
     def learn(self) -> None:
-        backend, episodes = self.backend, self.episodes()
-        scores = backend.read(episodes)
+        backend, episodes, ranks = self.backend, self.episodes(), self.group.world_size
+        own = [*range(self.group.rank, len(episodes), ranks)]
+        given = [data if key in own else data.without_pictures() for key, data in enumerate(episodes)]
+        scores = backend.read(given, own)
         bodies = self.group.gather(msgspec.msgpack.encode(scores))
         each = [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
         by_key = {own.key: own for own in each}
@@ -114,9 +123,14 @@ class Walk:
                 [data.key for data in episodes], **{name: Packed.of(value) for name, value in numbers.items()}
             )
         )
-        # The second rank has fewer passes than the first, of a micro-batch of one or two chunks.
-        own = [[0, 1, 2, 4, 5], [3]] if self.group.world_size == 2 else [list(range(count))]
-        assert backend.learn(own[backend.replica]).finite
+        # The second rank has fewer passes than the first, of a micro-batch of one or two chunks; 5 is not its own.
+        shares = [[0, 1, 2, 4], [3, 5]] if ranks == 2 else [list(range(count))]
+        places = [(key, place) for key, length in enumerate(LENGTHS) for place in range(length)]
+        lent = [chunk for chunk in shares[backend.replica] if places[chunk][0] not in own]
+        seen = [(episodes[places[chunk][0]].observation, places[chunk][1]) for chunk in lent]
+        cameras = [f"image/{camera}" for camera in self.policy.config.cameras] if lent else []
+        pictures = {name: np.stack([one[name].array()[place] for one, place in seen]) for name in cameras}
+        assert backend.learn(shares[backend.replica], LentPictures(lent, packed(pictures))).finite
 
     def commit(self) -> None:
         self.learn()

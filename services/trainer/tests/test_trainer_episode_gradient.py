@@ -27,17 +27,24 @@ class OneRank:
     def __init__(self, backends):
         self.backends = backends
         self.replicas = len(backends)
-        self.gradients = []
+        self.gradients, self.lent = [], []
 
-    def read(self, episodes):
-        return [score for backend in self.backends for score in backend.read(episodes)]
+    def read(self, episodes, owners):
+        found = []
+        for replica, backend in enumerate(self.backends):
+            own = [place for place, owner in enumerate(owners) if owner == replica]
+            given = [each if place in own else each.without_pictures() for place, each in enumerate(episodes)]
+            found += backend.read(given, own)
+        return found
 
     def credit(self, data):
         for backend in self.backends:
             backend.credit(data)
 
-    def chunks(self, work):
-        return min(b.learn(own).finite for b, own in zip(self.backends, work, strict=True))
+    def chunks(self, work, lent):
+        self.lent += [pictures.chunks for pictures in lent]
+        parts = zip(self.backends, work, lent, strict=True)
+        return min(backend.learn(own, pictures).finite for backend, own, pictures in parts)
 
     def apply(self, denominator, rate):
         parts = [backend.reduced_gradient(denominator) for backend in self.backends]
@@ -74,6 +81,7 @@ def gradient(trainer_group, robot_config, robots):
         for group in groups:
             state = learner.learn(state, [read_episodes(group, spaces)])
         assert learner.finish(state, 0.0).finite
+        run.lent = rounds.lent
         return rounds.gradients[0], backends[0]._policy
 
     return run
@@ -171,6 +179,31 @@ def test_order_and_split_over_ranks_change_nothing(
     assert relative_l2(split, expected) <= 1e-5
     apart = config | {"trainer": {"micro_batch_tokens": 12}}
     assert relative_l2(gradient(apart, groups)[0], expected) <= 1e-5
+
+
+def test_pictures_of_other_ranks_are_lent_where_shares_would_be_uneven(
+    gradient, episodes, robots, robot_config, relative_l2
+):
+    """A rank has pictures of its own episodes, and of no other chunk than it learns from."""
+    played = [
+        replace(each, observation=each.observation | pictures(len(each.valid_TC), 3), final_observation=last)
+        for each in episodes(robot_config(policy={"chunk_length": 3}))
+        for last in [each.final_observation | pictures(1, 9, final=True) if each.truncated else {}]
+    ]
+    seeing = {"kind": "cnn", "cameras": ["eye"], "height": 40, "width": 40, "features": 8, "chunk_length": 3}
+    config = robot_config(policy=seeing)
+    groups = settle(robots, played)
+    expected, _ = gradient(config, groups)
+    assert gradient.lent == [[]], "one rank owns all"
+    split, _ = gradient(config, groups, ranks=3)
+    assert relative_l2(split, expected) <= 1e-5
+    chunks = sum(len(each.valid_TC) for each in played)
+    assert 0 < sum(map(len, gradient.lent)) < chunks / 3
+
+
+def pictures(count, seed, *, final=False):
+    drawn = np.random.default_rng(seed).integers(0, 256, (count, 40, 40, 3), np.uint8)
+    return {"image/eye": drawn[0] if final else drawn}
 
 
 def test_levels_agree_where_a_chunk_is_one_number(gradient, episodes, robots, robot_config, relative_l2):

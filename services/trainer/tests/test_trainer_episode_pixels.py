@@ -112,13 +112,16 @@ class TwoShares:
     replicas = 2
 
     def __init__(self, backend):
-        self.read, self.credit = backend.read, backend.credit
+        self.credit = backend.credit
         self.end_episodes, self.hold, self.end_hold = backend.end_episodes, backend.hold, backend.end_hold
         self.apply, self.backend, self.shares = backend.commit, backend, []
 
-    def chunks(self, work):
+    def read(self, episodes, owners):
+        return self.backend.read(episodes, range(len(episodes)))
+
+    def chunks(self, work, lent):
         self.shares += work
-        return all(self.backend.learn(share).finite for share in work)
+        return all(self.backend.learn(*share).finite for share in zip(work, lent, strict=True))
 
 
 @pytest.mark.parametrize("kind", POLICIES)

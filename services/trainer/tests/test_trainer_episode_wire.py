@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.robot.directory import policy_config
+from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import trajectory_digest
-from headrace_servicekit.rpc.episodes import encode_episode
+from headrace_servicekit.rpc.episodes import decode_episode, encode_episode, references
+from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.errors import Refusal
-from headrace_trainer.wire.episodes import Spaces, read_episodes
+from headrace_trainer.wire.episodes import Spaces, fetch_bodies, read_episodes
 
 TENSORS = ("executed_action", "valid_mask", "log_probs", "rewards", "successes")
 NAMED = (("observation", "state"), ("sampled", "actions"), ("final_observation", "state"))
@@ -109,3 +112,29 @@ def test_an_action_of_categories_alone_is_whole_numbers(episode, robots):
     spaces = replace(episode[1], categories=(2, 2))
     with pytest.raises(Refusal, match="executed_action: float32"):
         read(episode[0], spaces, robots)
+
+
+async def test_what_an_episode_refers_to_is_fetched_and_what_is_gone_is_named(
+    episode, robots, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("headrace_servicekit.rpc.episodes.INLINE_BYTES", 16)
+    actions, spaces = episode
+    store = WeightStore(tmp_path / "shm", "producer")
+    blobs, reader = BlobStore(store.directory), BlobReader(tmp_path / "shm", None)
+    group = robots.trainer_pb2.SettledGroup()
+    trajectory = common_pb2.Trajectory(attempt=1, finish_reason=common_pb2.FINISH_REASON_TRUNCATED)
+    seen = encode_episode(decode_episode(actions), blobs.hold)
+    trajectory.segments.add(policy_number=1, actions=seen)
+    trajectory.body_digest = trajectory_digest(trajectory)
+    group.members.add(trajectory=trajectory)
+    bodies = await fetch_bodies([group], reader)
+    [member] = read_episodes(group, spaces, bodies).members
+    [whole] = read(actions, spaces, robots).members
+    assert len(bodies) == len(references(seen)) > 0
+    for name, array in whole.episode.observation.items():
+        assert (member.episode.observation[name] == array).all()
+    blobs.release(references(seen)[0].blob)
+    with pytest.raises(ServiceError) as gone:
+        await fetch_bodies([group], reader)
+    assert gone.value.reason == "BLOB_GONE"
+    store.close()

@@ -125,16 +125,16 @@ def test_log_probs_are_those_of_transformers_in_any_packing(make_backend, direct
         assert columns[OLD_LOG_PROBS] == pytest.approx(expected_K.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("vision", ["trained", "frozen"])
-def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relative_l2, vision):
-    backend = make_backend(model={"path": str(directory)}, trainer={"vision": vision})
+@pytest.mark.parametrize("freeze", [[], ["vision"]])
+def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relative_l2, freeze):
+    backend = make_backend(model={"path": str(directory)}, trainer={"freeze": freeze})
     model: Any = load_model(ModelSection(path=str(directory), dtype="float32"))
     total = sum(
         -(torch.tensor(each.advantages) * expected(model, codec, each)).sum() for each in every(groups)
     )
     total.backward()
     tower = {name for name, _ in vision_tower(model).named_parameters(prefix="model.visual")}
-    own = {name: p.grad for name, p in model.named_parameters() if vision == "trained" or name not in tower}
+    own = {name: p.grad for name, p in model.named_parameters() if not freeze or name not in tower}
     assert backend.micro(groups).finite
     found = backend.reduced_gradient(1.0)
     assert found.keys() == own.keys()
@@ -169,19 +169,19 @@ def test_a_state_goes_on_and_one_with_another_tower_is_refused(
     other.check_state(reader)
     other.load_state(reader)
     assert other.infer(groups, [OLD_LOG_PROBS]) == backend.infer(groups, [OLD_LOG_PROBS])
-    trained = make_backend(model=section, trainer={"vision": "trained"})
+    trained = make_backend(model=section, trainer={"freeze": []})
     with pytest.raises(Refusal, match="the checkpoint's vision tower was frozen"):
         trained.check_state(reader)
 
 
 def test_adapters_learn_beside_images(make_backend, directory, groups):
-    for vision in ("frozen", "trained"):
+    for freeze in (None, []):
         backend = make_backend(
-            model={"path": str(directory)}, trainer={"lora": {"rank": 2}, "vision": vision}
+            model={"path": str(directory)}, trainer={"lora": {"rank": 2}, "freeze": freeze}
         )
         assert backend.micro(groups).finite
         found = backend.reduced_gradient(1.0)
-        assert any("visual" in name and value.any() for name, value in found.items()) is (vision == "trained")
+        assert any("visual" in name and value.any() for name, value in found.items()) is (freeze == [])
 
 
 def test_a_warm_up_reads_the_images_of_its_examples(make_config, directory, codec):
@@ -257,6 +257,16 @@ def test_what_a_vision_model_cannot_do_is_refused(make_config, directory, traine
     assert key in refused.value.message and "vision-language" in refused.value.message
 
 
+def test_a_part_that_the_model_has_not_cannot_be_frozen(make_config, directory, tiny_directory):
+    for path, part, said in (
+        (directory, "language", "its parts are vision"),
+        (tiny_directory, "vision", "leave it out"),
+    ):
+        config = make_config(model={"path": str(path)}, trainer={"freeze": [part]})
+        with pytest.raises(Refusal, match=f"trainer.freeze: .* has no part '{part}', .*{said}"):
+            run_kind(TrainerConfig.model_validate(config)).check()
+
+
 def test_two_ranks_of_which_one_has_images_add_up_one_gradient(tmp_path, tmp_path_factory):
     """Both compute the tower: the rank without images reads a blank one."""
     directory = tmp_path_factory.mktemp("two") / "model"
@@ -283,7 +293,7 @@ def vision_config(directory: Any, ranks: int) -> dict[str, Any]:
                     "prompts_per_step": 4,
                     "options": {"kl_loss_coef": 0.3},
                 },
-                "trainer": {"micro_batch_tokens": 512, "ranks": ranks, "vision": "trained"},
+                "trainer": {"micro_batch_tokens": 512, "ranks": ranks, "freeze": []},
                 "seed": 1,
                 "steps": 10,
             }

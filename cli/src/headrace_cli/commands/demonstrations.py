@@ -49,6 +49,9 @@ def collect(
         typer.Option(min=0, help="Width of the noise on the script's actions, in halves of their range."),
     ] = 0.1,
     first_seed: Annotated[int, typer.Option(min=0, max=2**31 - 2**20, help="Seeds begin here.")] = FIRST_SEED,
+    videos: Annotated[
+        bool, typer.Option("--videos", help="Store cameras as H.264 videos; default: as PNG images.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Play the scripted policy of a spec's environment and write a LeRobot v3 data set."""
@@ -76,7 +79,7 @@ def collect(
     words = error_console()
     found = asyncio.run(collect(wanted, python, lambda line: words.print(line, markup=False)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_data_set(target, found.episodes, found.image_shapes)
+    write_data_set(target, found.episodes, found.image_shapes, videos=videos)
     document = {
         "directory": str(target.absolute()),
         "episodes": len(found.episodes),

@@ -1,11 +1,13 @@
 """Writes episodes as a LeRobot data set of format v3, which the trainer, lerobot and pandas read.
 
-Facts of the format are from huggingface/lerobot `docs/source/lerobot-dataset-v3.mdx` at 0159312. Needs pyarrow.
+Facts of the format are from huggingface/lerobot `docs/source/lerobot-dataset-v3.mdx` at 0159312 and
+`src/lerobot/datasets/dataset_metadata.py` at 000c716. Needs pyarrow, and av for videos.
 Knows no simulator. Shapes: T steps of an episode, S numbers of a state, A of an action.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import uuid
@@ -20,6 +22,10 @@ import pyarrow.parquet as pq
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+CODEC = "libx264"
+QUALITY = {"crf": "18", "g": "2"}
+"""Close to lossless, and every second frame a key frame: moments are read out of order."""
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 FPS = 10
 """Steps a second that are stated: simulators tell none, and the format wants one."""
@@ -41,26 +47,35 @@ class EpisodeData:
 
 
 def write_data_set(
-    directory: Path, episodes: Sequence[EpisodeData], image_shapes: Mapping[str, tuple[int, ...]]
+    directory: Path,
+    episodes: Sequence[EpisodeData],
+    image_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    videos: bool = False,
 ) -> None:
-    """Writes the directory aside and renames it into place; it must not exist."""
+    """Writes the directory aside and renames it into place; it must not exist.
+
+    With `videos` the pictures of a camera are one H.264 file.
+    """
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
     tasks = sorted({episode.task for episode in episodes})
     try:
         for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
             (aside / folder).mkdir(parents=True)
-        table = _frames(episodes, tasks)
+        table = _frames(episodes, tasks, images=not videos)
         pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0))
-        pq.write_table(_episode_rows(episodes), aside / EPISODES)
+        pq.write_table(_episode_rows(episodes, [*image_shapes] if videos else []), aside / EPISODES)
+        for camera, shape in image_shapes.items() if videos else ():
+            _write_video(aside, camera, shape, [png for each in episodes for png in each.images[camera]])
         pq.write_table(_task_rows(tasks), aside / "meta" / "tasks.parquet")
-        _write_json(aside / "meta" / "info.json", _info(episodes, tasks, image_shapes))
+        _write_json(aside / "meta" / "info.json", _info(episodes, tasks, image_shapes, videos=videos))
         _write_json(aside / "meta" / "stats.json", _statistics(episodes))
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str]) -> pa.Table:
+def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str], *, images: bool) -> pa.Table:
     frames = [np.arange(len(episode)) for episode in episodes]
     numbers = [np.full(len(episode), number) for number, episode in enumerate(episodes)]
     kinds = [np.full(len(episode), tasks.index(episode.task)) for episode in episodes]
@@ -68,7 +83,7 @@ def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str]) -> pa.Table:
     columns: dict[str, Any] = {"action": _vectors(episodes, "actions")}
     if episodes[0].states:
         columns["observation.state"] = _vectors(episodes, "states")
-    for camera in episodes[0].images:
+    for camera in episodes[0].images if images else ():
         cells = [{"bytes": png, "path": None} for episode in episodes for png in episode.images[camera]]
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         columns[f"observation.images.{camera}"] = pa.array(cells, kind)
@@ -85,7 +100,32 @@ def _vectors(episodes: Sequence[EpisodeData], name: str) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
 
 
-def _episode_rows(episodes: Sequence[EpisodeData]) -> pa.Table:
+def _write_video(directory: Path, camera: str, shape: Sequence[int], images: Sequence[bytes]) -> None:
+    """One file with all episodes, one after the other."""
+    import av
+    from PIL import Image
+
+    key = f"observation.images.{camera}"
+    path = directory / VIDEO.format(video_key=key, chunk_index=0, file_index=0)
+    path.parent.mkdir(parents=True)
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream(CODEC, rate=FPS, options=QUALITY)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width = shape[:2]
+        stream.pix_fmt = _pixels(shape)
+        for number, png in enumerate(images):
+            frame = av.VideoFrame.from_ndarray(np.asarray(Image.open(io.BytesIO(png))), format="rgb24")
+            frame.pts = number
+            film.mux(stream.encode(frame))
+        film.mux(stream.encode(None))
+
+
+def _pixels(shape: Sequence[int]) -> str:
+    """Colours at half the sides, which are then even numbers."""
+    return "yuv444p" if shape[0] % 2 or shape[1] % 2 else "yuv420p"
+
+
+def _episode_rows(episodes: Sequence[EpisodeData], filmed: Sequence[str]) -> pa.Table:
     ends = np.cumsum([len(episode) for episode in episodes]).tolist()
     count = len(episodes)
     return pa.table(
@@ -99,6 +139,16 @@ def _episode_rows(episodes: Sequence[EpisodeData]) -> pa.Table:
                 f"{kind}/{part}_index": [0] * count
                 for kind in ("data", "meta/episodes")
                 for part in ("chunk", "file")
+            },
+            **{
+                f"videos/observation.images.{camera}/{part}": values
+                for camera in filmed
+                for part, values in (
+                    ("chunk_index", [0] * count),
+                    ("file_index", [0] * count),
+                    ("from_timestamp", [start / FPS for start in (0, *ends[:-1])]),
+                    ("to_timestamp", [end / FPS for end in ends]),
+                )
             },
         }
     )
@@ -120,14 +170,30 @@ def _task_rows(tasks: Sequence[str]) -> pa.Table:
 
 
 def _info(
-    episodes: Sequence[EpisodeData], tasks: Sequence[str], image_shapes: Mapping[str, tuple[int, ...]]
+    episodes: Sequence[EpisodeData],
+    tasks: Sequence[str],
+    image_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    videos: bool,
 ) -> dict[str, Any]:
     features = {"action": _feature("float32", (len(episodes[0].actions[0]),))}
     if episodes[0].states:
         features["observation.state"] = _feature("float32", (len(episodes[0].states[0]),))
     for camera in episodes[0].images:
         shape = image_shapes[camera]
-        features[f"observation.images.{camera}"] = _feature("image", shape, ["height", "width", "channels"])
+        kind, axes = "video" if videos else "image", ["height", "width", "channels"]
+        features[f"observation.images.{camera}"] = feature = _feature(kind, shape, axes)
+        if videos:
+            feature["info"] = {
+                "video.height": shape[0],
+                "video.width": shape[1],
+                "video.channels": shape[2],
+                "video.codec": "h264",
+                "video.pix_fmt": _pixels(shape),
+                "video.fps": FPS,
+                "video.is_depth_map": False,
+                "has_audio": False,
+            }
     features["timestamp"] = _feature("float32", (1,))
     features |= {name: _feature("int64", (1,)) for name in COUNTERS}
     return {
@@ -140,7 +206,7 @@ def _info(
         "fps": FPS,
         "splits": {"train": f"0:{len(episodes)}"},
         "data_path": DATA,
-        "video_path": None,
+        "video_path": VIDEO if videos else None,
         "features": features,
     }
 

@@ -102,6 +102,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._run = run
         self._endpoint.desk = run.desk if isinstance(run, OnlineRun) else None
         self._caches.blobs.address = self._instance.address
+        run.retention.blobs = self._caches.blobs
         await self._place()
         return run
 
@@ -116,6 +117,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:  # An install at work ends first: what it receives must not stay.
             await self._endpoint.close()
             await run.close()
+            run.retention.clear()
             self._instance.weights.keep(run.name, set())
 
     async def Generate(

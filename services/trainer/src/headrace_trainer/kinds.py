@@ -18,7 +18,7 @@ from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model
-from headrace_modelkit.loading import load_architecture, load_model
+from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.robot.directory import (
@@ -34,6 +34,7 @@ from headrace_modelkit.vision import ImageReader, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
+from headrace_servicekit.rpc.episodes import NO_BODIES, Bodies
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 from typing_extensions import override
@@ -90,8 +91,8 @@ class RunKind(Protocol):
     def checkpoint_names(self) -> CheckpointNames:
         """Under which names the model's weights are published."""
 
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        """A settled group. Raises INVALID or DIGEST_MISMATCH."""
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        """A settled group, with the bodies that it refers to. Raises INVALID or DIGEST_MISMATCH."""
 
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
         """Trajectories to be scored. Raises INVALID."""
@@ -130,6 +131,7 @@ class AnswersRun(RunKind):
             if (critic := algorithm.critic) is not None and critic.path is not None:
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
+            self._check_parts()
             self._check_lora(algorithm)
             self._check_experts(algorithm)
         except ModelNotReadable as error:
@@ -162,7 +164,7 @@ class AnswersRun(RunKind):
         return CheckpointNames.of(empty)
 
     @override
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
         return read_group(
             message,
             self._config.sampling,
@@ -224,6 +226,19 @@ class AnswersRun(RunKind):
         codec = load_tokenizer(config.model)
         export_model(config.model, weights(), codec, target, beside=save_beside)
 
+    def _check_parts(self) -> None:
+        """Raises Refusal INVALID for a part to be frozen that the model has not; and ModelNotReadable."""
+        frozen = self._config.trainer.freeze or []
+        if not frozen:
+            return
+        parts = ["vision"] if reads_images(load_architecture(self._config.model)) else []
+        if strange := [part for part in frozen if part not in parts]:
+            known = f"its parts are {', '.join(parts)}" if parts else "it has none that freeze; leave it out"
+            raise invalid(
+                f"trainer.freeze: {self._config.model.path!r} has no part {strange[0]!r}, {known}",
+                key="trainer.freeze",
+            )
+
     def _check_lora(self, algorithm: Algorithm) -> None:
         """Raises Refusal INVALID, naming the key, where adapters cannot be trained; and ModelNotReadable."""
         trainer = self._config.trainer
@@ -246,7 +261,7 @@ class AnswersRun(RunKind):
             )
         with torch.device("meta"):
             model = load_model(self._config.model, weights=False)
-        if problem := targets_problem(model, trainer.lora, vision=trainer.vision == "trained"):
+        if problem := targets_problem(model, trainer.lora, vision=not trainer.freezes_vision):
             raise invalid(f"trainer.lora.targets: {problem}", key="trainer.lora.targets")
 
     def _check_experts(self, algorithm: Algorithm) -> None:
@@ -345,10 +360,10 @@ class EpisodesRun(RunKind):
             key = f"trainer.backend_options.{name}"
             raise invalid(f"{key}: is for language models; leave it out", key=key)
         check_layout(options, self._config, algorithm)
-        if problem := parts_problem(empty_policy(self._config.model), trainer.freeze):
+        if problem := parts_problem(empty_policy(self._config.model), trainer.freeze or []):
             raise invalid(f"trainer.freeze: {problem}", key="trainer.freeze")
         try:
-            learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
+            learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
         except ValueError as error:
             raise invalid(f"trainer.lora.targets: {error}", key="trainer.lora.targets") from error
 
@@ -374,8 +389,8 @@ class EpisodesRun(RunKind):
         return CheckpointNames({})
 
     @override
-    def read_group(self, message: trainer_pb2.SettledGroup) -> Group:
-        return read_episodes(message, Spaces.of(self._policy))
+    def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        return read_episodes(message, Spaces.of(self._policy), bodies)
 
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:

@@ -19,6 +19,7 @@ from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
@@ -37,6 +38,7 @@ from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
+from headrace_trainer.wire.episodes import fetch_bodies
 from headrace_trainer.wire.helping import HelpingCalls
 from headrace_trainer.wire.learn import LearnQueue, LearnStream
 from headrace_trainer.wire.outputs import OutputCalls
@@ -60,6 +62,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             on_lost=self._on_lost,
         )
         super().__init__(instance, trainer, ComputeThread())
+        self._blobs = BlobReader(instance.config.shm_dir, instance.token)
         self._queue = self._new_queue(1)  # refuses everything until OpenRun makes the run's
         self._committing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -309,6 +312,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
     async def close(self) -> None:
         """Leaves run and trainer group, after what is being computed."""
         await self._compute(self._trainer.close_run)
+        await self._blobs.close()
         self._compute.close()
 
     # Parts
@@ -330,12 +334,15 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.world_size)
         return queue
 
-    def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:
+    async def _admit_learn(
+        self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest
+    ) -> LearnItem:
         self._check(header, lease=True)
         self._awake()
+        bodies = await fetch_bodies(request.groups, self._blobs)
         with refusals():
             check_step(request)
-            groups = [self._trainer.kind.read_group(group) for group in request.groups]
+            groups = [self._trainer.kind.read_group(group, bodies) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:

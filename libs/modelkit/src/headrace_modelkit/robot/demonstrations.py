@@ -1,8 +1,8 @@
 """Demonstrations from LeRobot data sets of format v3: states, actions, images and tasks by episode.
 
 Needs the extra `demonstrations`. Facts of the format are from huggingface/lerobot
-`docs/source/lerobot-dataset-v3.mdx` at 0159312. Videos are not decoded: a data set keeps its cameras as images, or is
-read without them. Knows no policy.
+`docs/source/lerobot-dataset-v3.mdx` at 0159312 and `src/lerobot/datasets/dataset_metadata.py` at 000c716. Cameras are
+images in the parquet files, or videos beside them. Knows no policy.
 Shapes: T steps of an episode, S numbers of a state, A of an action, H actions of a horizon.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,7 +54,7 @@ class Demonstrations:
     def __init__(self, directory: Path | str, cameras: Sequence[str] = ()) -> None:
         """Reads the metadata. `cameras` are names without "observation.images.".
 
-        Raises DemonstrationsNotReadable, also for cameras that are stored as videos.
+        Raises DemonstrationsNotReadable.
         """
         self._directory = Path(directory)
         self._info = self._metadata()
@@ -80,7 +81,7 @@ class Demonstrations:
         place = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
         name = str(self._info["data_path"]).format(**place)
         columns = [ACTION, "task_index", "frame_index", *([STATE] if STATE in self._info["features"] else [])]
-        columns += [IMAGES + camera for camera in self._cameras]
+        columns += [IMAGES + camera for camera in self._cameras if not self._filmed(camera)]
         table = self._table(name, columns, [("episode_index", "==", row["episode_index"])])
         table = table.sort_by("frame_index")
         if len(table) != int(row["length"]) or not len(table):
@@ -91,7 +92,12 @@ class Demonstrations:
             task=self._tasks[table["task_index"][0].as_py()],
             action_TA=_numbers(table[ACTION]),
             state_TS=_numbers(table[STATE]) if STATE in table.column_names else None,
-            images={camera: _pictures(table[IMAGES + camera]) for camera in self._cameras},
+            images={
+                camera: self._frames(row, camera)
+                if self._filmed(camera)
+                else _pictures(table[IMAGES + camera])
+                for camera in self._cameras
+            },
         )
 
     @property
@@ -127,10 +133,46 @@ class Demonstrations:
         if kind is None:
             known = [name.removeprefix(IMAGES) for name in features if name.startswith(IMAGES)]
             raise self._problem(f"there is no camera {camera!r}, only {known}")
-        if kind != "image":
+        if kind not in ("image", "video"):
+            raise self._problem(f"camera {camera!r} is stored as {kind}, only images and videos are read")
+        if kind == "video" and not (self._info.get("video_path") and self._info.get("fps")):
             raise self._problem(
-                f"camera {camera!r} is stored as {kind}, only images are read; record it with use_videos=False"
+                f"camera {camera!r} is a video, and meta/info.json states no video_path or no fps"
             )
+
+    def _filmed(self, camera: str) -> bool:
+        return bool(self._info["features"][IMAGES + camera]["dtype"] == "video")
+
+    def _frames(self, row: Mapping[str, Any], camera: str) -> Tensor:
+        """(T, H, W, 3) of an episode, which is a stretch of a file with many."""
+        key = IMAGES + camera
+        try:
+            place = {part: row[f"videos/{key}/{part}"] for part in ("chunk_index", "file_index")}
+            first_s = float(row[f"videos/{key}/from_timestamp"])
+        except KeyError as error:
+            raise self._problem(f"meta/episodes has no column {error}") from error
+        name = str(self._info["video_path"]).format(video_key=key, **place)
+        length, fps = int(row["length"]), float(self._info["fps"])
+        frames: dict[int, np.ndarray] = {}
+        try:
+            with av.open(str(self._directory / name)) as film:
+                stream = film.streams.video[0]
+                stream.thread_type = "AUTO"
+                assert stream.time_base is not None
+                film.seek(max(0, int((first_s - 0.5 / fps) / stream.time_base)), stream=stream)
+                for frame in film.decode(stream):
+                    number = round((frame.time - first_s) * fps) if frame.time is not None else -1
+                    if 0 <= number < length:
+                        frames[number] = frame.to_ndarray(format="rgb24")
+                    if number >= length - 1:
+                        break
+        except (av.FFmpegError, OSError, IndexError) as error:
+            raise self._problem(f"{name} cannot be read: {error}") from error
+        if len(frames) < length:
+            raise self._problem(
+                f"{name} has {len(frames)} frames of episode {row['episode_index']}, which has {length} steps"
+            )
+        return torch.from_numpy(np.stack([frames[number] for number in range(length)]))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._table(name, None, None).to_pylist()

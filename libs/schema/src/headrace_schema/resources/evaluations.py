@@ -135,6 +135,21 @@ class VideoListView(Resource):
     videos: list[VideoView]
 
 
+class EpisodeView(Resource):
+    """What a policy did in a recorded episode, step by step; action k leads from frame k of its video to the next."""
+
+    actions: list[list[float]] = Field(description="as executed, in the environment's units")
+    rewards: list[float]
+    successes: list[bool]
+    chunk_starts: list[int] = Field(
+        description="steps at which the policy read an observation and drew actions"
+    )
+    values: list[float] | None = Field(
+        description="the critic's, at each of these steps; null without a critic"
+    )
+    truncated: bool = Field(description="cut by the limit of steps")
+
+
 class DifferenceView(Resource):
     """One figure of two evaluations, compared item by item."""
 

@@ -76,7 +76,6 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
             "environment": spec.environment is not None and spec.workflow != CONVERSATIONS,
             "model.policy": spec.model.policy is not None,
             "trainer.warmup.demonstrations": bool(spec.trainer.warmup.demonstrations),
-            "trainer.freeze": bool(spec.trainer.freeze),
         }
         for key, given in of_robots.items():
             if given:

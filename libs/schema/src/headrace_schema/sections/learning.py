@@ -136,22 +136,23 @@ class TrainerSection(Section):
         description="frozen model that KL terms compare with, or the teacher of distillation; default: the run's "
         "initial policy",
     )
-    freeze: list[str] = Field(
-        default_factory=list,
-        description="parts of a robot policy that do not learn and get no adapter: vision, projector, language "
-        "(openvla, openvla_oft); vision, language, expert (pi0)",
+    freeze: list[str] | None = Field(
+        default=None,
+        description="parts of the model that do not learn and get no adapter: vision, the tower with its projection "
+        "(vision-language models); vision, projector, language (openvla, openvla_oft); vision, language, expert "
+        "(pi0); []: everything learns; default: vision of a vision-language model, nothing of a robot policy",
     )
     lora: LoraSection | None = Field(
         default=None,
         description="train adapters of low rank and no other weight; {} takes the defaults; default: train all weights",
     )
-    vision: Literal["frozen", "trained"] = Field(
-        default="frozen",
-        description="the vision tower of a vision-language model, its projection included; trained with lora: layers "
-        "of the tower get adapters too",
-    )
     backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()
+
+    @property
+    def freezes_vision(self) -> bool:
+        """Whether a vision-language model keeps its tower and projection as they were read."""
+        return self.freeze is None or "vision" in self.freeze
 
 
 class CheckpointSection(Section):

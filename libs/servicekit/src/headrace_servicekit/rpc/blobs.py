@@ -7,12 +7,14 @@ nothing of what a body means or of when its retention ends.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 import grpc.aio
@@ -25,9 +27,14 @@ from headrace_servicekit.rpc.requests import invalid
 from headrace_servicekit.weights.store import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
+HELD_SHARE = 0.5
+"""Largest share of the tmpfs' room that `hold` fills with files; published weights lie there too."""
 SPARE_BYTES = 64 * 1024 * 1024
 """Size of the files of released blobs that are kept for reuse by blobs of the same size, in bytes."""
-FETCH_S = 60.0
+LARGE_BYTES = 4 * 1024 * 1024
+"""Above it a blob is read and hashed in a thread: the event loop goes on meanwhile."""
+FETCH_S, SLOW = 60.0, 10e6
+"""A producer has so many seconds to send a blob, and one more for so many bytes of it."""
 _FOLDER = "blobs"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -44,6 +51,8 @@ class BlobStore:
         self._folder = directory / _FOLDER
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._kept: dict[str, common_pb2.BlobRef] = {}
+        self._in_memory: dict[str, bytes] = {}
+        self._filed_bytes = 0
         self._spare: dict[int, list[Path]] = defaultdict(list)
         self._spare_bytes = 0
         self._last = 0
@@ -54,7 +63,34 @@ class BlobStore:
     def put(self, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
         """Keeps a copy of `data` until `release`. Raises ServiceError NO_SPACE when the tmpfs is full."""
         self._last += 1
+        self._file(name := str(self._last), data)
+        return self._keep(name, data)
+
+    def hold(self, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
+        """As `put`; in memory, from which it is served by gRPC alone, where files have HELD_SHARE of the room."""
+        self._last += 1
         name, size = str(self._last), memoryview(data).nbytes
+        try:
+            room = shutil.disk_usage(self._folder).free + self._filed_bytes
+            if self._filed_bytes + size > HELD_SHARE * room:
+                raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_SPACE", "its share is taken")
+            self._file(name, data)
+        except ServiceError:
+            self._in_memory[name] = bytes(data)
+        return self._keep(name, data)
+
+    def _keep(self, name: str, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
+        reference = self._kept[name] = common_pb2.BlobRef(
+            producer_address=self.address,
+            incarnation=self._incarnation,
+            blob_id=name,
+            size_bytes=memoryview(data).nbytes,
+            digest=digest_bytes(data),
+        )
+        return reference
+
+    def _file(self, name: str, data: bytes | bytearray | memoryview) -> None:
+        size = memoryview(data).nbytes
         path = self._folder / name
         if self._spare[size]:
             self._spare[size].pop().rename(path)
@@ -64,21 +100,16 @@ class BlobStore:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise_no_space(error, self._folder, size)
-        reference = self._kept[name] = common_pb2.BlobRef(
-            producer_address=self.address,
-            incarnation=self._incarnation,
-            blob_id=name,
-            size_bytes=size,
-            digest=digest_bytes(data),
-        )
-        return reference
+        self._filed_bytes += size
 
-    def path(self, reference: common_pb2.BlobRef) -> Path:
-        """The file of a kept blob. Raises ServiceError NOT_FOUND."""
+    def open(self, reference: common_pb2.BlobRef) -> BinaryIO:
+        """A kept blob to be read. Raises ServiceError BLOB_GONE."""
         kept = self._kept.get(reference.blob_id)
         if kept is None or reference.incarnation != self._incarnation:
             raise _gone(reference, "it is not kept here (any more)")
-        return self._folder / kept.blob_id
+        if (data := self._in_memory.get(kept.blob_id)) is not None:
+            return io.BytesIO(data)
+        return (self._folder / kept.blob_id).open("rb")
 
     def size(self, reference: common_pb2.BlobRef) -> int:
         """Bytes of a kept blob; 0 for none."""
@@ -88,9 +119,10 @@ class BlobStore:
     def release(self, reference: common_pb2.BlobRef) -> None:
         """Drops a blob. Whoever still reads it gets its bytes or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
-        if kept is None:
+        if kept is None or self._in_memory.pop(kept.blob_id, None) is not None:
             return
         path, size = self._folder / kept.blob_id, kept.size_bytes
+        self._filed_bytes -= size
         if self._spare_bytes + size > SPARE_BYTES:
             path.unlink(missing_ok=True)
             return
@@ -110,10 +142,10 @@ class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
         self, request: blobs_pb2.FetchBlobRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[blobs_pb2.FetchBlobResponse]:
         """Streams a blob from an offset."""
-        path, size = self._store.path(request.blob), self._store.size(request.blob)
-        if request.offset_bytes > size:
-            raise invalid("offset_bytes", f"{request.offset_bytes} is beyond the blob's {size} bytes")
-        with path.open("rb") as file:
+        size = self._store.size(request.blob)
+        with self._store.open(request.blob) as file:
+            if request.offset_bytes > size:
+                raise invalid("offset_bytes", f"{request.offset_bytes} is beyond the blob's {size} bytes")
             file.seek(request.offset_bytes)
             while data := file.read(CHUNK_BYTES):
                 yield blobs_pb2.FetchBlobResponse(offset_bytes=file.tell() - len(data), data=data)
@@ -134,10 +166,12 @@ class BlobReader:
         the file nor the producer has it.
         """
         # An incarnation's id is unique, so a directory of that name is the producer's: this is its host.
-        data = self._from_file(reference)
+        large = reference.size_bytes > LARGE_BYTES
+        data = await asyncio.to_thread(self._from_file, reference) if large else self._from_file(reference)
         if data is None:
             data = await self._from_producer(reference)
-        if len(data) != reference.size_bytes or digest_bytes(data) != reference.digest:
+        digest = await asyncio.to_thread(digest_bytes, data) if large else digest_bytes(data)
+        if len(data) != reference.size_bytes or digest != reference.digest:
             raise _mismatch(reference)
         return data
 
@@ -161,7 +195,8 @@ class BlobReader:
         try:
             if os.fstat(handle).st_size != reference.size_bytes:
                 raise _mismatch(reference)
-            return os.read(handle, reference.size_bytes)
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                return file.read()
         finally:
             os.close(handle)
 
@@ -172,9 +207,9 @@ class BlobReader:
         if address not in self._channels:
             self._channels[address] = dial(address, token=self._token)
         stub = blobs_pb2_grpc.BlobServiceStub(self._channels[address])  # type: ignore[no-untyped-call]
-        found = bytearray()
+        found, limit_s = bytearray(), FETCH_S + reference.size_bytes / SLOW
         try:
-            async with asyncio.timeout(FETCH_S):
+            async with asyncio.timeout(limit_s):
                 async for piece in stub.FetchBlob(blobs_pb2.FetchBlobRequest(blob=reference)):
                     if len(found) + len(piece.data) > reference.size_bytes:
                         break
@@ -182,7 +217,7 @@ class BlobReader:
         except grpc.aio.AioRpcError as error:
             raise _gone(reference, f"{address}: {message_of(error)}") from error
         except TimeoutError as error:
-            raise _gone(reference, f"{address} did not send it within {FETCH_S:.0f} s") from error
+            raise _gone(reference, f"{address} did not send it within {limit_s:.0f} s") from error
         return bytes(found)
 
 

@@ -5,24 +5,30 @@ Shapes: T chunks, C actions of a chunk, A numbers of an action. Knows no policy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import grpc
 import numpy as np
 from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor, write_tensor
 
 ACTIONS = "actions"
 """The entry of `sampled` that every policy has."""
 STATE = "state"
 IMAGE = "image/"
 """Names of observations: the state, and a camera's picture."""
-MAX_EPISODE_BYTES = 1 << 30
+MAX_EPISODE_BYTES = 1 << 34
+INLINE_BYTES = 256 * 1024
+"""Largest body of a tensor that travels in the message itself."""
 
 Arrays = Mapping[str, np.ndarray]
+Bodies = Mapping[str, bytes]
+"""What tensors refer to, by digest."""
+NO_BODIES: Bodies = MappingProxyType({})
 
 
 def is_image(dtype: np.dtype, shape: Sequence[int]) -> bool:
@@ -67,8 +73,10 @@ class Episode:
         return bool(self.successes_TC.any())
 
 
-def encode_episode(episode: Episode) -> common_pb2.ActionSegment:
-    """The episode as a segment's body, with inline tensors."""
+def encode_episode(
+    episode: Episode, hold: Callable[[memoryview], common_pb2.BlobRef] | None = None
+) -> common_pb2.ActionSegment:
+    """The episode as a segment's body. What was seen goes by reference where it is large and `hold` keeps it."""
     message = common_pb2.ActionSegment(
         executed_action=encode_tensor(episode.executed_TCA),
         valid_mask=encode_tensor(episode.valid_TC),
@@ -84,14 +92,31 @@ def encode_episode(episode: Episode) -> common_pb2.ActionSegment:
         (episode.final_observation, message.final_observation),
     ):
         for name, array in arrays.items():
-            target[name].CopyFrom(encode_tensor(array))
+            if hold is None or array.nbytes <= INLINE_BYTES:
+                write_tensor(target[name], array)
+            else:
+                write_tensor(target[name], array, hold)
     if episode.values_T is not None:
         message.values.CopyFrom(encode_tensor(episode.values_T))
     return message
 
 
-def decode_episode(message: common_pb2.ActionSegment, *, max_bytes: int = MAX_EPISODE_BYTES) -> Episode:
-    """The episode of a segment. Raises ServiceError INVALID, which names the field that does not fit."""
+def references(message: common_pb2.ActionSegment) -> list[common_pb2.Tensor]:
+    """The tensors of a segment whose bodies are elsewhere."""
+    tensors = (*message.observation.values(), *message.sampled.values(), *message.final_observation.values())
+    return [tensor for tensor in tensors if tensor.WhichOneof("body") == "blob"]
+
+
+def decode_episode(
+    message: common_pb2.ActionSegment,
+    *,
+    max_bytes: int = MAX_EPISODE_BYTES,
+    bodies: Bodies = NO_BODIES,
+) -> Episode:
+    """The episode of a segment, with the `bodies` that it refers to.
+
+    Raises ServiceError INVALID, which names the field that does not fit.
+    """
     valid_TC = _decoded("valid_mask", message.valid_mask, max_bytes, np.dtype(np.bool_), 2)
     chunks, length = valid_TC.shape
     if not chunks or not valid_TC[:, 0].all():
@@ -99,8 +124,8 @@ def decode_episode(message: common_pb2.ActionSegment, *, max_bytes: int = MAX_EP
     if (np.diff(valid_TC.astype(np.int8), axis=1) > 0).any():
         raise _invalid("valid_mask: the executed actions of a chunk come first")
     found = Episode(
-        observation=_named("observation", message.observation, max_bytes, chunks),
-        sampled=_named("sampled", message.sampled, max_bytes, chunks),
+        observation=_named("observation", message.observation, max_bytes, chunks, bodies),
+        sampled=_named("sampled", message.sampled, max_bytes, chunks, bodies),
         executed_TCA=_decoded("executed_action", message.executed_action, max_bytes, None, 3),
         valid_TC=valid_TC,
         log_probs_TCA=_decoded("log_probs", message.log_probs, max_bytes, np.dtype(np.float32), 3),
@@ -111,7 +136,7 @@ def decode_episode(message: common_pb2.ActionSegment, *, max_bytes: int = MAX_EP
         values_T=_decoded("values", message.values, max_bytes, np.dtype(np.float32), 1)
         if message.HasField("values")
         else None,
-        final_observation=_named("final_observation", message.final_observation, max_bytes, None),
+        final_observation=_named("final_observation", message.final_observation, max_bytes, None, bodies),
     )
     _check_shapes(found, chunks, length)
     return found
@@ -140,10 +165,15 @@ def _check_shapes(found: Episode, chunks: int, length: int) -> None:
 
 
 def _named(
-    where: str, tensors: Mapping[str, common_pb2.Tensor], max_bytes: int, chunks: int | None
+    where: str,
+    tensors: Mapping[str, common_pb2.Tensor],
+    max_bytes: int,
+    chunks: int | None,
+    bodies: Bodies,
 ) -> dict[str, np.ndarray]:
     arrays = {
-        name: _array(f"{where}: {name!r}", tensor, max_bytes) for name, tensor in sorted(tensors.items())
+        name: _array(f"{where}: {name!r}", tensor, max_bytes, bodies.get(tensor.blob.digest))
+        for name, tensor in sorted(tensors.items())
     }
     for name, array in arrays.items():
         if chunks is not None and (array.ndim < 1 or len(array) != chunks):
@@ -161,9 +191,9 @@ def _decoded(
     return array
 
 
-def _array(where: str, tensor: common_pb2.Tensor, max_bytes: int) -> np.ndarray:
+def _array(where: str, tensor: common_pb2.Tensor, max_bytes: int, body: bytes | None = None) -> np.ndarray:
     try:
-        return decode_tensor(tensor, max_bytes=max_bytes)
+        return decode_tensor(tensor, max_bytes=max_bytes, body=body)
     except ServiceError as error:
         raise _invalid(f"{where}: {error.message}") from error
 

@@ -6,7 +6,7 @@ Dense, C-contiguous, little-endian. Knows nothing of torch and fetches no blobs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import grpc
@@ -42,8 +42,15 @@ def encode_tensor(array: np.ndarray) -> common_pb2.Tensor:
     return tensor
 
 
-def write_tensor(tensor: common_pb2.Tensor, array: np.ndarray) -> None:
-    """`encode_tensor` into an empty Tensor, such as the field of a message: this spares a copy."""
+def write_tensor(
+    tensor: common_pb2.Tensor,
+    array: np.ndarray,
+    hold: Callable[[memoryview], common_pb2.BlobRef] | None = None,
+) -> None:
+    """`encode_tensor` into an empty Tensor, such as the field of a message: this spares a copy.
+
+    With `hold` the body stays with it, and the tensor has the reference that it returns.
+    """
     data_type = _WIRE_TYPES.get(array.dtype)
     if data_type is None:
         dtype = array.dtype.newbyteorder("<")
@@ -53,20 +60,24 @@ def write_tensor(tensor: common_pb2.Tensor, array: np.ndarray) -> None:
         array = array.astype(dtype)
     tensor.data_type = data_type  # type: ignore[assignment]  # a number of the enumeration
     tensor.shape.extend(array.shape)
-    tensor.data = array.tobytes()
+    if hold is None:
+        tensor.data = array.tobytes()
+    else:
+        tensor.blob.CopyFrom(hold(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
 
 
-def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
-    """A writable array with the tensor's elements.
+def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int, body: bytes | None = None) -> np.ndarray:
+    """A writable array with the tensor's elements; `body` are those of a tensor that refers to them.
 
     Raises ServiceError INVALID when the type is unknown, the shape is no shape, the data is not exactly
-    shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob.
+    shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob
+    and not given.
     """
     shape = tuple(tensor.shape)
     # Every step of an environment asks the same: what a type and a shape come to is worked out once.
     size = _checked_bytes(tensor.data_type, shape)
-    data = tensor.data
-    if not data and tensor.WhichOneof("body") == "blob":
+    data = tensor.data if body is None else body
+    if not data and body is None and tensor.WhichOneof("body") == "blob":
         raise _invalid("the tensor's body is a blob reference; fetch it from its producer first")
     if size > max_bytes:
         raise _invalid(f"a tensor of {size} bytes is above the limit of {max_bytes} bytes")

@@ -79,6 +79,15 @@ export async function get(path, signal, query = {}) {
   return read(await send(text ? `${path}?${text}` : path, { signal }));
 }
 
+// A file as a URL of this page: an element's own request carries no token. The signal's end frees it.
+export async function file(path, signal) {
+  const response = await send(path, { signal });
+  if (!response.ok) await read(response);
+  const url = URL.createObjectURL(await response.blob());
+  signal.addEventListener("abort", () => URL.revokeObjectURL(url), { once: true });
+  return url;
+}
+
 export async function health(signal) {
   return (await send("/healthz", { signal })).json();
 }

@@ -28,7 +28,7 @@ const sizes = new ResizeObserver((entries) => {
 });
 
 // A panel with a plot. `lines`: [{label, colour, points, faint, band, dash, right}], those with `right` on an axis of
-// their own; `look`: {label of x, smoothing from 0 to 1, log}. `set(xs, columns, marks)` gives it data, and places on x
+// their own; `look`: {label of x, smoothing from 0 to 1, log, what is `marked`}. `set(xs, columns, marks)` gives it data, and places on x
 // to mark.
 export class Chart {
   constructor(title, lines, { look = { label: "step", smoothing: 0, log: false }, signal } = {}) {
@@ -152,7 +152,7 @@ export class Chart {
     this.plot.setData([xs, ...columns.map((column, index) => shown(smooth(column, index), this.look.log))]);
     this.idle(this.plot);
     const last = this.lines.map((line, index) => `${line.label} ${number(newest(columns[index]))}`);
-    const marked = marks.length ? `; recoveries at ${marks.map((mark) => number(mark)).join(", ")}` : "";
+    const marked = marks.length ? `; ${this.look.marked ?? "recoveries at"} ${marks.map((mark) => number(mark)).join(", ")}` : "";
     this.says.textContent = `${this.title} at ${this.look.label} ${xs.at(-1) ?? "–"}: ${last.join(", ")}${marked}`;
   }
 }

@@ -10,6 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+from headrace.common.v1 import common_pb2 as common
+from headrace_servicekit.rpc.episodes import Episode, decode_episode
+from headrace_servicekit.rpc.errors import ServiceError
+
 from headrace_coordinator.data.items import DataItem
 
 FOLDER = "videos"
@@ -66,6 +71,14 @@ def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
     """(name, content) of both files, the video last: a listed video has its episode."""
     yield episode_name(recording.video.name), recording.episode
     yield recording.video.name, recording.content
+
+
+def read_episode(path: Path) -> Episode:
+    """A written episode, as far as it was kept. Raises OSError, and ValueError where the file holds none."""
+    try:
+        return decode_episode(common.ActionSegment.FromString(path.read_bytes()))
+    except (DecodeError, ServiceError) as error:
+        raise ValueError(f"{path.name} holds no episode: {error}") from error
 
 
 def list_videos(directory: Path) -> list[Video]:

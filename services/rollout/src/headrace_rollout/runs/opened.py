@@ -15,6 +15,8 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.openings import RolloutConfig
+from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.rpc.episodes import references
 from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
@@ -40,12 +42,14 @@ STREAM_END_S = 10.0
 class Retention:
     """Finished trajectories of one run, kept by their producer until the ledger says TRAINED or DROPPED.
 
-    One a slot, that of the latest attempt; in host memory, counted against a budget of bytes.
+    One a slot, that of the latest attempt; in host memory, counted against a budget of bytes with what they refer to.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, blobs: BlobStore | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.size_bytes = 0
+        self.blobs = blobs
+        """Where the bodies are that trajectories refer to."""
         # With their sizes: a message that is asked for its size is serialised.
         self._kept: dict[tuple[int, int], tuple[common_pb2.Trajectory, int]] = {}
 
@@ -62,9 +66,10 @@ class Retention:
         slot = _slot(trajectory.sample)
         before = self._kept.get(slot)
         if before is not None and before[0].attempt > trajectory.attempt:
+            self._drop(trajectory)
             return
         self.release([trajectory.sample])
-        size = trajectory.ByteSize()
+        size = trajectory.ByteSize() + sum(body.size_bytes for body in bodies_of(trajectory))
         self._kept[slot] = (trajectory, size)
         self.size_bytes += size
 
@@ -94,8 +99,19 @@ class Retention:
     def release(self, samples: Iterable[common_pb2.SlotKey]) -> None:
         """Ends retention of the given slots."""
         for sample in samples:
-            _, size = self._kept.pop(_slot(sample), (None, 0))
+            trajectory, size = self._kept.pop(_slot(sample), (None, 0))
             self.size_bytes -= size
+            if trajectory is not None:
+                self._drop(trajectory)
+
+    def clear(self) -> None:
+        """Ends retention of all."""
+        self.release([trajectory.sample for trajectory, _ in [*self._kept.values()]])
+
+    def _drop(self, trajectory: common_pb2.Trajectory) -> None:
+        for body in bodies_of(trajectory):
+            assert self.blobs is not None
+            self.blobs.release(body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +280,12 @@ class RobotRun(OpenedRun):
         }
         policy_s, episodes = figures["policy_s"], int(figures["episodes"])
         return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)
+
+
+def bodies_of(trajectory: common_pb2.Trajectory) -> list[common_pb2.BlobRef]:
+    """What a trajectory refers to."""
+    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    return [tensor.blob for episode in episodes for tensor in references(episode)]
 
 
 def _slot(sample: common_pb2.SlotKey) -> tuple[int, int]:

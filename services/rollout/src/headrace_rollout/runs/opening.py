@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     import torch
     from headrace_modelkit.robot.directory import AnyConfig
     from headrace_modelkit.tokenizer import TextCodec
+EPISODES_SHARE = 0.125
+"""Share of the host's free memory that an instance's episodes may have before it takes no more work: they have images.
+"""
 
 
 def open_run(
@@ -250,8 +253,13 @@ def _robot_run(
         raise ModelNotReadable("environment: a robot policy acts in environments; name them")
     encode = instruction_encoder(policy, config.model.path)
     dtype = policy_type(policy, config.model)
+    room = int(EPISODES_SHARE * host_memory().free_bytes)
     return RobotRun(
-        name, config, RobotEngine(policy, dtype, config.environment, devices, blobs, token), encode
+        name,
+        config,
+        RobotEngine(policy, dtype, config.environment, devices, blobs, token),
+        encode,
+        retention=Retention(max(RETENTION_BYTES, room)),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.digests import digest_bytes
-from headrace_servicekit.rpc.episodes import Episode, encode_episode
+from headrace_servicekit.rpc.episodes import INLINE_BYTES, Episode, encode_episode
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
@@ -112,6 +113,12 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
     def _finished(self, output: EndedEpisode | Pool) -> common_pb2.Trajectory | None:
         if isinstance(output, Pool) or (output.episode is None and not output.failure):
             return None
+        if not self._evaluation:
+            hold = self._serving.caches.blobs.hold
+            return trajectory_of(output, self._policy_number, self._serving.producer, hold)
+        # What an evaluation made is not retained: it has its bodies with it, as far as they travel.
+        if output.episode is not None and episode_bytes(output.episode) > MAX_TRAJECTORY_BYTES:
+            output = replace(output, episode=without_large(output.episode))
         return trajectory_of(output, self._policy_number, self._serving.producer)
 
 
@@ -133,8 +140,13 @@ def samples_of(
             )
 
 
-def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> common_pb2.Trajectory:
-    """A finished output as a trajectory: the instruction's ids, if any, then the actions.
+def trajectory_of(
+    output: EndedEpisode,
+    policy_number: int,
+    producer: str,
+    hold: Callable[[memoryview], common_pb2.BlobRef] | None = None,
+) -> common_pb2.Trajectory:
+    """A finished output as a trajectory: the instruction's ids, if any, then the actions; `hold` as `encode_episode`.
 
     Raises ServiceError TRAJECTORY_TOO_LARGE.
     """
@@ -145,7 +157,7 @@ def trajectory_of(output: EndedEpisode, policy_number: int, producer: str) -> co
     text: dict[str, float | bool | int | str | None]
     if (episode := output.episode) is not None:
         segment = trajectory.segments.add(policy_number=policy_number)
-        segment.actions.CopyFrom(encode_episode(episode))
+        segment.actions.CopyFrom(encode_episode(episode, hold))
         ended = (
             common_pb2.FINISH_REASON_TERMINATED if episode.terminated else common_pb2.FINISH_REASON_TRUNCATED
         )
@@ -171,10 +183,20 @@ def episode_bytes(episode: Episode) -> int:
     return sum(array.nbytes for array in arrays)
 
 
+def without_large(episode: Episode) -> Episode:
+    """The episode without the observations that do not travel in a message; its video shows them."""
+    small = {name for name, array in episode.observation.items() if array.nbytes <= INLINE_BYTES}
+    seen, last = (
+        {name: array for name, array in arrays.items() if name in small}
+        for arrays in (episode.observation, episode.final_observation)
+    )
+    return replace(episode, observation=seen, final_observation=last)
+
+
 def _too_large(size: int, sample: EpisodeSample) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "TRAJECTORY_TOO_LARGE",
-        f"an episode of {sample.start.task!r} has {size} bytes, and {MAX_TRAJECTORY_BYTES} travel: lower "
-        "environment.max_episode_steps or the cameras' image size, or draw longer chunks",
+        f"an episode of {sample.start.task!r} has {size} bytes beside what was seen, with its video, and "
+        f"{MAX_TRAJECTORY_BYTES} travel: lower environment.max_episode_steps",
     )

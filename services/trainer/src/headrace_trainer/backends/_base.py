@@ -12,7 +12,14 @@ from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
 from headrace_trainer.learning.planning import Costs
-from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows
+from headrace_trainer.learning.samples import (
+    Columns,
+    CreditData,
+    EpisodeData,
+    EpisodeScores,
+    LentPictures,
+    Rows,
+)
 from headrace_trainer.memory import MemoryPlan, Rooms
 
 WeightSink = Callable[[str, Tensor], None]
@@ -296,16 +303,18 @@ class AdaptingBackend(Protocol):
 
 @runtime_checkable
 class EpisodeBackend(Protocol):
-    """What a backend of robot policies does in place of `micro` and `infer`: each rank holds a step's episodes."""
+    """What a backend of robot policies does in place of `micro` and `infer`: each rank holds a step's episodes, and
+    pictures of its own.
+    """
 
-    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
-        """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
+    def read(self, episodes: Many[EpisodeData], own: Many[int]) -> list[EpisodeScores]:
+        """Keeps episodes, and scores the rank's own, which are numbered here, under the weights of the moment."""
 
     def credit(self, data: CreditData) -> None:
         """Lays out the named episodes for learning, with what their chunks are worth."""
 
-    def learn(self, chunks: list[int]) -> MicroReport:
-        """Accumulates the loss gradient of these chunks; none: takes part alone."""
+    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
+        """Accumulates the loss gradient of these chunks, with pictures of some; none: takes part alone."""
 
     def end_episodes(self, *, learned: bool) -> None:
         """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""

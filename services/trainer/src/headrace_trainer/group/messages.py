@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from headrace_trainer.learning.samples import CreditData, EpisodeData, Image, Rows, Sequence
+from headrace_trainer.learning.samples import CreditData, EpisodeData, Image, LentPictures, Rows, Sequence
 
 
 def _kind(name: str) -> str:
@@ -76,9 +76,10 @@ class InferRound(Round, frozen=True):
 
 
 class ReadRound(Round, frozen=True):
-    """Gives every rank a step's episodes, of which each scores a share."""
+    """Gives every rank a step's episodes: pictures alone of its `own`, which are numbered here and which it scores."""
 
     episodes: list[EpisodeData]
+    own: list[int]
 
 
 class CreditRound(Round, frozen=True):
@@ -88,9 +89,10 @@ class CreditRound(Round, frozen=True):
 
 
 class ChunksRound(Round, frozen=True):
-    """Accumulates the gradient of numbered chunks of the episodes; an entry for each replica."""
+    """Accumulates the gradient of this rank's `chunks`, by number; `lent` has pictures of those it does not own."""
 
-    chunks: list[list[int]]
+    chunks: list[int]
+    lent: LentPictures
 
 
 class EndEpisodesRound(Round, frozen=True):

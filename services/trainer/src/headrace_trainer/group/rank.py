@@ -39,7 +39,7 @@ from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.messages import AnyRound
 from headrace_trainer.group.relaying import relay_part, send_part
 from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.samples import Columns, EpisodeData, EpisodeScores
+from headrace_trainer.learning.samples import Columns, EpisodeScores
 from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
 
 
@@ -140,11 +140,11 @@ class Rank:
                 case messages.InferRound():
                     return self._infer(round)
                 case messages.ReadRound():
-                    return self._read(round.episodes)
+                    return self._read(round)
                 case messages.CreditRound():
                     self._episodes.credit(round.credit)
                 case messages.ChunksRound():
-                    return self._episodes.learn(round.chunks[self.backend.replica]).finite
+                    return self._episodes.learn(round.chunks, round.lent).finite
                 case messages.EndEpisodesRound():
                     self._episodes.end_episodes(learned=round.learned)
                 case messages.CommitRound():
@@ -177,7 +177,7 @@ class Rank:
             batches = round.work if isinstance(round, messages.MicroRound) else [round.work]
             size = sum(len(sequence.tokens) for rows in batches for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
-            size = len(round.chunks[self.backend.replica])
+            size = len(round.chunks)
         fixed = self.config.deterministic
         return self._device.computing(self.ranks.device, round.kind, size, fixed=fixed)
 
@@ -265,8 +265,8 @@ class Rank:
         by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
-    def _read(self, episodes: list[EpisodeData]) -> list[EpisodeScores]:
-        found = self._episodes.read(episodes)
+    def _read(self, round: messages.ReadRound) -> list[EpisodeScores]:
+        found = self._episodes.read(round.episodes, round.own)
         parts = self.ranks.gather_on_leader(msgspec.msgpack.encode(found))
         return [own for part in parts for own in msgspec.msgpack.decode(part, type=list[EpisodeScores])]
 

@@ -28,7 +28,15 @@ from headrace_trainer.group.messages import AnyRound, Header
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.planning import Costs, plan_rounds
-from headrace_trainer.learning.samples import Columns, CreditData, EpisodeData, EpisodeScores, Rows, Sequence
+from headrace_trainer.learning.samples import (
+    Columns,
+    CreditData,
+    EpisodeData,
+    EpisodeScores,
+    LentPictures,
+    Rows,
+    Sequence,
+)
 
 STUCK_EXIT_CODE = 70
 DEADLINE_S = 900.0
@@ -240,9 +248,19 @@ class Rounds(StepRounds):
         self.lead(messages.BalanceRound(denominator))
 
     @override
-    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+    def read(self, episodes: Many[EpisodeData], owners: Many[int]) -> list[EpisodeScores]:
         started = time.monotonic()
-        found: list[EpisodeScores] = self.lead(messages.ReadRound(list(episodes)))
+        light, replicas = [episode.without_pictures() for episode in episodes], range(self.replicas)
+        own = [[place for place, owner in enumerate(owners) if owner == replica] for replica in replicas]
+        given = [
+            [
+                pair[owner == replica]
+                for pair, owner in zip(zip(light, episodes, strict=True), owners, strict=True)
+            ]
+            for replica in replicas
+        ]
+        rounds = [messages.ReadRound(data, places) for data, places in zip(given, own, strict=True)]
+        found: list[EpisodeScores] = self._lead_each(rounds)
         self.infer_seconds += time.monotonic() - started
         return found
 
@@ -251,8 +269,10 @@ class Rounds(StepRounds):
         self.lead(messages.CreditRound(data))
 
     @override
-    def chunks(self, work: list[list[int]]) -> bool:
-        finite: bool = self.lead(messages.ChunksRound(work))
+    def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
+        finite: bool = self._lead_each(
+            [messages.ChunksRound(own, pictures) for own, pictures in zip(work, lent, strict=True)]
+        )
         return finite
 
     @override

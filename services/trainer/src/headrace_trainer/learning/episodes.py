@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.rpc.episodes import IMAGE
 from torch import Tensor
 from typing_extensions import override
 
@@ -31,6 +32,7 @@ from headrace_trainer.learning.samples import (
     EpisodeScores,
     Group,
     GroupRecord,
+    LentPictures,
     Packed,
     packed,
 )
@@ -51,6 +53,9 @@ class KeptEpisode:
     old_log_probs_TCA: np.ndarray
     values_T: np.ndarray
     final_value: float
+    owner: int
+    """The replica that has its pictures."""
+    pictures: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,10 @@ class EpisodeLearner(PassesLearner[Plan, int]):
         super().__init__(config, algorithm, rounds)
         self._algorithm = algorithm
         self._kept: dict[str, _Kept] = {}
+        self._owned: Counter[int] = Counter()
+        """Chunks of the step's episodes by the replica that owns them."""
+        self._owners: list[tuple[KeptEpisode, int]] = []
+        """Of each chunk that was laid out: its episode, and its place in it."""
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
@@ -120,29 +129,36 @@ class EpisodeLearner(PassesLearner[Plan, int]):
 
     def _end(self, *, learned: bool) -> None:
         self._rounds.end_episodes(learned=learned)
-        self._kept = {}
+        self._kept, self._owners = {}, []
+        self._owned.clear()
 
     def _read(self, groups: list[Group]) -> list[_Kept]:
         """The groups with what the policy thinks of their episodes."""
         if not groups:
             return []
-        data = [_data(group, member) for group in groups for member in _members(group)]
-        scores = {found.key: found for found in self._rounds.read(data)}
+        data = [_data(key, member) for group in groups for key, member in _keyed(group)]
+        owners = {each.key: self._owner(each) for each in data}
+        scores = {found.key: found for found in self._rounds.read(data, [*owners.values()])}
         return [
             _Kept(
                 group,
-                [
-                    _kept(group, member, scores[group.prompt_ordinal, member.sample_index])
-                    for member in _members(group)
-                ],
+                [_kept(member, scores[key], owners[key]) for key, member in _keyed(group)],
             )
             for group in groups
         ]
+
+    def _owner(self, data: EpisodeData) -> int:
+        """The replica that has the fewest chunks so far."""
+        replica = min(range(self._rounds.replicas), key=self._owned.__getitem__)
+        self._owned[replica] += data.valid_TC.shape[0]
+        return replica
 
     @override
     def _lay_out(self, state: steps.StepState) -> Plan:
         batch = [self._kept[record.digest] for record in state.accumulated]
         plan = plan_credit([kept.episodes for kept in batch], self._algorithm)
+        episodes = [episode for kept in batch for episode in kept.episodes]
+        self._owners = [(episode, place) for episode in episodes for place in range(len(episode.values_T))]
         self._rounds.credit(plan.data)
         return plan
 
@@ -163,8 +179,33 @@ class EpisodeLearner(PassesLearner[Plan, int]):
 
     @override
     def _accumulate(self, minibatch: list[int]) -> bool:
-        ranks = self._rounds.replicas
-        return self._rounds.chunks([minibatch[rank::ranks] for rank in range(ranks)])
+        work, lent = self._shares(minibatch)
+        return self._rounds.chunks(work, [self._pictures(chunks) for chunks in lent])
+
+    def _shares(self, minibatch: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Equal shares of a minibatch for the replicas, and which chunks of each it does not own: as few as can be."""
+        replicas = self._rounds.replicas
+        rooms = [len(minibatch[replica::replicas]) for replica in range(replicas)]
+        work: list[list[int]] = [[] for _ in rooms]
+        over: list[int] = []
+        for chunk in minibatch:
+            own = work[(owner := self._owners[chunk][0].owner)]
+            (own if len(own) < rooms[owner] else over).append(chunk)
+        lent: list[list[int]] = [[] for _ in rooms]
+        for replica, own in enumerate(work):
+            taken = rooms[replica] - len(own)
+            lent[replica], over = over[:taken], over[taken:]
+        return [sorted(own + more) for own, more in zip(work, lent, strict=True)], lent
+
+    def _pictures(self, chunks: list[int]) -> LentPictures:
+        seen = [self._owners[chunk] for chunk in chunks]
+        if not seen or not seen[0][0].pictures:
+            return LentPictures()
+        names = seen[0][0].pictures
+        stacked = {
+            name: np.stack([episode.pictures[name][place] for episode, place in seen]) for name in names
+        }
+        return LentPictures(chunks, packed(stacked))
 
     @override
     def _by_group(
@@ -182,10 +223,14 @@ def _members(group: Group) -> list[EpisodeMember]:
     return [member for member in group.members if isinstance(member, EpisodeMember)]
 
 
-def _data(group: Group, member: EpisodeMember) -> EpisodeData:
+def _keyed(group: Group) -> list[tuple[EpisodeKey, EpisodeMember]]:
+    return [((group.prompt_ordinal, member.sample_index), member) for member in _members(group)]
+
+
+def _data(key: EpisodeKey, member: EpisodeMember) -> EpisodeData:
     episode = member.episode
     return EpisodeData(
-        key=(group.prompt_ordinal, member.sample_index),
+        key=key,
         prompt=member.tokens,
         observation=packed(episode.observation),
         sampled=packed(episode.sampled),
@@ -194,10 +239,10 @@ def _data(group: Group, member: EpisodeMember) -> EpisodeData:
     )
 
 
-def _kept(group: Group, member: EpisodeMember, scores: EpisodeScores) -> KeptEpisode:
+def _kept(member: EpisodeMember, scores: EpisodeScores, owner: int) -> KeptEpisode:
     episode = member.episode
     return KeptEpisode(
-        key=(group.prompt_ordinal, member.sample_index),
+        key=scores.key,
         reward=member.reward,
         trained=not member.masked,
         terminated=episode.terminated,
@@ -208,6 +253,8 @@ def _kept(group: Group, member: EpisodeMember, scores: EpisodeScores) -> KeptEpi
         old_log_probs_TCA=scores.log_probs_TCA.array(),
         values_T=scores.values_T.array(),
         final_value=scores.final_value,
+        owner=owner,
+        pictures={name: seen for name, seen in episode.observation.items() if name.startswith(IMAGE)},
     )
 
 

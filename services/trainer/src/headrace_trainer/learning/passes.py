@@ -26,6 +26,7 @@ from headrace_trainer.learning.samples import (
     EpisodeData,
     EpisodeScores,
     GroupRecord,
+    LentPictures,
     Rows,
     Sequence,
 )
@@ -61,14 +62,18 @@ class StepRounds(Protocol):
         step add the load-balance loss over them, times `denominator`.
         """
 
-    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
-        """Gives every rank these episodes; their scores under the weights of the moment, in any order."""
+    def read(self, episodes: Many[EpisodeData], owners: Many[int]) -> list[EpisodeScores]:
+        """Gives every rank these episodes, and their pictures to the replica that owns each; their scores under the
+        weights of the moment, in any order.
+        """
 
     def credit(self, data: CreditData) -> None:
         """Says what the chunks of the episodes that were read are worth."""
 
-    def chunks(self, work: list[list[int]]) -> bool:
-        """As `micro`, of one micro-batch of numbered chunks of `credit`'s episodes."""
+    def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
+        """As `micro`, of one micro-batch of numbered chunks of `credit`'s episodes, with pictures that are not the
+        replica's own.
+        """
 
     def end_episodes(self, *, learned: bool) -> None:
         """Drops the episodes; when `learned`, the normaliser learns first of what was seen in them."""

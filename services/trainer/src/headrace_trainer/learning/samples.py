@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from headrace_servicekit.rpc.episodes import Episode
+from headrace_servicekit.rpc.episodes import IMAGE, Episode
 
 MemberKey = tuple[int, int, int, str]
 """(prompt ordinal, sample index, attempt, body digest)."""
@@ -242,7 +242,10 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EpisodeData(msgspec.Struct, frozen=True):
-    """What a policy scores of an episode. `final` is the observation behind the last action of one that was cut."""
+    """What a policy scores of an episode. `final` is the observation behind the last action of one that was cut.
+
+    `unseen` has the shape of each picture that another rank has.
+    """
 
     key: EpisodeKey
     prompt: list[int]
@@ -250,6 +253,26 @@ class EpisodeData(msgspec.Struct, frozen=True):
     sampled: dict[str, Packed]
     valid_TC: Packed
     final: dict[str, Packed]
+    unseen: dict[str, tuple[int, ...]] = {}
+
+    def without_pictures(self) -> EpisodeData:
+        """What ranks have of it that neither score it nor own its pictures."""
+        pictures = {name: array for name, array in self.observation.items() if name.startswith(IMAGE)}
+        if not pictures:
+            return self
+        return msgspec.structs.replace(
+            self,
+            observation={name: array for name, array in self.observation.items() if name not in pictures},
+            final={},
+            unseen={name: array.shape[1:] for name, array in pictures.items()},
+        )
+
+
+class LentPictures(msgspec.Struct, frozen=True):
+    """Pictures of chunks whose episode another rank owns: (L, H, W, channels) by name, in the order of `chunks`."""
+
+    chunks: list[int] = []
+    pictures: dict[str, Packed] = {}
 
 
 class EpisodeScores(msgspec.Struct, frozen=True):

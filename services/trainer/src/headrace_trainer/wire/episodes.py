@@ -5,21 +5,35 @@ Shapes: T chunks of an episode, C actions of a chunk, A numbers of an action, S 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.digests import set_digest
-from headrace_servicekit.rpc.episodes import ACTIONS, IMAGE, STATE, Arrays, Episode, decode_episode
+from headrace_servicekit.rpc.episodes import (
+    ACTIONS,
+    IMAGE,
+    NO_BODIES,
+    STATE,
+    Arrays,
+    Bodies,
+    Episode,
+    decode_episode,
+    references,
+)
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.samples import EpisodeMember, Group
 from headrace_trainer.wire.messages import check_settled
 
+FETCHED_TOGETHER = 8
+"""Bodies that are asked for at once."""
 _SETTLED = {
     common_pb2.FINISH_REASON_TERMINATED: "terminated",
     common_pb2.FINISH_REASON_TRUNCATED: "truncated",
@@ -55,12 +69,12 @@ class Spaces:
         )
 
 
-def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces) -> Group:
-    """A settled group of episodes. Raises Refusal INVALID or DIGEST_MISMATCH."""
+def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces, bodies: Bodies = NO_BODIES) -> Group:
+    """A settled group of episodes; `bodies` has what they refer to. Raises Refusal INVALID or DIGEST_MISMATCH."""
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
     members = tuple(
-        _read_member(message.prompt_ordinal, member, spaces)
+        _read_member(message.prompt_ordinal, member, spaces, bodies)
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
     if len({member.sample_index for member in members}) != len(members):
@@ -69,12 +83,32 @@ def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces) -> Group:
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
-def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, spaces: Spaces) -> EpisodeMember:
+async def fetch_bodies(groups: Iterable[trainer_pb2.SettledGroup], blobs: BlobReader) -> Bodies:
+    """What episodes refer to, a few at a time. Raises ServiceError, such as BLOB_GONE."""
+    tensors = [
+        tensor
+        for group in groups
+        for member in group.members
+        for segment in member.trajectory.segments
+        if segment.HasField("actions")
+        for tensor in references(segment.actions)
+    ]
+    found: dict[str, bytes] = {}
+    for first in range(0, len(tensors), FETCHED_TOGETHER):
+        some = [tensor.blob for tensor in tensors[first : first + FETCHED_TOGETHER]]
+        bodies = await asyncio.gather(*(blobs.read(each) for each in some))
+        found.update((each.digest, body) for each, body in zip(some, bodies, strict=True))
+    return found
+
+
+def _read_member(
+    prompt: int, message: trainer_pb2.SettledTrajectory, spaces: Spaces, bodies: Bodies
+) -> EpisodeMember:
     trajectory = message.trajectory
     where = check_settled(prompt, trajectory, frozenset(_SETTLED), "finished episodes")
     tokens, segment = _segments(trajectory, where)
     try:
-        episode = decode_episode(segment.actions)
+        episode = decode_episode(segment.actions, bodies=bodies)
     except ServiceError as error:
         raise invalid(f"{where}: {error.message}") from error
     wanted = _SETTLED[trajectory.finish_reason]

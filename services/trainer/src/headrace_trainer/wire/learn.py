@@ -121,8 +121,8 @@ class LearnQueue:
 
 AHEAD = 8
 """Requests that are read and not acknowledged."""
-Admit = Callable[[common_pb2.CommandHeader, trainer_pb2.LearnRequest], LearnItem]
-"""Checks the stream's authority and reads a request; raises ServiceError."""
+Admit = Callable[[common_pb2.CommandHeader, trainer_pb2.LearnRequest], Awaitable[LearnItem]]
+"""Checks the stream's authority and reads a request, with the bodies that it refers to; raises ServiceError."""
 
 
 class LearnStream:
@@ -187,7 +187,7 @@ class LearnStream:
                             "the first message of a Learn stream needs a header",
                         )
                     self.lease_epoch = header.lease_epoch
-                    future = await self._queue.put(self._admit(header, request))
+                    future = await self._queue.put(await self._admit(header, request))
                     self._open_runs.applied(header)
                     await self._ahead.put((time.monotonic(), future))
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 
 from headrace_schema.evaluating import EvaluationSpec
@@ -11,18 +12,20 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
+    EpisodeView,
     EvaluationRunView,
     VideoListView,
     VideoView,
 )
 from headrace_schema.resources.views import RunView
+from headrace_servicekit.rpc.episodes import Episode
 
 from headrace_coordinator.api.reading.presenters import evaluation_run_view
 from headrace_coordinator.api.reading.reads import Page, Reads
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import estimates
 from headrace_coordinator.projections.transcripts import Answer, Key, read_answers
-from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos
+from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos, read_episode
 from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite
@@ -89,9 +92,31 @@ class SuiteEvaluations:
             raise Refused("NOT_FOUND", reason)
         return path
 
+    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
+        """The episode that a video shows, step by step; NOT_FOUND as `evaluation_episode`."""
+        path = await self.evaluation_episode(evaluation_id, name)
+        try:
+            return steps_of(await asyncio.to_thread(read_episode, path))
+        except ValueError as error:
+            raise Refused("NOT_FOUND", f"{error}; evaluate again") from error
+
     def _evaluation_directory(self, evaluation_id: str) -> Path:
         self.suite_evaluation(evaluation_id)
         return Path(self._reads.run(evaluation_id).run_directory)
+
+
+def steps_of(episode: Episode) -> EpisodeView:
+    """What was done in it, action by action."""
+    valid_TC, values_T = episode.valid_TC, episode.values_T
+    lengths = valid_TC.sum(1)
+    return EpisodeView(
+        actions=episode.executed_TCA[valid_TC].astype(float).tolist(),
+        rewards=episode.rewards_TC[valid_TC].astype(float).tolist(),
+        successes=episode.successes_TC[valid_TC].tolist(),
+        chunk_starts=(lengths.cumsum() - lengths).tolist(),
+        values=None if values_T is None or not isfinite(values_T.sum()) else values_T.astype(float).tolist(),
+        truncated=episode.truncated,
+    )
 
 
 def compare(first: RunView, second: RunView) -> ComparisonView:

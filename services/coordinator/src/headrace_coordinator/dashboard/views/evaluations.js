@@ -4,6 +4,7 @@ import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
 import { bytes, clock, duration, episodeFacts, number, plural, spoken } from "../format.js";
 import { answer } from "../tokens.js";
+import { watch } from "./episode.js";
 import { progress } from "./runs.js";
 import { trajectories } from "./trajectories.js";
 
@@ -143,7 +144,8 @@ async function results(evaluation, signal) {
         h("th", { scope: "row" }, each.task), h("td", {}, each.variant || "–"), h("td", {}, each.items.toLocaleString("en")), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0])] : []),
     ...(videos.length ? [h("section", { class: "panel" }, h("h2", {}, "Videos"),
       h("p", { class: "muted" }, "Fetch them with ", h("code", {}, `headrace eval videos ${evaluation.id} DIR`), "."),
-      table("Videos", ["Item", "Sample", "Success", "Size"], videos.map((each) => h("tr", {}, h("td", {}, `${each.item}`), h("td", {}, `${each.sample}`), h("td", {}, each.success ? "yes" : "no"), h("td", {}, bytes(each.size_bytes)))))[0])] : []),
+      table("Videos", ["Item", "Sample", "Success", "Size", ""], videos.map((each) => h("tr", {}, h("td", {}, `${each.item}`), h("td", {}, `${each.sample}`), h("td", {}, each.success ? "yes" : "no"), h("td", {}, bytes(each.size_bytes)),
+        h("td", {}, h("button", { type: "button", "aria-label": `Watch item ${each.item}, sample ${each.sample}`, onclick: (event) => watch(event.currentTarget, `${path(evaluation.id)}/videos/${encodeURIComponent(each.name)}`, signal) }, "Watch")))))[0])] : []),
   ];
 }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
+from headrace_servicekit.rpc.episodes import references
 from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
@@ -142,10 +143,16 @@ class Trajectories(dict[SlotKey, Trajectory]):
     ) -> dict[SlotKey, common.Trajectory]:
         """Messages of finished slots, fetched from the producers where they are not kept here.
 
-        Leaves out those that no producer has: one with another attempt, or another digest, is another trajectory.
+        Leaves out those that no producer has: one with another attempt, or another digest, is another trajectory. A
+        message that is kept here may refer to bodies, which are lost with their producer.
         """
-        wanted = {slot.key: slot for slot in slots}
-        found = {key: kept.message for key in wanted if (kept := self.get(key)) and kept.message is not None}
+        wanted, producers = {slot.key: slot for slot in slots}, [*producers]
+        living = {producer.incarnation for producer in producers}
+        found = {
+            key: kept.message
+            for key in wanted
+            if (kept := self.get(key)) and kept.message is not None and _owners(kept.message) <= living
+        }
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for message in await producer.fetch(missing) if missing else ():
@@ -153,6 +160,12 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found
+
+
+def _owners(message: common.Trajectory) -> set[str]:
+    """Incarnations that keep what a message refers to."""
+    episodes = [segment.actions for segment in message.segments if segment.HasField("actions")]
+    return {tensor.blob.incarnation for episode in episodes for tensor in references(episode)}
 
 
 def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:

@@ -111,13 +111,13 @@ class FsdpState(ShardedBackend, LanguageModel):
             self._base_facts = None
             if self._ranks.leads and source is not None:
                 self._base_facts = base_facts(self._config, weights_digest(source, model))
-            vision = self._config.trainer.vision == "trained"
+            vision = not self._config.trainer.freezes_vision
             add_adapters(model, self._lora, self._config.seed, torch.device("cpu"), vision=vision)
         return model, source, types
 
     def _freeze(self, model: PreTrainedModel) -> None:
         """What of a model learns nothing, whether adapters learn or its own weights."""
-        if self._config.trainer.vision == "frozen":
+        if self._config.trainer.freezes_vision:
             freeze_vision(model, self._dtype)
 
     def _empty_critic(self) -> Critic | None:

@@ -1,7 +1,8 @@
 """What one rank of a robot policy does with episodes, however the policy lies on the ranks. Knows no steps, no wire.
 
-Every rank holds the step's episodes and takes its share of each minibatch. Gradients are unnormalised sums, divided by
-what they are over at the optimizer step, so neither the order of groups nor the split over ranks matters.
+Every rank holds the step's episodes, with pictures of its own, and takes its share of each minibatch. Gradients are
+unnormalised sums, divided by what they are over at the optimizer step, so neither the order of groups nor the split
+over ranks matters.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace_trainer.backends.robot.cloning import drawn_moments, noise_seed, r
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
     Credits,
-    join,
+    StepChunks,
     read_chunks,
     read_credits,
     read_final,
@@ -38,6 +39,7 @@ from headrace_trainer.learning.samples import (
     EpisodeData,
     EpisodeKey,
     EpisodeScores,
+    LentPictures,
     Packed,
     Rows,
 )
@@ -62,7 +64,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         super().__init__(config, algorithm, ranks, **options)
         self._algorithm: EpisodeAlgorithm = algorithm
         self._read: dict[EpisodeKey, Chunks] = {}
-        self._chunks: Chunks | None = None
+        self._chunks: StepChunks | None = None
         self._credits: Credits | None = None
 
     @property
@@ -98,33 +100,33 @@ class RobotBackend(LearnedModel, EpisodeBackend):
 
     # The step's episodes
 
-    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
-        """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
+    def read(self, episodes: Many[EpisodeData], own: Many[int]) -> list[EpisodeScores]:
+        """Keeps episodes, and scores the rank's own under the weights of the moment."""
         for data in episodes:
             self._read[data.key] = read_chunks(data)
         if not episodes:
             return []
-        own = episodes[self._ranks.rank :: self._ranks.world_size]
-        passes = [len(self._every_part(self._read[data.key])) + bool(data.final) for data in own]
+        mine = [episodes[place] for place in own]
+        passes = [len(self._every_part(self._read[data.key])) + bool(data.final) for data in mine]
         missing = self._missing(sum(passes))
-        scores = [self._score(data) for data in own]
+        scores = [self._score(data) for data in mine]
         with torch.no_grad():
             self._take_part(missing, self._read[episodes[0].key], self._summed)
         return scores
 
     def credit(self, data: CreditData) -> None:
         """Lays out the named episodes for learning, with what their chunks are worth."""
-        self._chunks = join([self._read[key] for key in data.keys])
+        self._chunks = StepChunks.of([self._read[key] for key in data.keys])
         self._credits = read_credits(data)
 
-    def learn(self, chunks: list[int]) -> MicroReport:
-        """Accumulates the loss gradient of these chunks; none: takes part alone."""
+    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
+        """Accumulates the loss gradient of these chunks, with pictures of some; none: takes part alone."""
         assert self._chunks is not None and self._credits is not None
-        finite = True
+        finite, own = True, self._chunks.lend(lent)
         parts = self._parts(torch.tensor(chunks, dtype=torch.long), self._chunks.observation)
         missing = self._missing(len(parts))
         for index in parts:
-            found = self._evaluate(self._chunks.take(index, self._ranks.device))
+            found = self._evaluate(own.take(index, self._ranks.device))
             batch = units(found, self._credits, index, self._algorithm.level)
             sums = self._algorithm.loss(batch)
             finite = finite and bool(torch.isfinite(sums.loss))

@@ -16,7 +16,7 @@ from headrace_modelkit.robot.language import Encode, instruction_encoder
 from headrace_modelkit.robot.policy import ACTIONS, Observation
 from headrace_schema.openings import TrainerConfig
 
-from headrace_trainer.backends.robot.episodes import Chunks, join
+from headrace_trainer.backends.robot.episodes import Chunks, StepChunks
 from headrace_trainer.errors import Refusal, invalid
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def read_demonstrations(config: TrainerConfig, policy: AnyPolicy) -> Chunks:
     encode = instruction_encoder(policy.config, config.model.path)
     count = min(len(data), config.trainer.warmup.episodes or len(data))
     try:
-        return join([_moments(data[place], policy, encode, config.instruction) for place in range(count)])
+        return StepChunks.of(
+            [_moments(data[place], policy, encode, config.instruction) for place in range(count)]
+        )
     except DemonstrationsNotReadable as error:
         raise _refused(str(error)) from error
 

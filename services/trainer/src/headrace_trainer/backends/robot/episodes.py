@@ -7,16 +7,17 @@ a micro-batch, K units of it that are learned from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from headrace_modelkit.robot.policy import Evaluation, Level, Observation, at_level
 from headrace_servicekit.rpc.episodes import IMAGE, STATE
 from torch import Tensor
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, TokenBatch
-from headrace_trainer.learning.samples import CreditData, EpisodeData, Packed
+from headrace_trainer.learning.samples import CreditData, EpisodeData, LentPictures, Packed
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Chunks:
 
     def take(self, index: Tensor, device: torch.device) -> Chunks:
         """These chunks, on a device."""
-        seen = self.observation.take(index)
+        return self._taken(index, self.observation.take(index), device)
+
+    def _taken(self, index: Tensor, seen: Observation, device: torch.device) -> Chunks:
         return Chunks(
             Observation(
                 None if seen.state_BS is None else seen.state_BS.to(device),
@@ -39,6 +42,47 @@ class Chunks:
             {name: drawn[index].to(device) for name, drawn in self.sampled.items()},
             self.valid_NC[index].to(device),
         )
+
+
+@dataclass(frozen=True)
+class StepChunks(Chunks):
+    """The chunks of all episodes of a step, one after the other; their pictures lie where they were read."""
+
+    pictures: Mapping[str, list[Tensor]]
+    """By camera, one for each chunk: blank ones stand for those that other ranks own."""
+
+    @classmethod
+    def of(cls, parts: list[Chunks]) -> StepChunks:
+        """Copies no picture."""
+        seen = [part.observation for part in parts]
+        states = [each.state_BS for each in seen if each.state_BS is not None]
+        return cls(
+            Observation(
+                torch.cat(states) if states else None,
+                prompts=tuple(prompt for each in seen for prompt in each.prompts),
+            ),
+            {name: torch.cat([part.sampled[name] for part in parts]) for name in parts[0].sampled},
+            torch.cat([part.valid_NC for part in parts]),
+            {name: [picture for each in seen for picture in each.images[name]] for name in seen[0].images},
+        )
+
+    def lend(self, lent: LentPictures) -> StepChunks:
+        """With pictures of some chunks in place of blank ones."""
+        if not lent.chunks:
+            return self
+        pictures = {name: [*own] for name, own in self.pictures.items()}
+        for name, array in lent.pictures.items():
+            for chunk, picture in zip(lent.chunks, _tensor(array), strict=True):
+                pictures[name.removeprefix(IMAGE)][chunk] = picture
+        return replace(self, pictures=pictures)
+
+    @override
+    def take(self, index: Tensor, device: torch.device) -> Chunks:
+        found = self.observation.take(index)
+        images = {
+            name: torch.stack([own[row] for row in index.tolist()]) for name, own in self.pictures.items()
+        }
+        return self._taken(index, replace(found, images=images), device)
 
 
 @dataclass(frozen=True)
@@ -57,6 +101,8 @@ class Credits:
 def read_chunks(data: EpisodeData) -> Chunks:
     """An episode's chunks."""
     seen, valid_TC = _tensors(data.observation), _tensor(data.valid_TC)
+    blank = {name: torch.zeros((1, *shape), dtype=torch.uint8) for name, shape in data.unseen.items()}
+    seen |= {name: one.expand(len(valid_TC), *one.shape[1:]) for name, one in blank.items()}
     return Chunks(_observation(seen, data.prompt, len(valid_TC)), _tensors(data.sampled), valid_TC)
 
 
@@ -64,21 +110,6 @@ def read_final(data: EpisodeData) -> Observation | None:
     """What an episode that was cut ended with."""
     seen = {name: value[None] for name, value in _tensors(data.final).items()}
     return _observation(seen, data.prompt, 1) if seen else None
-
-
-def join(parts: list[Chunks]) -> Chunks:
-    """The chunks of all episodes, one after the other."""
-    seen = [part.observation for part in parts]
-    states = [each.state_BS for each in seen if each.state_BS is not None]
-    return Chunks(
-        Observation(
-            torch.cat(states) if states else None,
-            {name: torch.cat([each.images[name] for each in seen]) for name in seen[0].images},
-            tuple(prompt for each in seen for prompt in each.prompts),
-        ),
-        {name: torch.cat([part.sampled[name] for part in parts]) for name in parts[0].sampled},
-        torch.cat([part.valid_NC for part in parts]),
-    )
 
 
 def read_credits(data: CreditData) -> Credits:

@@ -28,6 +28,7 @@ from headrace_trainer.backends.robot.episodes import Chunks
 from headrace_trainer.backends.robot.root import Drawn, RobotRoot, Shown
 from headrace_trainer.backends.shared.distributing import open_alike, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_weights
+from headrace_trainer.learning.samples import LentPictures
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyPolicy
@@ -39,9 +40,9 @@ class ShardedRobot(RobotBackend, ShardedBackend):
     # Passes
 
     @override
-    def learn(self, chunks: list[int]) -> MicroReport:
+    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
         self._dirty = True
-        return super().learn(chunks)
+        return super().learn(chunks, lent)
 
     @override
     def _evaluate(self, taken: Chunks) -> Evaluation:
@@ -126,7 +127,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
 
     def _empty(self) -> AnyPolicy:
         trainer = self._config.trainer
-        return learning_policy(self._config.model, trainer.freeze, trainer.lora, self._config.seed)
+        return learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
 
     def _shard(self, policy: AnyPolicy) -> None:
         float_what_learns(policy)

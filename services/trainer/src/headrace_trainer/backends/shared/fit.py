@@ -22,14 +22,14 @@ ALPHA = "alpha"
 
 
 def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora, trainer.vision or
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora, trainer.freeze or
     algorithm.options.critic.
 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
     model, lora = load_model(config.model, weights=False), config.trainer.lora
     if lora is not None:
-        add_adapters(model, lora, config.seed, vision=config.trainer.vision == "trained")
+        add_adapters(model, lora, config.seed, vision=not config.trainer.freezes_vision)
     check_weights(reader, model, lora, repr(config.model.path))
     if lora is None and (tower := vision_tower(model)) is not None:
         own_tower = {*tower.parameters()}
@@ -58,11 +58,11 @@ def check_weights(
 def _check_vision(reader: StateReader, tower: set[str], config: TrainerConfig) -> None:
     """A vision tower that was frozen has no moments to go on with, and one that learned has some."""
     learned = bool(tower & reader.moment_names())
-    if learned != (config.trainer.vision == "trained"):
-        was = "trained" if learned else "frozen"
+    if learned == config.trainer.freezes_vision:
+        was, fix = ("trained", "[]") if learned else ("frozen", "[vision]")
         raise _mismatch(
-            "trainer.vision",
-            f"the checkpoint's vision tower was {was}; set trainer.vision: {was}, or export the checkpoint's model and "
+            "trainer.freeze",
+            f"the checkpoint's vision tower was {was}; set trainer.freeze: {fix}, or export the checkpoint's model and "
             "name that as model.path",
         )
 

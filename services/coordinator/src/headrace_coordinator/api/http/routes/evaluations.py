@@ -10,6 +10,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.evaluations import (
     ComparisonView,
+    EpisodeView,
     EvaluationRunListView,
     EvaluationRunView,
     VideoListView,
@@ -116,5 +117,10 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
         """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
         path = await coordinator.suites.evaluation_episode(evaluation_id, video)
         return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
+
+    @routes.get("/{evaluation_id}/videos/{video}/steps", response_model=EpisodeView)
+    async def get_evaluation_steps(evaluation_id: str, video: str) -> Response:
+        """Actions, rewards and values of the episode of a video, step by step."""
+        return view_response(await coordinator.suites.evaluation_steps(evaluation_id, video))
 
     return routes

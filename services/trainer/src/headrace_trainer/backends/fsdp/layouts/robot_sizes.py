@@ -42,7 +42,7 @@ _ATTENTION = "headrace_planned_robot"
 def robot_sizes(config: TrainerConfig) -> Sizes:
     """Raises ModelNotReadable."""
     policy = empty_policy(config.model)
-    freeze(policy, config.trainer.freeze)
+    freeze(policy, config.trainer.freeze or [])
     if config.trainer.lora is not None:
         adapt(policy, config.trainer.lora, config.seed)
     with FakeTensorMode() as mode:

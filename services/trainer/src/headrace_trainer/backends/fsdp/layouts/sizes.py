@@ -95,10 +95,10 @@ class Sizes:
         """Raises ModelNotReadable."""
         with torch.device("meta"):
             policy = load_model(config.model, weights=False)
-            if config.trainer.vision == "frozen":
+            if config.trainer.freezes_vision:
                 freeze_vision(policy, DTYPES[config.model.dtype])
             if config.trainer.lora is not None:
-                vision = config.trainer.vision == "trained"
+                vision = not config.trainer.freezes_vision
                 add_adapters(policy, config.trainer.lora, config.seed, vision=vision)
             bodies: list[nn.Module] = [policy]
             layers = layers_of(policy)
@@ -203,7 +203,7 @@ def _tokens(config: TrainerConfig) -> int:
 def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     model: Any = load_model(config.model, weights=False, layers=layers)
     if (lora := config.trainer.lora) is not None:
-        vision = config.trainer.vision == "trained"
+        vision = not config.trainer.freezes_vision
         add_adapters(model, _in_any_layer(lora, model, vision=vision), config.seed, vision=vision)
     take_routers(
         model
