@@ -149,9 +149,6 @@ class VllmBackend(Backend):
     @override
     async def freeze(self) -> None:
         await self._obey(self._engine.pause_generation(mode="keep", clear_cache=False))
-        # What no interval has ended yet goes out now: it is of the version that is installed.
-        for state in self._engine.output_processor.request_states.values():
-            _hand_out(state)
 
     @override
     async def thaw(self) -> None:
@@ -176,6 +173,9 @@ class VllmBackend(Backend):
 
     @override
     async def finish_install(self, number: int) -> None:
+        # What no interval has ended yet goes out while the version that made it is the installed one.
+        for state in self._engine.output_processor.request_states.values():
+            _hand_out(state)
         await self._obey(self._engine.finish_weight_update())
         problem, _ = await self._session()
         if problem:
