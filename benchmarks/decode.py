@@ -67,7 +67,8 @@ async def _measure(loads: Sequence[Load], turns: int, *, profile: bool) -> dict[
     generate, figures, shown = transformers(loads[0]), {}, []
     figures["first_pass_ms"] = await engine.first_pass_ms(loads[0])
     for load in loads:
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: list[float] = []
         for turn in range(-1, turns):
             asked = prompts(load, turn + 1)
             for bare in (False, True) if turn % 2 else (True, False):
