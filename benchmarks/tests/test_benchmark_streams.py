@@ -4,7 +4,7 @@ import chunk_stream
 import pytest
 import weight_sync
 from chunk_stream import INLINE, MESSAGE, ONE, PIPELINED, REFERENCE, best_of, rate
-from weight_sync import GRPC, SHM, Sync
+from weight_sync import DELTA, GRPC, SHM, Sync
 
 
 def test_one_outstanding_is_the_inverse_of_the_median_and_pipelined_the_median_of_the_steps():
@@ -36,17 +36,21 @@ def test_a_system_is_taken_at_its_best_round_and_a_figure_at_its_worse_pattern()
 
 
 def sync(memcpy, cast, install, pause=0.01):
-    parts = {SHM: install, GRPC: 3 * install}
-    return Sync(memcpy, cast, 0.0, parts, parts, {SHM: pause, GRPC: 2 * pause})
+    parts = {SHM: install, GRPC: 3 * install, DELTA: 2 * install}
+    moved = {SHM: 0, GRPC: 1000, DELTA: round(1000 * memcpy)}
+    pauses = {SHM: pause, GRPC: 2 * pause, DELTA: pause}
+    return Sync(memcpy, 2 * memcpy, cast, 0.0, parts, parts, pauses, moved)
 
 
 def test_a_sync_is_all_from_the_cast_to_the_reply_and_counts_at_its_fastest():
     syncs = [sync(0.02, 0.05, 0.05, 0.3), sync(0.03, 0.04, 0.04, 0.01), sync(0.04, 0.1, 0.1, 0.02)]
-    figures = weight_sync.figures(syncs)
+    figures = weight_sync.figures(syncs, 1000)
     assert figures["shm_s"] == pytest.approx(0.08) and figures["grpc_s"] == pytest.approx(0.16)
     assert figures["shm_vs_memcpy"] == pytest.approx(0.02 / 0.08)
     assert figures["grpc_vs_memcpy"] == pytest.approx(0.02 / 0.16)
-    assert figures["pause_s"] == pytest.approx(0.04)
+    assert figures["pause_ms"] == pytest.approx(40)
+    assert figures["shm_vs_bound"] == pytest.approx(0.04 / 0.08)
+    assert figures["delta_bytes_vs_full"] == pytest.approx(0.04)
 
 
 def test_the_messages_have_the_sizes_that_they_claim():

@@ -125,7 +125,8 @@ def test_services_know_what_they_are_opened_with_by_hand():
     load = engines.Load(str(MODEL), 2, 4, 4, "float32")
     for name in engines.ENGINES:
         assert RolloutConfig.model_validate(engines.make_config(name, load)).rollout.engine == name
-    RolloutConfig.model_validate(weight_sync.rollout_config(MODEL))
+    for transport in weight_sync.WAYS:
+        RolloutConfig.model_validate(weight_sync.rollout_config(MODEL, transport))
     RolloutConfig.model_validate(pipeline.make_config(128, 2))
     TrainerConfig.model_validate(weight_sync.trainer_config(MODEL))
 

@@ -326,3 +326,48 @@ def test_how_trainers_hold_the_model_is_shown_with_the_memory_of_their_hosts(hea
     assert "of its host, a rank: " in words and "checkpoint copy 0.0" in words
     alone = headrace("plan", *given, "--host-gib", "80", HEADRACE_URL="")
     assert alone.returncode == 2 and "--gpu-gib" in alone.stderr
+
+
+LARGE, ITS_COSTS = EXAMPLES / "qwen-72b-8-gpus.yaml", PLANS / "profile_reasoning_72b_h100.yaml"
+QWEN_72B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+
+
+def test_a_model_over_eight_gpus_is_planned_in_whole_engines():
+    plan = explain_file(LARGE, [], 8, None, ITS_COSTS)
+    (bar,) = (bar for bar in plan["timeline"] if bar["stage"] == "generate")
+    assert (bar["count"], plan["mode"]) == (8, "collocated, offloaded")
+    more = explain_file(LARGE, [], 20, None, ITS_COSTS)
+    (bar,) = (bar for bar in more["timeline"] if bar["stage"] == "generate")
+    assert bar["count"] in (8, 16), "20 are no whole engines"
+    with pytest.raises(CommandError, match="an engine of 8 GPUs is wanted and there are 4"):
+        explain_file(LARGE, [], 4, None, ITS_COSTS)
+
+
+def test_what_a_spec_leaves_to_its_gpus_is_shown_with_why(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
+    sets = [f"model.path={tmp_path}", "rollout.engine_options={}"]
+    plan = explain_file(LARGE, sets, 8, None, ITS_COSTS, gpu_gib=80.0)
+    decided = {each["key"]: each["value"] for each in plan["decided"]}
+    assert decided == {
+        "rollout.engine_options.gpu_memory_utilization": 0.9,
+        "rollout.engine_options.tensor_parallel_size": 4,
+        "rollout.max_concurrency": 64,
+        "trainer.micro_batch_tokens": 4096,
+    }
+    words = " ".join(" ".join(plan_lines(plan, 100)).split())
+    assert "tensor_parallel_size: 4, decided by the GPUs: weights of 135.4 GiB leave room" in words
+    larger = explain_file(LARGE, sets, 8, None, ITS_COSTS, gpu_gib=141.0)
+    assert {each["key"]: each["value"] for each in larger["decided"]}[
+        "rollout.engine_options.tensor_parallel_size"
+    ] == 2
+    small = explain_file(EXAMPLES / "tiny.yaml", [], 2, None, PLANS / "profile_reasoning_7b_h100.yaml")
+    assert small["decided"][0]["key"] == "rollout.engine" and small["decided"][0]["value"] == "vllm"

@@ -291,11 +291,13 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     file.write_text(
         "data: {source: mixture, options: {parts: [{source: jsonl, options: {path: sums.jsonl}}]}}\n"
         "algorithm: {options: {critic_path: ./models/m}}\nreply: {path: ~/nowhere}"
+        "\nrollout: {engine_options: {speculative: {method: draft, model: ./models/m}}}"
     )
     spec = load_spec(file, ["trainer.reference.path=models/m", "data.options.parts.0.options.form=trl"])
     (part,) = spec["data"]["options"]["parts"]
     assert part["options"] == {"path": str(tmp_path / "sums.jsonl"), "form": "trl"}
     assert spec["algorithm"]["options"]["critic_path"] == str(tmp_path / "models" / "m")
+    assert spec["rollout"]["engine_options"]["speculative"]["model"] == str(tmp_path / "models" / "m")
     assert spec["trainer"]["reference"]["path"] == str(tmp_path / "models" / "m")
     assert spec["reply"]["path"] == f"{Path.home()}/nowhere"
     file.write_text(

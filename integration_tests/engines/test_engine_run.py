@@ -11,6 +11,7 @@ import yaml
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.processes import ROOT, run_python
+from headrace.client import HeadraceError
 
 ENGINE = os.environ.get("ENGINE", "")
 LONGEST_S = 420.0
@@ -47,3 +48,31 @@ def test_the_tiny_model_with_the_engine(tmp_path, changes: dict[str, Any]):
         log = (fleet.data_dir / "logs" / "rollout-0.log").read_text()
     if ENGINE == "vllm":  # It slept between its turns: one engine made every step.
         assert len(set(re.findall(r"EngineCore pid=(\d+)", log))) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LONGEST_S + 120)
+@pytest.mark.skipif(ENGINE != "vllm", reason="vLLM's options; `make nightly` runs it")
+def test_a_quantised_rollout_that_drafts_learns_with_what_it_is_off(tmp_path):
+    """fp8 weights and n-gram drafts: the gradient is corrected by default, and the mismatch is in each step."""
+    model = tmp_path / "model"
+    run_python("-m", "headrace_modelkit.presets.tiny", model, "--head-dim", "32")
+    spec = yaml.safe_load((ROOT / "examples" / "tiny-vllm.yaml").read_text())
+    spec["model"] |= {"path": str(model), "dtype": "bfloat16"}
+    spec["steps"], spec["evaluation"]["every"] = 12, 0
+    spec["rollout"]["engine_options"] |= {
+        "quantization": "fp8",
+        "speculative": {"method": "ngram", "tokens": 2},
+    }
+    with Fleet(tmp_path / "data", "--engine", "vllm") as fleet:
+        exact = {**spec, "model": {**spec["model"], "dtype": "float32"}}
+        with pytest.raises(HeadraceError) as refused:
+            fleet.client.check(exact)
+        assert [each.key for each in refused.value.problems] == ["rollout.engine_options.quantization"]
+        run = fleet.succeed(fleet.submit(spec), LONGEST_S)
+        found = audit(fleet, run)
+        assert run.spec["algorithm"]["options"]["correction"] == "truncate"
+        off = [item.log_prob_mismatch_mean for item in found.live]
+        assert all(1e-4 < each < 0.3 for each in off), off
+        before, *_, after = run.evaluations
+        assert after.score > before.score

@@ -1,5 +1,5 @@
 """Namespaces as hosts: each has an address on one network, which can be cut off, and shares no directory of the fleet
-and no memory with the others.
+and no memory with the others. Their cables may be slow, and their addresses those of IPv6 alone.
 """
 
 from __future__ import annotations
@@ -12,58 +12,85 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.processes import ROOT, clean_environment
 
-NETWORK = "10.231.47"
+NETWORK, NETWORK_6 = "10.231.47.", "fd00:231:47::"
+
+
+@dataclass(frozen=True)
+class Cable:
+    """What each direction of a host's cable carries, and how long a packet is under way."""
+
+    mbit: float = 1000.0
+    delay_ms: float = 10.0
 
 
 class Host:
     """A namespace with an address, in which `headrace` is run on a data directory of its own."""
 
-    def __init__(self, prefix: str, name: str, number: int, folder: Path, others: Sequence[str]) -> None:
-        self.name, self.address, self.data_dir = name, f"{NETWORK}.{number}", folder / name
+    def __init__(
+        self, prefix: str, name: str, number: int, folder: Path, others: Sequence[str], ipv6: bool = False
+    ) -> None:
+        self.name, self.address = name, f"{NETWORK_6 if ipv6 else NETWORK}{number}"
+        self.data_dir = folder / name
         self.data_dir.mkdir(parents=True)
         self._hidden = ["/dev/shm", *(str(folder / other) for other in others)]
-        self._namespace, self._switch, self._port = f"{prefix}-{name}", f"{prefix}-switch", f"to-{name}"
-        _ip("netns", "add", self._namespace)
+        self.namespace, self._switch, self._port = f"{prefix}-{name}", f"{prefix}-switch", f"to-{name}"
+        self._slow = False
+        _ip("netns", "add", self.namespace)
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
+
+    def plug_in(self) -> None:
+        """A cable to the switch."""
         _ip(
-            *("link", "add", "eth9", "netns", self._namespace, "type", "veth"),
+            *("link", "add", "eth9", "netns", self.namespace, "type", "veth"),
             *("peer", "name", self._port, "netns", self._switch),
         )
-        _ip("-n", self._namespace, "address", "add", f"{self.address}/24", "dev", "eth9")
-        for device in ("lo", "eth9"):
-            _ip("-n", self._namespace, "link", "set", device, "up")
         _ip("-n", self._switch, "link", "set", self._port, "master", "bridge")
+        self._address_it()
         self.connect()
+
+    def plug_in_slowly(self) -> None:
+        """The cable that a slow switch has made."""
+        self._slow = True
+        self._address_it()
+
+    def _address_it(self) -> None:
+        length = ("/64", "nodad") if ":" in self.address else ("/24",)
+        words = (f"{self.address}{length[0]}", "dev", "eth9", *length[1:])
+        _ip("-n", self.namespace, "address", "add", *words)
+        _ip("-n", self.namespace, "link", "set", "eth9", "up")
+
+    def received_bytes(self) -> int:
+        """What has come over its cable, headers too."""
+        shown = _ip("-n", self.namespace, "-s", "-j", "link", "show", "eth9")
+        (link,) = json.loads(shown)
+        return int(link["stats64"]["rx"]["bytes"])
 
     def connect(self) -> None:
         """Plugs the host's cable in."""
-        _ip("-n", self._switch, "link", "set", self._port, "up")
+        if not self._slow:
+            _ip("-n", self._switch, "link", "set", self._port, "up")
 
     def cut_off(self) -> None:
         """Pulls the host's cable: nothing of it arrives any more, and nobody is told."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
 
+    def command(self, *words: str) -> list[str]:
+        """A command in the host's network, with its own /dev/shm and without the others' folders."""
+        hide = "".join(f"mount -t tmpfs tmpfs {shlex.quote(path)} && " for path in self._hidden)
+        inside = ("unshare", "--mount", "sh", "-c", hide + 'exec "$@"', "sh")
+        return ["ip", "netns", "exec", self.namespace, *inside, *words]
+
     def headrace(self, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         """`headrace …` on this host."""
-        hide = "".join(f"mount -t tmpfs tmpfs {shlex.quote(path)} && " for path in self._hidden)
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self._namespace,
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            hide + 'exec "$@"',
-            "sh",
-        ]
+        words = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(self.data_dir)]
         return subprocess.run(
-            [*inside, sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(self.data_dir)],
+            self.command(*words),
             env=clean_environment(),
             cwd=ROOT,
             capture_output=True,
@@ -85,24 +112,47 @@ class Host:
 
 
 @contextmanager
-def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
+def hosts(folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = False) -> Iterator[list[Host]]:
     """Hosts on one network; on leaving, their fleets are stopped and they are gone."""
     prefix = f"headrace-{os.getpid()}"
     made: list[Host] = []
+    slow = None
     _ip("netns", "add", f"{prefix}-switch")
     try:
         _ip("-n", f"{prefix}-switch", "link", "add", "bridge", "type", "bridge")
         _ip("-n", f"{prefix}-switch", "link", "set", "bridge", "up")
         for number, name in enumerate(names, 1):
-            made.append(Host(prefix, name, number, folder, [other for other in names if other != name]))
+            others = [other for other in names if other != name]
+            made.append(Host(prefix, name, number, folder, others, ipv6))
+        if cable is not None:
+            slow = _slow_switch(cable, made)
+        for host in made:
+            host.plug_in() if slow is None else host.plug_in_slowly()
         yield made
     finally:
         for host in reversed(made):
-            host.connect()
+            with suppress(subprocess.CalledProcessError):
+                host.connect()
             host.headrace("down")
+        if slow is not None and slow.stdin:
+            slow.stdin.close()
+            slow.wait(20)
         for name in (*names, "switch"):
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", f"{prefix}-{name}")
+
+
+def _slow_switch(cable: Cable, made: Sequence[Host]) -> subprocess.Popen[str]:
+    ports = [f"{host.namespace}={host.address}" for host in made]
+    command = [sys.executable, str(Path(__file__).with_name("slow_switch.py"))]
+    switch = subprocess.Popen(
+        [*command, str(cable.mbit), str(cable.delay_ms), *ports],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert switch.stdout and switch.stdout.readline() == "ready\n", "the switch did not start"
+    return switch
 
 
 def can_make_hosts() -> bool:
@@ -117,5 +167,6 @@ def can_make_hosts() -> bool:
     return True
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20, text=True)
+    return done.stdout

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.client.tokens import fleet_token, same_place
+from headrace.client.tokens import fleet_ca, fleet_token, same_place
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused
@@ -39,6 +39,7 @@ class Target:
     url: str
     token: str | None
     known: bool
+    ca_file: Path | None = None
 
 
 def find_target(url: str | None, data_dir: Path) -> Target:
@@ -50,7 +51,8 @@ def find_target(url: str | None, data_dir: Path) -> Target:
     url = url or None  # an empty variable names nothing
     state = living_state(DataDir.at(data_dir))
     if state and (url is None or same_place(url, state.url)):
-        return Target(state.url, token or fleet_token(state.url, data_dir), True)
+        ca_file = fleet_ca(state.url, data_dir)
+        return Target(state.url, token or fleet_token(state.url, data_dir), True, ca_file)
     guess = f"http://127.0.0.1:{DEFAULT_PORT}" if data_dir == DEFAULT_DATA_DIR else ""
     return Target(url or guess, token, url is not None)
 
@@ -83,17 +85,17 @@ def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
     if not target.url:
         hint = "start one there with `headrace up`, or name a coordinator with --url or HEADRACE_URL"
         raise CommandError(f"no fleet runs on the given --data-dir; {hint}", reason="UNREACHABLE")
-    with Client(target.url, target.token, patience_s=patience_s) as client:
-        try:
+    try:
+        with Client(target.url, target.token, patience_s=patience_s, ca_file=target.ca_file) as client:
             yield client
-        except HeadraceError as error:
-            if error.reason == "UNREACHABLE" and not error.status:
-                hint = "start a fleet with `headrace up`, or name one with --url or HEADRACE_URL"
-                raise CommandError(f"{error.message}; {hint}", reason=error.reason) from error
-            if error.status == 401:
-                raise CommandError(
-                    f"{error.message}; {TOKEN_HINT}",
-                    reason=error.reason,
-                    exit_code=EXIT_USER_ERROR,
-                ) from error
-            raise refused(error) from error
+    except HeadraceError as error:
+        if error.reason == "UNREACHABLE" and not error.status:
+            hint = "start a fleet with `headrace up`, or name one with --url or HEADRACE_URL"
+            raise CommandError(f"{error.message}; {hint}", reason=error.reason) from error
+        if error.status == 401:
+            raise CommandError(
+                f"{error.message}; {TOKEN_HINT}",
+                reason=error.reason,
+                exit_code=EXIT_USER_ERROR,
+            ) from error
+        raise refused(error) from error

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.commands import data, debug, demo, demonstrations, evaluation, fleet, inspect, plan, run
+from headrace_cli.commands import (
+    data,
+    debug,
+    demo,
+    demonstrations,
+    evaluation,
+    fleet,
+    inspect,
+    plan,
+    replay,
+    run,
+)
 from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandError
 from headrace_cli.output import print_error, quiet_pipes
 
@@ -50,6 +61,7 @@ app.add_typer(demonstrations.app, name="demonstrations")
 inspect.add_to(app)
 plan.add_to(app, run.app)
 debug.add_to(app)
+replay.add_to(app)
 data.add_to(app)
 
 

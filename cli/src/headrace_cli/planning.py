@@ -15,12 +15,15 @@ from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_err
 from headrace_cli.profiling import stored_profile
 
 if TYPE_CHECKING:
+    from headrace_schema.gpu_defaults import Default
     from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
 HOST_GIB, GPUS_PER_HOST = 1800.0, 8
 """What the trainers' layout is planned for where nothing says otherwise."""
 LAYOUT_S = 120.0
+LARGEST = 1024
+"""GPUs up to which sizes are listed where the command says no number."""
 HOST = "host"
 EVERY = "all"
 """In a placement: every device."""
@@ -39,11 +42,13 @@ def explain_file(
     profile: Path | None,
     simulation: dict[str, Any] | None = None,
     measured: Path | None = None,
+    gpu_gib: float | None = None,
 ) -> dict[str, Any]:
     """The planner's explanation for a spec file; CommandError (exit code 2) names every key that is wrong.
 
     `simulation`: iterations, seed and chrome_trace; without it the plan is predicted alone. `measured`: folder of the
-    profiles that `headrace profile` stored, of which the run spec's is taken where none is given.
+    profiles that `headrace profile` stored, of which the run spec's is taken where none is given. `gpu_gib`: memory of
+    a GPU; default: what the profile says. With it, `decided` lists what a run's spec leaves to its GPUs, and why.
     """
     if devices is not None and cluster is not None:
         raise user_error("--devices", "is given beside --cluster", "give one of them")
@@ -62,6 +67,7 @@ def explain_file(
         _without_reply(request)
         _with_infer(request, document)
         _with_seats(request, document, devices)
+        decided = _with_engines(request, document, devices, gpu_gib)
     if cluster is not None:
         request["cluster"] = _read(cluster)
     if devices is not None:
@@ -79,7 +85,8 @@ def explain_file(
         request["cluster"] = {HOST: {"count": 1}, **request["cluster"]}
     if simulation is not None:
         request["simulation"] = simulation
-    return _explained(request)
+    found = _explained(request)
+    return {**found, "decided": [vars(each) for each in decided]} if "model" in document else found
 
 
 def trainer_layout(file: Path, sets: list[str], gpu_gib: float, host_gib: float = HOST_GIB) -> dict[str, Any]:
@@ -271,6 +278,43 @@ def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int 
         seats["infer"] = sides["trainer"]
     flow = {"streamed": placement.pipelined, "resident": placement.resident}
     request["seats"] = {"stages": seats, **flow}
+
+
+def _with_engines(
+    request: dict[str, Any], document: dict[str, Any], devices: int | None, gpu_gib: float | None
+) -> list[Default]:
+    """Generates on whole engines alone: on multiples of the GPUs that one spans. What a run leaves to its GPUs."""
+    from headrace_schema.gpu_defaults import SPAN, Default, Gpus, gpu_defaults, with_defaults
+    from headrace_schema.model_size import text_config
+    from headrace_schema.sections.generating import engine_gpus
+    from headrace_schema.spec import RunSpec
+
+    run, profile = RunSpec.model_validate(document), request["profile"]
+    if kind_of(profile) != "gpu" or run.workflow == "embodied":
+        return []
+    memories, stages = profile.get("memory_gib"), profile.get("stages")
+    known = memories.get("gpu") if isinstance(memories, dict) else None
+    memory = gpu_gib or (known if isinstance(known, (int, float)) else 0.0)
+    gpus = Gpus(int(memory * 2**30), min(devices or GPUS_PER_HOST, GPUS_PER_HOST))
+    left_open = (
+        not {"engine", "engine_options"} & run.rollout.model_fields_set or run.rollout.engine == "auto"
+    )
+    engine = "vllm" if left_open else run.rollout.engine
+    decided = gpu_defaults(run, engine, text_config(run.model.path), gpus)
+    if left_open:
+        decided.insert(0, Default("rollout.engine", engine, "where it is installed, a run on GPUs takes it"))
+    each = engine_gpus(with_defaults(run, decided).rollout.engine_options)
+    if devices is not None and each > devices:
+        raise user_error(
+            SPAN, f"an engine of {each} GPUs is wanted and there are {devices}", "use a smaller size"
+        )
+    listed = stages.get("generate") if isinstance(stages, dict) else None
+    sections = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, dict)]
+    for section in sections:  # What is wrong with them the planner says; sizes of their own stay.
+        replica = section.get("replica_devices", 1)
+        if type(replica) is int and 0 < replica < each and each % replica == 0 and "sizes" not in section:
+            section["sizes"] = list(range(each, (devices or LARGEST) + 1, each))
+    return decided
 
 
 def _devices_of(placement: PlacementSection, side: str, devices: int | None) -> list[str]:

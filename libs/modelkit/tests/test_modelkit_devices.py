@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from headrace_modelkit import devices
-from headrace_modelkit.devices import DeviceNotSeen, driver_name, torch_devices
+from headrace_modelkit import devices, kfd
+from headrace_modelkit.devices import DeviceNotSeen, driver_name, torch_devices, variables_for
 
 AMD_SEEN = "37326666-3964-3161-3361-346261366262"
 """torch's writing of AMD's identifier 72ff9d1a3a4ba6bb: the digits' own bytes."""
@@ -31,3 +31,54 @@ def test_an_engine_that_sees_fewer_gpus_than_were_leased_says_which(monkeypatch)
     monkeypatch.setattr(devices, "_seen", lambda: ["aa"])
     with pytest.raises(DeviceNotSeen, match="GPU-bb is leased and this process sees aa"):
         torch_devices(["GPU-aa", "GPU-bb"])
+
+
+GPUS = tuple(torch.device("cuda", index) for index in range(3))
+
+
+@pytest.mark.parametrize(
+    ("hip", "environ", "shown"),
+    [
+        (None, {}, {"CUDA_VISIBLE_DEVICES": "2,0"}),
+        (None, {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b ,GPU-c"}, {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}),
+        ("7.0", {}, {"CUDA_VISIBLE_DEVICES": "2,0"}),
+        (
+            "7.0",
+            {"CUDA_VISIBLE_DEVICES": "9", "HIP_VISIBLE_DEVICES": "5,6,7"},
+            {"CUDA_VISIBLE_DEVICES": "7,5", "HIP_VISIBLE_DEVICES": "7,5"},
+        ),
+    ],
+)
+def test_a_child_sees_the_leased_gpus_alone(monkeypatch, hip, environ, shown):
+    """Of AMD's the variable that HIP reads first decides what this process sees, and what its child does."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert variables_for([GPUS[2], GPUS[0]]) == shown
+    assert variables_for([torch.device("cpu")]) == {}
+
+
+def test_memory_of_amds_gpus_is_counted_by_process(monkeypatch, tmp_path):
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for index, (number, unique) in enumerate([(0, 0), (51110, 0x72FF9D1A3A4BA6BB), (4098, 0x0A0A)]):
+        (nodes / str(index)).mkdir(parents=True)
+        (nodes / str(index) / "gpu_id").write_text(f"{number}\n")
+        (nodes / str(index) / "properties").write_text(f"simd_count 416\nunique_id {unique}\n")
+    for pid, used in ((7, {51110: 3000, 4098: 50}), (8, {51110: 400})):
+        folder = tmp_path / f"sys/class/kfd/kfd/proc/{pid}"
+        folder.mkdir(parents=True)
+        for number, size in used.items():
+            (folder / f"vram_{number}").write_text(f"{size}\n")
+    first = "72ff9d1a3a4ba6bb"
+    assert kfd.used_by([first], [7, 8, 9], tmp_path) == 3400
+    assert kfd.used_by([first, f"{0x0A0A:016x}"], [7], tmp_path) == 3050
+    assert kfd.used_by([first], [9], tmp_path) is None, "ids of a container's own"
+    assert kfd.used_by(["00"], [7], tmp_path) is None
+    monkeypatch.setattr(kfd.used_by, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(devices, "_seen", lambda: [AMD_SEEN])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.process_bytes([GPUS[0]], [7]) == 3000

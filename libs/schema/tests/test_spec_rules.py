@@ -386,3 +386,19 @@ def test_any_json_is_either_valid_or_explained(values):
 def test_nearest_ignores_case_and_refuses_far_values():
     assert nearest("GRPO", ["grpo", "ppo"]) == "grpo"
     assert nearest("zzzz", ["grpo", "ppo"]) is None
+
+
+@pytest.mark.parametrize(
+    ("transports", "words"),
+    [
+        (["shm"], "add grpc"),
+        (["delta", "shm"], "add grpc"),
+        (["grpc", "shm", "grpc"], "names one twice"),
+        (["tcp"], "weights.transports"),
+    ],
+)
+def test_ways_of_weights_that_cannot_serve_every_host_are_refused(transports, words):
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate(with_values({"weights.transports": transports}))
+    found = explain(caught.value, RunSpec)
+    assert any(words in sentence(each) for each in found), [sentence(each) for each in found]

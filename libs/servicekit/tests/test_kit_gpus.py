@@ -1,7 +1,16 @@
 """Which GPUs a process can use, on machines that are trees of files: the kernel's, the container's, the variables'."""
 
 import pytest
-from headrace_servicekit.lease.gpus import Amd, Gpu, Nvidia, chosen, find_gpus, parse_gpus
+from headrace_servicekit.lease.gpus import (
+    Amd,
+    Gpu,
+    Nvidia,
+    chosen,
+    find_gpus,
+    gpu_memory,
+    parse_gpus,
+    read_gpu_memory,
+)
 
 DRIVER_FILE = """Model: \t\t NVIDIA H100
 IRQ:   \t\t 35
@@ -105,6 +114,26 @@ def test_parts_of_a_divided_gpu_stand_for_it(tmp_path):
     names = [gpu.name for gpu in find_gpus({}, [machine])]
     assert names == ["MIG-one/gpu:1.0", "MIG-two/gpu:1.1", "GPU-bb/gpu:0"]
     assert uuids({"CUDA_VISIBLE_DEVICES": "MIG-two"}, machine) == ["MIG-two"]
+
+
+def test_memory_of_whole_gpus_and_of_parts_is_told_by_name(tmp_path):
+    (tmp_path / "proc/driver/nvidia/capabilities/gpu1/mig/gi1").mkdir(parents=True)
+    machine = nvidia(
+        tmp_path,
+        uuids=("aa", "bb"),
+        ask=lambda *asked: LISTING if asked == ("-L",) else "GPU-aa, 40960\nGPU-bb, [N/A]\n",
+    )
+    listed = gpu_memory(["MIG-one/gpu:1.0", "GPU-aa/gpu:1", "GPU-bb/gpu:0", "b00t/cpu:0"], [machine])
+    assert listed == [f"MIG-one/gpu:1.0={20 << 30}", f"GPU-aa/gpu:1={40 << 30}"]
+    assert read_gpu_memory([*listed, "other"]) == {"MIG-one/gpu:1.0": 20 << 30, "GPU-aa/gpu:1": 40 << 30}
+    assert gpu_memory(["b00t/cpu:0"], [machine]) == []
+
+
+def test_memory_of_amds_gpus_is_in_the_drivers_files(tmp_path):
+    machine = amd(tmp_path)
+    (tmp_path / "sys/class/drm/renderD128/device").mkdir(parents=True)
+    (tmp_path / "sys/class/drm/renderD128/device/mem_info_vram_total").write_text("206141652992\n")
+    assert machine.memory() == {"GPU-72ff9d1a3a4ba6bb": 206141652992}
 
 
 def test_what_the_drivers_files_lack_is_asked_for(tmp_path):

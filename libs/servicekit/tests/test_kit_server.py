@@ -12,9 +12,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.lease.fence import Fence
+from headrace_servicekit.rpc.addresses import advertised_host, host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
-from headrace_servicekit.rpc.server import GrpcServer, advertised_host, is_loopback, split_address
+from headrace_servicekit.rpc.server import GrpcServer
 
 REWARD = "headrace.reward.v1.RewardService"
 
@@ -180,8 +181,15 @@ async def test_too_many_calls_at_once_are_turned_away(servers, reward_stub, scri
 
 
 def test_addresses():
-    assert split_address("[::1]:80") == ("[::1]", "80")
-    assert is_loopback("127.3.0.1") and is_loopback("localhost") and is_loopback("[::1]")
+    assert split_address("[::1]:80") == ("::1", "80")
+    assert [split_address(each, default_port=7) for each in ("::1", "[::1]", "h", "[::1]:8")] == [
+        ("::1", "7"),
+        ("::1", "7"),
+        ("h", "7"),
+        ("::1", "8"),
+    ]
+    assert host_port("::1", 80) == "[::1]:80" and host_port("h", 80) == "h:80"
+    assert is_loopback("127.3.0.1") and is_loopback("localhost") and is_loopback("::1")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
     assert advertised_host("127.0.0.1:0", "") == "127.0.0.1"
     assert advertised_host("0.0.0.0:0", "me") == "me"

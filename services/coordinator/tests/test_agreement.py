@@ -19,7 +19,7 @@ NONE = {"log_prob_compared_tokens": 0.0}
 def live(monkeypatch):
     """Runs a calm world whose trainers report the figures of `script(version ordinal, restores)`."""
 
-    def run(script, trouble=None):
+    def run(script, trouble=None, **options):
         commit, restore, restores = Trainer.CommitStep, Trainer.Restore, []
 
         async def committed(self, request):
@@ -35,6 +35,11 @@ def live(monkeypatch):
         monkeypatch.setattr(Trainer, "CommitStep", committed)
         monkeypatch.setattr(Trainer, "Restore", restored)
         world = World(5, faults=False)
+        rollouts = [spec.rollout.model_copy(update={"engine_options": options}) for spec in world.specs]
+        world.specs = [
+            spec.model_copy(update={"rollout": rollout})
+            for spec, rollout in zip(world.specs, rollouts, strict=True)
+        ]
         if trouble is not None:
             monkeypatch.setattr(World, "trouble", trouble)
         with contextlib.suppress(Violation):  # the judge of a calm world wants success
@@ -56,6 +61,20 @@ def test_the_first_step_with_a_comparison_decides(live):
     run, certificates = live(lambda ordinal, _: GOOD if ordinal == 1 else BAD)
     assert run.state == "SUCCEEDED"
     assert (certificates[0].log_prob_mismatch_mean, certificates[0].log_prob_compared_tokens) == (1e-5, 40)
+
+
+def test_an_engine_with_fewer_bits_may_be_further_off(live):
+    """0.2 is more than bfloat16 explains, and less than fp8 does."""
+
+    def further(ordinal, _):
+        return {"log_prob_compared_tokens": 40.0, "log_prob_mismatch_mean": 0.2}
+
+    run, _ = live(further)
+    assert run.state == "FAILED" and "above 0.1 for bfloat16" in run.reason
+    run, certificates = live(further, quantization="fp8")
+    assert run.state == "SUCCEEDED" and len(certificates) == len(run.lineage.versions) - 1
+    run, _ = live(lambda ordinal, _: BAD, quantization="fp8")
+    assert run.state == "FAILED" and "above 0.3 for fp8 weights" in run.reason
 
 
 def test_the_check_is_made_again_after_a_resume(live):

@@ -31,6 +31,7 @@ def run(monkeypatch):
         state=SimpleNamespace(lineage=lineage, last_checkpoint=0, ledger=SimpleNamespace(step=0)),
         event_log=SimpleNamespace(monotonic=lambda: 0.0),
         workers=SimpleNamespace(leader=SimpleNamespace(save=save)),
+        recording=SimpleNamespace(bases=list),
     )
 
 
@@ -88,3 +89,16 @@ async def test_a_run_that_goes_back_saves_at_the_same_steps_again(run):
     checkpointer = Checkpointer(run)
     assert await saved_at(run, checkpointer, range(1, 31)) == [10, 20, 30]
     assert await saved_at(run, checkpointer, range(21, 41)) == [30, 40]
+
+
+async def test_the_checkpoint_that_a_recording_begins_with_is_not_deleted(run):
+    kept = []
+
+    async def save(number, ledger, wait, retained):
+        kept.extend(retained)
+        return trainer_pb2.SaveCheckpointResponse()
+
+    run.workers.leader.save = save
+    run.recording.bases = lambda: ["lineage-1/step-3"]
+    await Checkpointer(run).save(wait=False)
+    assert kept == ["lineage-1/step-3"]

@@ -49,7 +49,10 @@ class Rollout:
         config = json.dumps({"model": model, "rollout": rollout, "seed": 7, **(more or {})})
         return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
 
-    async def install(self, published: Published, *, in_flight: bool = False):
+    async def prefetch(self, published: Published):
+        return await self.install(published, prefetch=True)
+
+    async def install(self, published: Published, *, in_flight: bool = False, prefetch: bool = False):
         self.last = published
         return await self.stub.InstallPolicy(
             rollout_pb2.InstallPolicyRequest(
@@ -58,6 +61,7 @@ class Rollout:
                 manifest=published.manifest,
                 sources=[published.source],
                 in_flight=in_flight,
+                prefetch=prefetch,
             )
         )
 

@@ -1,12 +1,24 @@
 """What a run may say about an engine of another project: without it here, and what no engine has to be asked for."""
 
+import sys
 from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from headrace_modelkit.loading import save_model
+from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.hosted.backend import Start
-from headrace_rollout.engines.hosted.options import check_heads, check_names, parallel_size
+from headrace_rollout.engines.hosted.options import (
+    Speculation,
+    check_draft,
+    check_heads,
+    check_names,
+    parallel_size,
+)
+from headrace_rollout.engines.sglang.options import REFUSED_ARGUMENTS as OF_SGLANG
+from headrace_rollout.engines.vllm.options import REFUSED_ARGUMENTS as OF_VLLM
 from headrace_servicekit.registry import PluginError
 
 
@@ -58,3 +70,53 @@ def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loa
         PluginError, match=r"tensor_parallel_size: 3 devices cannot divide 4 .* one of 1, 2, 4"
     ):
         check_heads(3, model_config)
+
+
+@pytest.mark.parametrize(
+    ("refused", "name", "sentence"),
+    [
+        (OF_VLLM, "nnodes", "an engine stays on one host"),
+        (OF_SGLANG, "node_rank", "rollout.instances spreads engines over hosts"),
+        (OF_VLLM, "data_parallel_size_local", "enable_expert_parallel"),
+        (OF_SGLANG, "quantization", "use rollout.engine: vllm, which can"),
+    ],
+)
+def test_what_is_not_offered_says_why_and_what_is(refused, name, sentence):
+    with pytest.raises(PluginError, match=sentence):
+        check_names(
+            {name: 2}, [name], own={}, fixed=frozenset(), engine="it", listed_in="it", refused=refused
+        )
+
+
+@pytest.mark.parametrize(
+    ("engine", "speculative", "sentence"),
+    [
+        ("vllm", {"method": "draft"}, "draft needs one"),
+        ("vllm", {"method": "ngram", "model": "small"}, "ngram has none"),
+        ("vllm", {"method": "draft", "model": "small", "longest_match": 3}, "longest_match: has no effect"),
+        ("vllm", {"method": "ngram", "shortest_match": 9}, "shortest_match: 9 is above longest_match"),
+        ("vllm", {"method": "ngram", "tokens": 0}, "speculative.tokens"),
+        ("sglang", {"method": "draft", "model": "small"}, "set method: ngram"),
+    ],
+)
+def test_drafts_are_described_whole(engine, speculative, sentence):
+    with pytest.raises(PluginError, match=sentence):
+        ENGINES.choose(engine, {"speculative": speculative})
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model_config, tmp_path):
+    save_model(tiny_model(1, vocab_size=40), character_tokenizer(), tmp_path)
+    with pytest.raises(
+        PluginError, match=r"speculative.model: .* a vocabulary of 40 tokens and .* one of 32"
+    ):
+        check_draft(Speculation(method="draft", model=str(tmp_path)), model_config)
+    check_draft(Speculation(method="draft", model=model_config.path), model_config)
+    check_draft(Speculation(method="ngram"), model_config)
+
+
+def test_sglang_drafts_from_the_sequence_with_an_nvidia_gpu_alone(model_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "headrace_rollout.engines.sglang.arguments", MagicMock())
+    monkeypatch.setitem(sys.modules, "headrace_rollout.engines.sglang.backend", MagicMock())
+    chosen = ENGINES.choose("sglang", {"speculative": {"method": "ngram"}})
+    with pytest.raises(PluginError, match="without an NVIDIA GPU SGLang takes the likeliest token"):
+        chosen.build(MagicMock(model=model_config))

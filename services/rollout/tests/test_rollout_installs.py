@@ -66,6 +66,26 @@ async def test_install_is_refused_while_a_sequence_of_another_version_lives(roll
     await refused(call.read_all(), "POLICY_MISMATCH", "version 1 is wanted and 2 is installed")
 
 
+async def test_a_version_comes_beside_sequences_of_the_one_before_and_its_install_moves_no_byte(
+    rollout, assignments, publish
+):
+    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=100).start()
+    await call.read_until(lambda call: call.chunks)
+    published = publish(tiny_model(seed=3), 2)
+    found = await rollout.prefetch(published)
+    assert found.transport == common_pb2.WEIGHT_TRANSPORT_SHM and not found.pause_time.nanos
+    assert rollout.engine.policy.number == 1
+    assert rollout.instance.weights.find(RUN, 2) and rollout.instance.weights.find(RUN, 1)
+    await call.call.done_writing()
+    finished = await call.read_all()
+    assert {t.segments[1].policy_number for t in finished.values()} == {1} and not call.partials
+    published.source.shm_path = "/nowhere"
+    published.source.address = "127.0.0.1:1"
+    installed = await rollout.install(published)
+    assert installed.transport == common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED and not installed.fallbacks
+    assert rollout.engine.policy.number == 2 and rollout.instance.weights.find(RUN, 1) is None
+
+
 async def test_an_install_in_flight_leaves_segments_of_both_versions(
     rollout, assignments, publish, reference
 ):

@@ -142,8 +142,20 @@ class Walk:
         weights = {f"weights/{name}": value.clone() for name, value in self.backend.weights()}
         saved = whole_state(self.trainer_group, self.backend.weight_parts())
         assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
+        self.check_narrow(weights)
         moments = whole_state(self.trainer_group, self.backend.moment_parts())
         return weights | {f"moments/{name}": value for name, value in moments.items()}
+
+    def check_narrow(self, weights: dict[str, torch.Tensor]) -> None:
+        """What ranks exchange in bf16 is what is cast of the whole."""
+        sharded = getattr(self.backend, "_sharded", None)
+        if sharded is None:
+            return
+        for name, value in sharded.weights(torch.bfloat16):
+            whole = weights[f"weights/{name}"].to(value.device)
+            travels = self.trainer_group.world_size > 1 and name in sharded.parameters
+            cast = travels and not sharded.is_adapted(name)
+            assert torch.equal(value, whole.to(torch.bfloat16) if cast else whole), name
 
     def go(self, saved: str) -> None:
         backend = self.backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
@@ -20,13 +21,14 @@ from headrace.client.models import (
     Health,
     Instance,
     Leases,
+    Recordings,
     Run,
     Step,
     Trajectory,
     Video,
 )
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
-from headrace.client.tokens import find_token
+from headrace.client.tokens import find_ca, find_token
 from headrace.client.transport import Transport
 from headrace_schema.sections.scoring import RewardSection
 from pydantic import ValidationError
@@ -54,7 +56,8 @@ class Client:
     Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises
     `HeadraceError` when the coordinator refuses (with its reason and the keys to mend) or does not answer for
     `patience_s` seconds. Without a `token` HEADRACE_TOKEN is used, or that of the fleet on HEADRACE_DATA_DIR
-    (`.headrace`) if it serves `base_url`; an empty one is none.
+    (`.headrace`) if it serves `base_url`; an empty one is none. `ca_file`, else HEADRACE_CA_FILE, else that of the same
+    fleet, is what the certificate of an `https:` URL must come from.
 
     A worked example, with a fleet that `headrace up` started:
 
@@ -70,11 +73,17 @@ class Client:
     """
 
     def __init__(
-        self, base_url: str, token: str | None = None, *, timeout_s: float = 30.0, patience_s: float = 30.0
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        patience_s: float = 30.0,
+        ca_file: Path | None = None,
     ) -> None:
         self.base_url = base_url
         token = find_token(base_url) if token is None else token.strip()
-        self._transport = Transport(base_url, token, timeout_s, patience_s)
+        self._transport = Transport(base_url, token, timeout_s, patience_s, ca_file or find_ca(base_url))
 
     def __enter__(self) -> Self:
         return self
@@ -101,11 +110,18 @@ class Client:
 
     def health(self) -> Health | None:
         """What `/healthz` says of a coordinator that is ready to serve, else None; never raises, never waits."""
+        try:
+            return self.require_health()
+        except HeadraceError:
+            return None
+
+    def require_health(self) -> Health:
+        """As `health`; raises `HeadraceError` where the coordinator is not ready or is not one."""
         patience, self._transport.patience_s = self._transport.patience_s, 0.0
         try:
             return Health.from_json(self._transport.get("/healthz"))
-        except (HeadraceError, ValueError):
-            return None
+        except ValueError as error:
+            raise HeadraceError("UNREACHABLE", f"{self.base_url} is no coordinator of Headrace") from error
         finally:
             self._transport.patience_s = patience
 
@@ -292,6 +308,22 @@ class Client:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")
         return [Checkpoint.from_json(item) for item in pages]
+
+    def recordings(self, run: str) -> Recordings:
+        """Recordings of a run's steps, newest first, and the steps of which one was asked for."""
+        return Recordings.from_json(self._transport.get(f"{_path(run)}/recordings"))
+
+    def record(self, run: str, step: int) -> Recordings:
+        """Has a step that is not made yet recorded; `recordings` has it once it is made."""
+        return Recordings.from_json(self._transport.post(f"{_path(run)}:record", step=step))
+
+    def download_recording(self, run: str, name: str, to: Path) -> None:
+        """Writes a recording to a file, whole or not at all."""
+        self._transport.download(f"{_path(run)}/recordings/{quote(name)}", to)
+
+    def download_recorded_checkpoint(self, run: str, name: str, to: Path) -> None:
+        """Writes the checkpoint that a recording begins with to a tar file, whole or not at all."""
+        self._transport.download(f"{_path(run)}/recordings/{quote(name)}/checkpoint", to)
 
     def pause(self, run: str, *, now: bool = False) -> Run:
         """Pauses after the current step, or at once when `now` (the step is made again on resume)."""

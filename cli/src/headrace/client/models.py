@@ -14,6 +14,8 @@ from headrace_schema.resources.views import CountsView as Counts
 from headrace_schema.resources.views import EvaluationView as Evaluation
 from headrace_schema.resources.views import EventView as Event
 from headrace_schema.resources.views import PolicyView as Policy
+from headrace_schema.resources.views import RecordingListView as Recordings
+from headrace_schema.resources.views import RecordingView as Recording
 from headrace_schema.resources.views import RunView as Run
 from headrace_schema.resources.views import StepView as Step
 from headrace_schema.resources.views import TrajectoryView as Trajectory
@@ -32,6 +34,8 @@ __all__ = [
     "Lease",
     "Leases",
     "Policy",
+    "Recording",
+    "Recordings",
     "Run",
     "Step",
     "Trajectory",

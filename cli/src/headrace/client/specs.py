@@ -78,6 +78,7 @@ PATHS = (
     "trainer.reference.path",
     "reply.path",
     "algorithm.options.critic_path",
+    "rollout.engine_options.speculative.model",
     "trainer.warmup.demonstrations",
     *(
         f"{options}.{key}"

@@ -1,4 +1,4 @@
-"""Finds the token of a fleet on this machine. Knows no HTTP."""
+"""Finds the token of a fleet on this machine, and what its certificates come from. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def fleet_token(url: str, data_dir: Path) -> str:
         return Path(state["token_file"]).read_text(encoding="ascii").strip()
     except (OSError, ValueError, TypeError, KeyError):
         return ""
+
+
+def find_ca(url: str) -> Path | None:
+    """HEADRACE_CA_FILE, else the authority of the fleet at `url` if that lies in HEADRACE_DATA_DIR or `.headrace`."""
+    if named := os.environ.get("HEADRACE_CA_FILE"):
+        return Path(named)
+    return fleet_ca(url, Path(os.environ.get("HEADRACE_DATA_DIR") or DATA_DIR))
+
+
+def fleet_ca(url: str, data_dir: Path) -> Path | None:
+    """The authority of the fleet that `data_dir` describes, if it is the one at `url` and encrypted; or None."""
+    file = data_dir / "tls" / "ca.pem"
+    try:
+        state = json.loads((data_dir / "fleet.json").read_text(encoding="utf-8"))
+        ours = url.startswith("https:") and same_place(url, state["url"]) and file.is_file()
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return file if ours else None
 
 
 def same_place(one: str, other: str) -> bool:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from headrace.client.errors import HeadraceError, Problem
 
 RETRY_PAUSE_S = 0.2
+GREETING_S = 5.0
+EXPIRED, OTHER_NAME = 10, (62, 64)
+"""OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH."""
 BUSY_S = 15.0
 """How long a coordinator that answers "not possible at the moment" is asked again, whatever the patience."""
 PAGE_SIZE = 500
@@ -25,17 +32,25 @@ class Transport:
     BUSY_S at least. Repeating a write is safe: each carries an Idempotency-Key, the same in every repetition.
     """
 
-    def __init__(self, base_url: str, token: str | None, timeout_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None,
+        timeout_s: float,
+        patience_s: float,
+        ca_file: Path | None = None,
+    ) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.base_url = base_url.rstrip("/")
         self.patience_s = patience_s
         self.note = ""
         self._timeout_s = timeout_s
-        secure = self.base_url.startswith(
-            "https:"
-        )  # or reading the authorities takes longer than the request
         self._http = httpx.Client(
-            base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False, verify=secure
+            base_url=self.base_url,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=_verification(self.base_url, ca_file),
         )
 
     def close(self) -> None:
@@ -49,6 +64,22 @@ class Transport:
     def content(self, path: str) -> bytes:
         """GET; returns the bytes of the answer."""
         return self._answer("GET", path).content
+
+    def download(self, path: str, to: Path) -> None:
+        """GET; writes the bytes of the answer to a file, whole or not at all. Raises OSError too."""
+        aside = to.with_name(f".{to.name}.partial")
+        try:
+            with self._http.stream("GET", path) as response, aside.open("wb") as file:
+                if response.is_error:
+                    response.read()
+                    raise error_of(response)
+                for piece in response.iter_bytes(1 << 20):
+                    file.write(piece)
+            aside.rename(to)
+        except httpx.TransportError as error:
+            raise self._unanswered(error, f"GET {path}", {}) from error
+        finally:
+            aside.unlink(missing_ok=True)
 
     def post(
         self,
@@ -112,6 +143,10 @@ class Transport:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return self.unreachable(error)
         slow = isinstance(error, httpx.TimeoutException)
+        if not slow and self.base_url.startswith("http:") and speaks_tls(self.base_url):
+            return HeadraceError(
+                "TLS", f"{self.base_url} is encrypted: write https:, and name its HEADRACE_CA_FILE"
+            )
         how = "does not answer" if slow else "broke the connection before it had answered"
         key = headers.get("Idempotency-Key")
         again = f"; it may yet be carried out: repeat it under its idempotency key, {key}" if key else ""
@@ -120,8 +155,53 @@ class Transport:
 
     def unreachable(self, error: Exception) -> HeadraceError:
         """The error of a coordinator that does not answer."""
+        if refusal := tls_refusal(error):
+            return HeadraceError("TLS", f"the coordinator at {self.base_url} is not trusted: {refusal}")
         detail = str(error) or type(error).__name__
         return HeadraceError("UNREACHABLE", f"no coordinator answers at {self.base_url} ({detail})")
+
+
+def _verification(base_url: str, ca_file: Path | None) -> ssl.SSLContext | bool:
+    """What an answer's certificate must come from; none is read where nothing is encrypted, as that takes time."""
+    if not base_url.startswith("https:"):
+        return False
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise HeadraceError("TLS", f"{ca_file} cannot be read as certificates in PEM: {error}") from error
+
+
+def tls_refusal(error: BaseException | None) -> str:
+    """Why a certificate was refused, and the fix; "" where that is not what happened."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return ""
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return f"it does not speak TLS as it should ({error.reason or error}); where it is not encrypted, write http:"
+    code, words = error.verify_code, error.verify_message
+    if code == EXPIRED:
+        return "its certificate has expired; start its fleet again, which makes a new one, or give it other files"
+    if code in OTHER_NAME:
+        return f"its certificate is for another name ({words}); use the address that its fleet listens on"
+    return (
+        f"its certificate comes from another authority ({words}); name the fleet's ca.pem as HEADRACE_CA_FILE"
+    )
+
+
+def speaks_tls(url: str) -> bool:
+    """Whether a server at a plain URL answers a greeting of TLS."""
+    parts = urlsplit(url)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 80), GREETING_S) as raw:
+            context.wrap_socket(raw).close()
+    except OSError:
+        return False
+    return True
 
 
 def _asked_again_after(response: httpx.Response) -> float | None:

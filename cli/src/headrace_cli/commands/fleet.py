@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from headrace_servicekit.process.ports import LOOPBACK
+from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.commands.starting import (
@@ -31,7 +32,18 @@ from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
+    from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.repair import Examination
+
+
+AUTHORITY = "ca.pem"
+TlsFiles = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory with ca.pem, host.pem and host-key.pem of one's own, to encrypt with.",
+        show_default=False,
+    ),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -69,9 +81,14 @@ def up(
     foreground: Foreground = False,
     timeout: Timeout = 600,
     no_token: NoToken = False,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt all traffic, with certificates made in DATA_DIR/tls.")
+    ] = False,
+    tls_files: TlsFiles = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
+    from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.hosts import require_own_address
 
     if listen != LOOPBACK:
@@ -89,8 +106,23 @@ def up(
         no_token=no_token,
         pythons=pythons_of(engine, sim, backend),
         listen=listen,
+        tls=tls or tls_files is not None,
     )
+    if plan.tls:
+        _encrypt(DataDir.at(data_dir), listen, tls_files)
     start(plan, data_dir, timeout, foreground, as_json)
+
+
+def _encrypt(place: DataDir, address: str, given: Path | None) -> None:
+    from headrace_cli.launcher.encryption import make_files, take_files
+    from headrace_cli.launcher.start import refuse_second_fleet
+
+    refuse_second_fleet(place)
+    place.prepare()
+    if given is not None:
+        take_files(given, place.tls, address)
+    else:
+        error_console().print(f"fingerprint: {make_files(place.tls, address)}", markup=False)
 
 
 def join(
@@ -124,18 +156,39 @@ def join(
     backend: Backend = "fsdp",
     foreground: Foreground = False,
     timeout: Timeout = 600,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="Copy of tls/ca.pem in an encrypted head's data directory.", show_default=False),
+    ] = None,
+    fingerprint: Annotated[
+        str,
+        typer.Option(help="Of an encrypted head's authority, in place of --ca-file.", show_default=False),
+    ] = "",
+    tls_files: TlsFiles = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Bring this host's devices and processes into the fleet of another host. Stop them with `headrace down`.
 
     Trainers need the head's data directory under the same path here, as a shared file system gives it.
     """
-    from headrace_cli.launcher.hosts import address_towards, find_head, require_own_address
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.hosts import address_towards, find_head, head_place, require_own_address
+    from headrace_cli.launcher.start import refuse_second_fleet
 
-    found, told = find_head(head, token_file)
+    host, port = head_place(head)
+    place, authority = DataDir.at(data_dir), None
+    if tls_files is not None:
+        authority = tls_files / AUTHORITY
+    elif ca_file is not None or fingerprint:
+        from headrace_cli.launcher.encryption import trust
+
+        refuse_second_fleet(place)
+        place.prepare()
+        authority = trust(place.tls, f"https://{host_port(host, port)}", ca_file, fingerprint)
+    found, told = find_head(head, token_file, authority)
     for text in told:
         error_console().print(f"warning: {text}", markup=False)
-    address = listen or address_towards(found.url.removeprefix("http://").rpartition(":")[0])
+    address = listen or address_towards(host)
     if address != LOOPBACK:
         require_own_address("--listen", address)
     plan = FleetPlan(
@@ -148,7 +201,16 @@ def join(
         listen=address,
         host=name or host_name(),
         head=found,
+        tls=authority is not None,
     )
+    if plan.tls:
+        from headrace_cli.launcher.encryption import ask_for_certificate, take_files
+
+        place.prepare()
+        if tls_files is not None:
+            take_files(tls_files, place.tls, address)
+        else:
+            ask_for_certificate(place.tls, found, address)
     start(plan, data_dir, timeout, foreground, as_json)
 
 

@@ -21,7 +21,9 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     if not target.url:
         return []
     try:
-        with Client(target.url, target.token, timeout_s=COMPLETION_S, patience_s=0) as client:
+        with Client(
+            target.url, target.token, timeout_s=COMPLETION_S, patience_s=0, ca_file=target.ca_file
+        ) as client:
             runs = client.list()
     except HeadraceError:
         return []

@@ -74,7 +74,8 @@ def plan(
     wanted = None
     if simulate or chrome_trace is not None:
         wanted = {"iterations": iterations, "seed": seed, "chrome_trace": chrome_trace is not None}
-    found = explain_file(file, sets or [], devices, cluster, profile, wanted, DataDir.at(data_dir).profiles)
+    stored = DataDir.at(data_dir).profiles
+    found = explain_file(file, sets or [], devices, cluster, profile, wanted, stored, gpu_gib)
     if gpu_gib is not None:
         found["layout"] = trainer_layout(file, sets or [], gpu_gib, host_gib or HOST_GIB)
     if chrome_trace is not None:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from headrace_servicekit.process.ports import LOOPBACK
@@ -168,9 +169,11 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
         out.print(f"[yellow]note[/] {fleet.notice}")
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print(f"look: headrace open{where}")
-    if (head := fleet.state.url.removeprefix("http://")).partition(":")[0] != LOOPBACK:
+    scheme, _, head = fleet.state.url.partition("://")
+    if urlsplit(fleet.state.url).hostname != LOOPBACK:
+        pin = " --fingerprint FINGERPRINT" if scheme == "https" else ""
         out.print(
-            f"more hosts, each with a copy of {data_dir / 'token'}: headrace join {head} --token-file token"
+            f"more hosts, each with a copy of {data_dir / 'token'}: headrace join {head} --token-file token{pin}"
         )
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
 

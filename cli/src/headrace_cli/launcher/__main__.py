@@ -18,6 +18,7 @@ from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
 from headrace_servicekit.process.ports import LOOPBACK
 from headrace_servicekit.process.supervisor import Supervisor
+from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
@@ -83,6 +84,8 @@ class LocalFleet:
         shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)
         plan, redis_url = self.plan, os.environ.get("HEADRACE_REDIS_URL", "")
+        if plan.tls:
+            os.environ["HEADRACE_TLS_DIR"] = str(data_dir.tls)
         if plan.listen != LOOPBACK:
             for variable, value in collective_variables(plan.listen).items():
                 os.environ.setdefault(variable, value)
@@ -93,7 +96,9 @@ class LocalFleet:
             http_token_file = None if plan.no_token else make_token(data_dir.http_token_file)
         wiring = Wiring(
             plan=plan,
-            coordinator=plan.head.grpc_address if plan.head else f"{plan.listen}:{plan.choose_grpc_port()}",
+            coordinator=plan.head.grpc_address
+            if plan.head
+            else host_port(plan.listen, plan.choose_grpc_port()),
             token_file=token_file,
             http_token_file=http_token_file,
             shared_memory=shared_memory,
@@ -141,7 +146,7 @@ class LocalFleet:
         return FleetState(
             launcher_pid=os.getpid(),
             phase="starting",
-            url=self.plan.head.url if self.plan.head else f"http://{self.plan.listen}:{self.plan.port}",
+            url=self.plan.url,
             grpc_address=wiring.coordinator,
             token_file=str(wiring.http_token_file or ""),
             shared_memory=str(wiring.shared_memory),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace_cli.errors import user_error
 
+AUTHORITY = "ca.pem"
 NEEDED_BYTES = 256 * 1024 * 1024  # the store's file, logs and one checkpoint of a small model
 NEEDED_SHM_BYTES = 1024 * 1024 * 1024  # two policy versions of a small model in each of two services
 LOG_BYTES = 16 * 1024 * 1024
@@ -43,6 +44,15 @@ class DataDir:
     @property
     def http_token_file(self) -> Path:
         return self.root / "http-token"
+
+    @property
+    def tls(self) -> Path:
+        return self.root / "tls"
+
+    @property
+    def authority(self) -> Path | None:
+        """What the fleet's certificates come from, where it is encrypted."""
+        return file if (file := self.tls / AUTHORITY).is_file() else None
 
     @property
     def logs(self) -> Path:

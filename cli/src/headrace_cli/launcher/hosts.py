@@ -9,7 +9,9 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
-from headrace.client import Client
+from headrace.client import Client, HeadraceError
+from headrace_servicekit.rpc.addresses import host_port, split_address
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.plan import DEFAULT_PORT, Head
@@ -25,7 +27,7 @@ def own_addresses() -> dict[str, str]:
         item.address: interface
         for interface, items in psutil.net_if_addrs().items()
         for item in items
-        if item.family == socket.AF_INET
+        if item.family in (socket.AF_INET, socket.AF_INET6) and "%" not in item.address  # Of one cable alone.
     }
     return {address: interface for address, interface in found.items() if not ip_address(address).is_loopback}
 
@@ -41,14 +43,15 @@ def require_own_address(option: str, address: str) -> None:
 
 def address_towards(head: str) -> str:
     """The address of this host from which the head is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((head, 9))  # Sends nothing: the kernel chooses the route.
-        except OSError as error:
-            raise user_error(
-                "HEAD", f"{head!r} cannot be reached ({error.strerror or error})", "correct the address"
-            ) from error
-        return str(probe.getsockname()[0])
+    try:
+        family, _, _, _, place = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # Sends nothing: the kernel chooses the route.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise user_error(
+            "HEAD", f"{head!r} cannot be reached ({error.strerror or error})", "correct the address"
+        ) from error
 
 
 def collective_variables(address: str) -> dict[str, str]:
@@ -60,25 +63,36 @@ def collective_variables(address: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
-def find_head(text: str, token_file: Path) -> tuple[Head, list[str]]:
-    """The head at HOST or HOST:PORT of its HTTP API, and what to tell of it.
+def head_place(text: str) -> tuple[str, str]:
+    """Host and HTTP port of HOST or HOST:PORT. Raises CommandError (exit code 2)."""
+    try:
+        return split_address(text, DEFAULT_PORT)
+    except ServiceError as error:
+        raise user_error("HEAD", error.message, "write HOST, HOST:PORT or [IPV6]:PORT") from error
 
-    Raises CommandError: exit code 2 for another version and a token that is not there, 1 where nobody answers.
+
+def find_head(text: str, token_file: Path, ca_file: Path | None = None) -> tuple[Head, list[str]]:
+    """The head at HOST or HOST:PORT of its HTTP API, and what to tell of it; encrypted with `ca_file`.
+
+    Raises CommandError: exit code 2 for another version, a token that is not there and a certificate that is not
+    trusted, 1 where nobody answers.
     """
-    host, _, port = (
-        text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", str(DEFAULT_PORT))
-    )
-    url = f"http://{host}:{port}"
+    host, port = head_place(text)
+    url = f"{'https' if ca_file else 'http'}://{host_port(host, port)}"
     file = token_file.expanduser().absolute()
     if not file.is_file():
         fix = "copy `token` of the head's data directory to this host, readable by you alone, and name it"
         raise user_error("--token-file", f"{file} is not there", fix)
     before = time.time()
-    with Client(url, timeout_s=10, patience_s=0) as client:
-        health = client.health()
-    if health is None:
+    try:
+        with Client(url, timeout_s=10, patience_s=0, ca_file=ca_file) as client:
+            health = client.require_health()
+    except HeadraceError as error:
+        if error.reason == "TLS":
+            fix = "name the head's tls/ca.pem with --ca-file, or --fingerprint; neither where it is not encrypted"
+            raise user_error("HEAD", error.message, fix) from error
         hint = f"start the head with: headrace up --listen {host}"
-        raise CommandError(f"no coordinator answers at {url}; {hint}", reason="UNREACHABLE")
+        raise CommandError(f"{error.message}; {hint}", reason="UNREACHABLE") from error
     own = version("headrace")
     if health.version != own:
         fix = f"install {health.version} here"
@@ -86,4 +100,4 @@ def find_head(text: str, token_file: Path) -> tuple[Head, list[str]]:
     told = []
     if (apart := abs(health.time - (before + time.time()) / 2)) > CLOCK_S:
         told.append(f"the clocks of the two hosts are {apart:.0f} s apart: times of their logs disagree")
-    return Head(url, f"{host}:{health.grpc_port}", str(file)), told
+    return Head(url, host_port(host, health.grpc_port), str(file)), told

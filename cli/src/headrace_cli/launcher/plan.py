@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headrace_servicekit.process.ports import LOOPBACK, free_port
+from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.errors import user_error
 
@@ -59,6 +60,14 @@ class FleetPlan:
     host: str = field(default_factory=lambda: host_name())
     """The host's name in the fleet."""
     head: Head | None = None
+    tls: bool = False
+    """Encrypted, with the files below the data directory."""
+
+    @property
+    def url(self) -> str:
+        """Of the fleet's HTTP API."""
+        scheme = "https" if self.tls else "http"
+        return self.head.url if self.head else f"{scheme}://{host_port(self.listen, self.port)}"
 
     def to_json(self) -> str:
         """The plan as the launcher's argument."""
@@ -112,7 +121,7 @@ class Wiring:
                 "--listen",
                 self.coordinator,
                 "--http",
-                f"{self.plan.listen}:{self.plan.port}",
+                host_port(self.plan.listen, self.plan.port),
                 "--redis",
                 redis_url,
             ),
@@ -128,7 +137,7 @@ class Wiring:
         return [
             *_module(f"headrace_{kind}", python),
             *("--name", plan.instance_name(kind, index), "--incarnation", incarnation, "--host", plan.host),
-            *("--coordinator", self.coordinator, "--listen", f"{plan.listen}:0", *devices),
+            *("--coordinator", self.coordinator, "--listen", host_port(plan.listen, 0), *devices),
             *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
             *("--data-dir", str(self.data_dir)),
         ]

@@ -110,7 +110,7 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
 
 def require_free_port(port: int, address: str = LOOPBACK) -> None:
     """Raises CommandError (exit code 2) when the port is taken."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
@@ -173,7 +173,7 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     if plan.head is not None:
         return _joined(plan, state)
     token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
-    with Client(state.url, token, timeout_s=5, patience_s=0) as client:
+    with Client(state.url, token, timeout_s=5, patience_s=0, ca_file=_authority(plan)) as client:
         if (health := client.health()) is None:
             return [], "coordinator", ""
         try:
@@ -201,12 +201,19 @@ def _joined(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str, st
     living = {process.name for process in state.processes if process.pid}
     missing = [name for name in plan.instance_names if name not in living]
     if token := os.environ.get("HEADRACE_TOKEN"):
-        with Client(state.url, token, timeout_s=5, patience_s=0) as client, suppress(HeadraceError):
+        with (
+            Client(state.url, token, timeout_s=5, patience_s=0, ca_file=_authority(plan)) as client,
+            suppress(HeadraceError),
+        ):
             instances = [item for item in client.instances() if item.state == "READY"]
             ready = {item.name.removeprefix("instances/") for item in instances}
             missing = [name for name in plan.instance_names if name not in ready]
             return [item for item in instances if item.host == plan.host], ", ".join(missing), ""
     return [], ", ".join(missing), ""
+
+
+def _authority(plan: FleetPlan) -> Path | None:
+    return DataDir.at(plan.data_dir).authority if plan.tls else None
 
 
 def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:

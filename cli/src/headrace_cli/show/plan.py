@@ -36,6 +36,10 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     )
     yield from wrapped(text, width)
     yield ""
+    for each in plan.get("decided", ()):
+        yield from wrapped(f"{each['key']}: {each['value']}, decided by the GPUs: {each['why']}", width)
+    if plan.get("decided"):
+        yield ""
     if "layout" in plan:
         yield from layout_lines(plan["layout"], width)
         yield ""

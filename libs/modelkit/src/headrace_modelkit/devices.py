@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace_modelkit import kfd
 from headrace_modelkit.nvml import Nvml, NvmlMissing
 
 
@@ -47,6 +48,8 @@ def process_bytes(devices: Sequence[torch.device], pids: Sequence[int]) -> int |
 
     So it is without NVML, and in a container whose process ids are not the host's: none of `pids` is listed then.
     """
+    if torch.version.hip is not None:
+        return kfd.used_by([_plain(driver_name(device)) for device in devices], pids)
     try:
         nvml = Nvml.open()
         listed: list[dict[int, int]] = [nvml.processes(driver_name(device)) for device in devices]
@@ -55,6 +58,21 @@ def process_bytes(devices: Sequence[torch.device], pids: Sequence[int]) -> int |
     if not any(pid in used for used in listed for pid in pids):
         return None
     return sum(used.get(pid, 0) for used in listed for pid in pids)
+
+
+def variables_for(devices: Sequence[torch.device]) -> dict[str, str]:
+    """Environment of a child that is to see these of this process's GPUs alone; nothing where there is none."""
+    gpus = [device.index or 0 for device in devices if device.type == "cuda"]
+    if not gpus:
+        return {}
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if torch.version.hip is not None and "HIP_VISIBLE_DEVICES" in os.environ:
+        names.append("HIP_VISIBLE_DEVICES")  # HIP reads it, and CUDA's where there is none
+    seen = os.environ.get(names[-1], "")
+    shown = (
+        [name.strip() for name in seen.split(",")] if seen else [*map(str, range(torch.cuda.device_count()))]
+    )
+    return dict.fromkeys(names, ",".join(shown[index] for index in gpus))
 
 
 def driver_name(device: torch.device) -> str:

@@ -23,6 +23,7 @@ from headrace_schema.sections.learning import (
 )
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import PlacementSection
+from headrace_schema.sections.weights import WeightsSection
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import WorkflowChoice
 
@@ -53,6 +54,7 @@ class RolloutConfig(Opening):
     prompt: PromptSection = PromptSection()
     """How a conversation's messages become a prompt: `chat` and `template_arguments` of data.prompt."""
     rollout: RolloutSection = RolloutSection()
+    weights: WeightsSection = WeightsSection()
     reply: ReplySection | None = None
     replies_elsewhere: bool = False
     """Other instances reply: each Generate stream says which."""

@@ -18,6 +18,7 @@ from headrace_servicekit.instance_config import InstanceConfig, parse_instance_c
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.lease.fence import Fence, opening_refusals
+from headrace_servicekit.lease.gpus import GPU_MEMORY, gpu_memory
 from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
@@ -25,9 +26,10 @@ from headrace_servicekit.lease.session import Session, SessionHooks
 from headrace_servicekit.lease.usage import Usage, gpu_use
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.process.worker import hide_from_workers
+from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_name
-from headrace_servicekit.rpc.server import AddServicer, GrpcServer, advertised_host, split_address
+from headrace_servicekit.rpc.server import AddServicer, GrpcServer
 from headrace_servicekit.weights import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
@@ -52,6 +54,8 @@ class Instance:
         self.fence = Fence(open_runs=self.open_runs)
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
+        if sizes := gpu_memory(config.devices):
+            self.capabilities[GPU_MEMORY] = sizes
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
         self.on_revoke: Callable[[int, float, bool], Awaitable[Memory]] = _host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
@@ -131,7 +135,7 @@ class Instance:
             for add_to_server, servicer, full_name in self._services:
                 self._server.add_service(add_to_server, servicer, full_name)
             _, port = split_address(await self._server.start())
-            self.address = f"{advertised_host(config.listen, config.advertise)}:{port}"
+            self.address = host_port(advertised_host(config.listen, config.advertise), port)
             if self._weights is not None:
                 self._weights.address = self.address
             self.log.info("listening", extra={"address": self.address, "incarnation": config.incarnation})

@@ -17,6 +17,11 @@ RPC_SECONDS = Histogram(
     ["instance", "method"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
 )
+WEIGHT_VERSIONS = Counter("headrace_weight_versions", "Versions that came, by transport", ["transport"])
+WEIGHT_BYTES = Counter("headrace_weight_bytes", "Bytes moved for versions that came", ["transport"])
+WEIGHT_FALLBACKS = Counter(
+    "headrace_weight_fallbacks", "Tries of a transport that failed and led to the next one", ["transport"]
+)
 RPCS_IN_FLIGHT = Gauge("headrace_rpcs_in_flight", "RPCs being handled", ["instance"])
 
 

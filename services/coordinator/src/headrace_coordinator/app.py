@@ -14,6 +14,7 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
+from headrace_coordinator.api.recordings import Recordings
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.run_changes import RunChanges
 from headrace_coordinator.api.submission.submissions import Submissions
@@ -53,6 +54,7 @@ class Coordinator:
         self.archive = Archive(event_log, lambda run: run in self.scheduler.tasks)
         labels = Labels(data_dir / "runs")
         self.reads = Reads(event_log, fleet, self.scheduler, self.archive, labels)
+        self.recordings = Recordings(self.reads, fleet.recorder)
         self.past = Past(event_log, self.reads)
         self.suites = SuiteEvaluations(event_log, self.reads)
         keys = Keys(event_log)

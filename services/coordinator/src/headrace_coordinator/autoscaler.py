@@ -17,7 +17,7 @@ from headrace_coordinator.store.event_log import EventLog
 
 LOOK_S = 5.0
 SETTLE_S = 60.0
-"""Between two changes of a kind: a new instance shows in figures only after a step."""
+"""Between two changes of a kind, or the cool-down if that is shorter: a new instance shows in figures after a step."""
 KINDS = ("rollout", "trainer", "reward", "simulator")
 Scale = Callable[[str, int], Awaitable[None]]
 """Asks for a number of instances of a kind. Raises ScaleRefused."""
@@ -83,13 +83,14 @@ class Autoscaler:
 
     async def _follow(self, kind: str, wanted: int) -> None:
         done, now = self.scalings[kind], self._event_log.monotonic()
+        settle_s = min(SETTLE_S, self._cooldown_s)
         there = self._there(kind) if done.asked is None else done.asked
         if wanted >= there:
             done.lower_since = None
         elif done.lower_since is None:
             done.lower_since = now
         shrinks = done.lower_since is not None and now - done.lower_since >= self._cooldown_s
-        if wanted == there or not (wanted > there or shrinks) or now - done.changed_at < SETTLE_S:
+        if wanted == there or not (wanted > there or shrinks) or now - done.changed_at < settle_s:
             return
         done.changed_at, done.lower_since = now, None
         try:

@@ -141,6 +141,7 @@ class Scheduler:
             loop = RunLoop if run.evaluation is None else SuiteLoop
             await loop(context).run()
         finally:
+            context.recording.close()
             projection.close()
             self._trackers.end(directory, run.state if run.state in run_states.TERMINAL else "")
 

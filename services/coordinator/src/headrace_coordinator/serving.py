@@ -18,8 +18,10 @@ from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.allocator import give_freed_memory_back, reuse_freed_memory
+from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_address
+from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, tls_dir
 from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracing, stop_tracing
 
 from headrace_coordinator.api.http import make_app
@@ -102,7 +104,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     token = _secret(arguments.token_file)
     fleet = Fleet(
         event_log,
-        lambda kind, address, incarnation: GrpcInstanceClient(kind, address, incarnation, token),
+        lambda kind, address, incarnation: GrpcInstanceClient(
+            kind, address, incarnation, token, fleet.recorder
+        ),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
     coordinator = Coordinator(
@@ -206,8 +210,15 @@ async def _serve_http(
 ) -> None:
     host, port = split_address(arguments.http)
     app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token)
+    folder = tls_dir()
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        lifespan="off",
+        ssl_certfile=folder / CERTIFICATE if folder else None,
+        ssl_keyfile=folder / KEY if folder else None,
     )
     http = uvicorn.Server(config)
     listening = listen(host, int(port))

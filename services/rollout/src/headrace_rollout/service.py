@@ -18,9 +18,9 @@ from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.devices import bind_cpu
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
-from headrace_servicekit.rpc.server import advertised_host, split_address
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
@@ -210,6 +210,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         authority = self._authority(request.header)
         if request.HasField("files"):
             return await self._installer.read_files(run, request, authority)
+        if request.prefetch:
+            return await self._installer.prefetch(run, request)
         return await self._installer.receive(run, request, authority)
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:

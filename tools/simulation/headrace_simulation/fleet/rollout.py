@@ -77,6 +77,9 @@ class Rollout(Instance):
 
     async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
         self.fence(request.header, lease=True)
+        if request.prefetch:
+            await asyncio.sleep(0.05 * self.pace)
+            return rollout.InstallPolicyResponse(version=request.version)
         if not self._installed(request.version, request.in_flight):
             await asyncio.sleep(0.05 * self.pace)
             if not self._installed(request.version, request.in_flight):

@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
-from transformers.cache_utils import DynamicLayer
-from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
+from transformers import PI0Config, PI0ForConditionalGeneration
 from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
 from typing_extensions import override
 
@@ -28,6 +26,7 @@ from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.flow import FlowConfig, NoiseHead, VelocityField
 from headrace_modelkit.robot.gaussian import row_noise, row_uniform
 from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.pi_expert import AdaptiveGemma, Behind, Prefix, with_gradient_to
 from headrace_modelkit.robot.policy import (
     ACTIONS,
     ActionChunk,
@@ -42,58 +41,6 @@ from headrace_modelkit.robot.policy import (
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
 
-class _Prefix(DynamicCache):
-    """Takes a prefix's keys and values once: a layer that is computed again, in a backward pass, adds none."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Those of the prefix alone."""
-        if layer_idx == len(self.layers):
-            layer = _CacheLayer()
-            layer.keys, layer.values, layer.is_initialized = key_states, value_states, True
-            self.layers.append(layer)
-        return key_states, value_states
-
-
-class _Behind(DynamicCache):
-    """What follows a prefix reads it and leaves it as it is."""
-
-    def __init__(self, prefix: _Prefix) -> None:
-        super().__init__()
-        self.layers = prefix.layers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The prefix's and these."""
-        prefix: Any = self.layers[layer_idx]
-        return torch.cat([prefix.keys, key_states], -2), torch.cat([prefix.values, value_states], -2)
-
-
-class _GradientTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, beside: Tensor, values: Tensor) -> Tensor:
-        ctx.beside = beside.shape, beside.dtype, beside.device
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.beside
-        return torch.zeros(shape, dtype=dtype, device=device), upstream
-
-
-def _with_gradient_to(beside: Tensor, values: Tensor) -> Tensor:
-    """`values`, whose backward pass goes through `beside` too, with a gradient of 0.
-
-    The last layer of the prefix gives keys and values that a loss depends on, and hidden states that it may not. Who
-    divides the layers over ranks gathers one when the gradient of its hidden states comes.
-    """
-    untyped: Any = _GradientTo
-    found: Tensor = untyped.apply(beside, values)
-    return found
-
-
 def _shape(vlm: str, expert: tuple[str, ...]) -> PolicyShape:
     vision = (f"{vlm}vision_tower.", f"{vlm}multi_modal_projector.")
     return PolicyShape(
@@ -105,8 +52,6 @@ def _shape(vlm: str, expert: tuple[str, ...]) -> PolicyShape:
 
 # transformers' modules are not annotated.
 _Times: Any = PI0TimestepEmbeddings
-_CacheLayer: Any = DynamicLayer
-_Mlp: Any = GemmaMLP
 
 
 class PiConfig(Section):
@@ -197,7 +142,7 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         cache, mask_BN, values_B = self.prefix(observation)
         found = flow.score(self.field(observation, cache, mask_BN), self.config.flow, sampled)
         log_probs_BCA, entropy_BCA = (self._executed(values) for values in found)
-        return Evaluation(_with_gradient_to(values_B, log_probs_BCA), entropy_BCA, values_B)
+        return Evaluation(with_gradient_to(values_B, log_probs_BCA), entropy_BCA, values_B)
 
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Squared errors of the velocity at a drawn time; see `RobotPolicy.imitate`. Unused numbers are to be 0."""
@@ -209,7 +154,7 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         time_B = imitation_times(sizes, seeds).to(actions.device)
         time = time_B[:, None, None]
         velocity, _ = self.field(observation, cache, mask_BN)(time * noise + (1 - time) * actions, time_B)
-        return _with_gradient_to(values_B, (velocity - (noise - actions)).square().mean(-1))
+        return with_gradient_to(values_B, (velocity - (noise - actions)).square().mean(-1))
 
     def prefix(self, observation: Observation) -> tuple[Any, Tensor, Tensor]:
         """(keys and values of images and prompt, their (B, N) mask, (B,) values). Raises ValueError without prompts."""
@@ -222,12 +167,12 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
             attention_mask=mask_BN.long(),
             position_ids=(mask_BN.cumsum(-1) - 1).clamp(min=0),
             token_type_ids=torch.zeros_like(mask_BN, dtype=torch.long),
-            past_key_values=(prefix := _Prefix()),
+            past_key_values=(prefix := Prefix()),
             use_cache=True,
         )
         shares_BN1 = (mask_BN / mask_BN.sum(-1, keepdim=True))[..., None]
         values_B = self.value_head((found.last_hidden_state * shares_BN1).sum(1))
-        return _Behind(prefix), mask_BN, values_B
+        return Behind(prefix), mask_BN, values_B
 
     def _embeds(self, observation: Observation, device: torch.device) -> tuple[Tensor, Tensor]:
         """All cameras' tokens, then the prompt, filled on the right."""
@@ -321,69 +266,6 @@ class Pi05Policy(PiPolicy):
             return self.action_out_proj(features).float(), self._log_width(features)
 
         return velocity
-
-
-class AdaptiveGemma(nn.Module):
-    """Gemma's layers with adaptive norms, over a prefix of keys and values; its positions see each other."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        layers = config.num_hidden_layers
-        self.layers = nn.ModuleList(_AdaptiveLayer(config, index) for index in range(layers))
-        self.norm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = GemmaRotaryEmbedding(config)
-
-    def forward(self, hidden: Tensor, condition_BF: Tensor, cache: Any, mask_BN: Tensor) -> Tensor:
-        """(B, H, F) features of (B, H, F) embeddings."""
-        length = hidden.shape[1]
-        seen = F.pad(mask_BN, (0, length), value=True)
-        blocked = hidden.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
-        places = torch.arange(length, device=hidden.device) + mask_BN.sum(-1, keepdim=True)
-        angles = self.rotary(hidden, places)
-        for layer in self.layers:
-            hidden = layer(
-                hidden, condition_BF, angles, blocked[:, None, None].expand(-1, 1, length, -1), cache
-            )
-        found: Tensor = self.norm(hidden, condition_BF)[0]
-        return found
-
-
-class _AdaptiveLayer(nn.Module):
-    def __init__(self, config: Any, index: int) -> None:
-        super().__init__()
-        self.self_attn: Any = GemmaAttention(config, index)
-        self.mlp = _Mlp(config)
-        self.input_layernorm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, hidden: Tensor, condition_BF: Tensor, angles: Any, blocked: Tensor, cache: Any
-    ) -> Tensor:
-        normed, gate = self.input_layernorm(hidden, condition_BF)
-        mixed, _ = self.self_attn(
-            normed, position_embeddings=angles, attention_mask=blocked, past_key_values=cache
-        )
-        hidden = hidden + gate * mixed
-        normed, gate = self.post_attention_layernorm(hidden, condition_BF)
-        found: Tensor = hidden + gate * self.mlp(normed)
-        return found
-
-
-class AdaptiveNorm(nn.Module):
-    """An RMS norm whose scale, shift and gate are linear in a condition; it begins as a plain norm with gate 0."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.dense = nn.Linear(size, 3 * size)
-        nn.init.zeros_(self.dense.weight)
-        nn.init.zeros_(self.dense.bias)
-
-    def forward(self, hidden: Tensor, condition_BF: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed, gate of the residual)."""
-        scale, shift, gate = self.dense(condition_BF)[:, None].chunk(3, -1)
-        normed = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.epsilon)
-        return (normed * (1 + scale) + shift).to(hidden.dtype), gate.to(hidden.dtype)
 
 
 def pi05_prompt(instruction: str, state_S: Tensor) -> str:

@@ -358,6 +358,27 @@ class CheckpointListView(Resource):
     next_page_token: str = ""
 
 
+class RecordingView(Resource):
+    """What was said to the services in one step, as a file."""
+
+    name: str
+    step: int
+    reason: str = Field(description="why it was kept")
+    size_bytes: int
+    kept_at: float = Field(description="seconds since the epoch")
+    checkpoint: str = Field(
+        default="", description="that the trainer's calls begin with; empty: a Restore among them"
+    )
+    incomplete: str = Field(default="", description="what is missing; empty where nothing is")
+
+
+class RecordingListView(Resource):
+    """Recordings of a run, newest first."""
+
+    recordings: list[RecordingView]
+    wanted: list[int] = Field(default=[], description="steps that were asked for and are not made yet")
+
+
 class DeletedView(Resource):
     """A run that there is no more."""
 

@@ -29,6 +29,30 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
     return prod(size for size in sizes if type(size) is int and size > 0)
 
 
+KV_TYPE = "kv_cache_dtype"
+"""Argument of vLLM and SGLang that names the type of keys and values."""
+
+
+def quantized(options: Mapping[str, Any]) -> str:
+    """What an engine computes with fewer bits than the trainer, from its options; "" where it does not.
+
+    >>> quantized({"quantization": "fp8"}), quantized({"engine_args": {"kv_cache_dtype": "fp8_e5m2"}}), quantized({})
+    ('fp8 weights', 'fp8_e5m2 keys and values', '')
+    """
+    arguments = options.get("engine_args")
+    kept = arguments.get(KV_TYPE) if isinstance(arguments, Mapping) else None
+    named = [f"{weights} weights"] if (weights := options.get("quantization")) else []
+    if kept and kept not in ("auto", "bfloat16", "float16", "half", "float32"):
+        named.append(f"{kept} keys and values")
+    return " and ".join(named)
+
+
+def drafts(options: Mapping[str, Any]) -> str:
+    """The method by which an engine drafts tokens before it samples them (ngram, draft); "" where it does not."""
+    found = options.get("speculative")
+    return str(found.get("method", "")) if isinstance(found, Mapping) else ""
+
+
 def dividing_sizes(heads: int, key_heads: int) -> list[int]:
     """Tensor parallel sizes that divide a model's attention heads.
 

@@ -27,10 +27,12 @@ from headrace_schema.sections.running import (
     FromCheckpointSection,
     LimitsSection,
     PlacementSection,
+    RecordingSection,
     SchedulingSection,
 )
 from headrace_schema.sections.scoring import RewardSection
 from headrace_schema.sections.tracking import TrackingSection
+from headrace_schema.sections.weights import WeightsSection
 from headrace_schema.workflow import BUILT_IN, COMPARING, GraphSection, WorkflowChoice
 
 
@@ -71,6 +73,7 @@ class RunSections(Section):
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
+    weights: WeightsSection = WeightsSection()
     reply: ReplySection | None = Field(
         default=None,
         description="what answers the policy inside a trajectory; the workflow's second rollout stage",
@@ -82,6 +85,7 @@ class RunSections(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
+    recording: RecordingSection = RecordingSection()
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()
     from_checkpoint: FromCheckpointSection | None = Field(

@@ -201,6 +201,22 @@ class LimitsSection(Section):
     )
 
 
+class RecordingSection(Section):
+    """What was said to the services in a step, kept as a file that `headrace replay` takes up."""
+
+    keep: Literal["none", "failed", "all"] = Field(
+        default="none",
+        description="of which steps: failed (a service failed or was lost, a value was not finite, the run failed), "
+        "all, or none but those that headrace record asks for",
+    )
+    max_bytes: Bytes = Field(
+        default=2 * 1024**3,
+        description="bytes of the run's recordings together; the oldest are dropped. What is kept to make one, the "
+        "steps since the last checkpoint, takes at most as much again",
+    )
+    max_count: Count = Field(default=8, description="recordings of the run; the oldest are dropped")
+
+
 class FromCheckpointSection(Section):
     """A checkpoint of another run that this run continues from, in place of the model's weights.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,11 @@ from typing import Protocol
 
 ROOT = Path("/")
 ASK_S = 30
-_MIG = re.compile(r"MIG .*Device\s+(\d+):.*\(UUID:\s*(MIG-[^)]+)\)")
+GPU_MEMORY = "gpu_memory"
+"""Facet of an instance's capabilities: "GPU-8f2a…/gpu:0=85520809984", bytes of each GPU that it may be given."""
+_MIG = re.compile(r"MIG (\S+).*Device\s+(\d+):.*\(UUID:\s*(MIG-[^)]+)\)")
+_PROFILE = re.compile(r"\.(\d+)gb")
+_DIVIDED = "proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 _WHOLE = re.compile(r"GPU \d+:.*\(UUID:\s*(GPU-[^)]+)\)")
 
 
@@ -53,6 +57,24 @@ class Maker(Protocol):
 
     def use(self) -> dict[str, GpuUse]:
         """Use of this machine's GPUs by UUID; may take a tenth of a second."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that each of this machine's GPUs has, by UUID, where that is known; may take as long."""
+
+
+def gpu_memory(devices: Sequence[str], makers: Sequence[Maker] | None = None) -> list[str]:
+    """The facet GPU_MEMORY of an instance with these devices; of those whose memory is not known, nothing."""
+    gpus = {name.partition("/")[0]: name for name in devices if "/gpu:" in name}
+    sizes = (
+        {uuid: size for maker in makers or MAKERS for uuid, size in maker.memory().items()} if gpus else {}
+    )
+    return [f"{name}={sizes[uuid]}" for uuid, name in gpus.items() if uuid in sizes]
+
+
+def read_gpu_memory(listed: Iterable[str]) -> dict[str, int]:
+    """Bytes by device, of what `gpu_memory` wrote; what is of another form is left out."""
+    pairs = (text.rpartition("=") for text in listed)
+    return {name: int(size) for name, _, size in pairs if name and size.isdigit()}
 
 
 def find_gpus(environ: Mapping[str, str], makers: Sequence[Maker]) -> list[Gpu]:
@@ -107,7 +129,7 @@ class Nvidia:
         if not files or len(found) < len(files):
             found = parse_gpus(self._ask("-q")) or found
         seen = _with_nodes(self._root, found, lambda gpu: f"dev/nvidia{gpu.number}", "dev/nvidia[0-9]*")
-        divided = self._root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*")
+        divided = self._root.glob(_DIVIDED)
         return _divided(seen, self._ask("-L")) if seen and any(divided) else seen
 
     def variables(self, environ: Mapping[str, str]) -> Sequence[str]:
@@ -121,6 +143,17 @@ class Nvidia:
         return parse_use(
             self._ask("--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
         )
+
+    def memory(self) -> dict[str, int]:
+        """By nvidia-smi; of a MIG device by its profile, "3g.20gb"."""
+        whole = self._ask("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
+        rows = (line.partition(",") for line in whole.splitlines())
+        found = {uuid.strip(): int(mib) << 20 for uuid, _, mib in rows if mib.strip().isdigit()}
+        if any(self._root.glob(_DIVIDED)):
+            parts = filter(None, map(_MIG.match, map(str.strip, self._ask("-L").splitlines())))
+            sized = ((part[3], _PROFILE.search(part[1])) for part in parts)
+            found |= {uuid: int(size[1]) << 30 for uuid, size in sized if size}
+        return found
 
 
 class Amd:
@@ -151,6 +184,15 @@ class Amd:
             with suppress(OSError, ValueError):
                 busy = int((folder / "gpu_busy_percent").read_text()) / 100
                 found[gpu.uuid] = GpuUse(busy, int((folder / "mem_info_vram_used").read_text()))
+        return found
+
+    def memory(self) -> dict[str, int]:
+        """By the files of the kernel's driver."""
+        found = {}
+        for gpu, render in self._nodes():
+            with suppress(OSError, ValueError):
+                file = self._root / f"sys/class/drm/renderD{render}/device/mem_info_vram_total"
+                found[gpu.uuid] = int(file.read_text())
         return found
 
     def _nodes(self) -> list[tuple[Gpu, str]]:
@@ -202,7 +244,7 @@ def _divided(gpus: Sequence[Gpu], listing: str) -> list[Gpu]:
         if whole := _WHOLE.match(line):
             owner = whole[1]
         elif (part := _MIG.match(line)) and owner in parts:
-            parts[owner].append(Gpu(part[2], f"{numbers[owner]}.{part[1]}"))
+            parts[owner].append(Gpu(part[3], f"{numbers[owner]}.{part[2]}"))
     return [each for gpu in gpus for each in (parts[gpu.uuid] or [gpu])]
 
 

@@ -21,8 +21,8 @@ from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.supervisor import Supervisor, stop_grace_s
+from headrace_servicekit.rpc.addresses import host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.server import split_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _ports(index: int) -> list[str]:
     listen, metrics = os.environ.get("HEADRACE_LISTEN", ""), os.environ.get("HEADRACE_METRICS_PORT", "")
     if index and listen:
         host, port = split_address(listen)
-        flags += ["--listen", f"{host}:{int(port) and int(port) + index}"]
+        flags += ["--listen", host_port(host, int(port) and int(port) + index)]
     if index and metrics.isdecimal():
         flags += ["--metrics-port", str(int(metrics) and int(metrics) + index)]
     return flags

@@ -20,6 +20,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
 
+from headrace_servicekit.rpc.tls import channel_credentials
 from headrace_servicekit.tracing import outgoing
 
 DEFAULT_DEADLINE_S = 60.0
@@ -43,14 +44,17 @@ def deadlines_enabled() -> bool:
 
 
 def dial(address: str, *, token: str | None, window_bytes: int = 0) -> grpc.aio.Channel:
-    """Opens a channel to `address` (host:port). Needs a running event loop; connects on first use.
+    """Opens a channel to `address` (host:port), encrypted where this process has TLS's files. Connects on first use.
 
     Unary calls get a deadline of 60 s unless they name one and are retried on UNAVAILABLE: every unary
     method of the contracts is idempotent by its natural key. Streams get no default deadline and no retry.
     `window_bytes` may be under way to this side from the first moment on; without it gRPC begins with 64 KiB.
     """
     options = [*channel_options(), *(_window(window_bytes) if window_bytes else ())]
-    return Channel(grpc.aio.insecure_channel(address, options=options), token)
+    credentials = channel_credentials()
+    if credentials is None:
+        return Channel(grpc.aio.insecure_channel(address, options=options), token)
+    return Channel(grpc.aio.secure_channel(address, credentials, options=options), token)
 
 
 def _window(size: int) -> list[tuple[str, Any]]:

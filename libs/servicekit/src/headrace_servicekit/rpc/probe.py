@@ -15,6 +15,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_servicekit.lease.devices import instance_count
+from headrace_servicekit.rpc.addresses import host_port, split_address
+from headrace_servicekit.rpc.tls import channel_credentials
 
 TIMEOUT_S = 5.0
 
@@ -37,7 +39,12 @@ def _serves(address: str) -> bool:
 
 
 def _ask(address: str) -> int:
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    options, credentials = [("grpc.enable_http_proxy", 0)], channel_credentials()
+    with (
+        grpc.secure_channel(address, credentials, options=options)
+        if credentials
+        else grpc.insecure_channel(address, options=options)
+    ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
     return int(answer.status)
@@ -45,10 +52,10 @@ def _ask(address: str) -> int:
 
 def _own_addresses(listen: str) -> list[str]:
     """Where this host reaches its own servers: the same ports, at the loopback for those that listen everywhere."""
-    host, _, port = listen.rpartition(":")
-    host = "127.0.0.1" if host in ("", "0.0.0.0", "::", "[::]") else host
+    host, port = split_address(listen)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return [
-        f"{host}:{int(port) + index}"
+        host_port(host, int(port) + index)
         for index in range(instance_count(os.environ.get("HEADRACE_COUNT", "1")))
     ]
 

@@ -6,8 +6,6 @@ Knows nothing of what its services do.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +16,15 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.metrics import expose_metrics
+from headrace_servicekit.rpc.addresses import host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.interceptors import CallGuard
+from headrace_servicekit.rpc.tls import server_credentials
 
 AddServicer = Callable[[Any, grpc.aio.Server], None]
 _logger = get_logger(__name__)
 STOP_S = 5.0
-MAX_PORT = 65535
 
 
 class GrpcServer:
@@ -86,11 +85,15 @@ class GrpcServer:
         await self._server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return f"{host}:{port}"
+        return host_port(host, port)
 
     def _bind(self) -> int:
+        credentials = server_credentials()
         try:
-            port = self._server.add_insecure_port(self._listen)
+            if credentials is None:
+                port = self._server.add_insecure_port(self._listen)
+            else:
+                port = self._server.add_secure_port(self._listen, credentials)
         except RuntimeError:
             port = 0
         if not port:
@@ -119,35 +122,6 @@ class GrpcServer:
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """Host and port of host:port or [v6]:port. Raises ServiceError INVALID when it is neither."""
-    host, colon, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT
-    if not colon or not host or not is_port:
-        raise ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"{address[:300]!r} is no address; write host:port"
-        )
-    return host, port
-
-
-def advertised_host(listen: str, advertise: str) -> str:
-    """The host that others reach a server at: the advertised one, the one it listens on, or this host's name."""
-    host, _ = split_address(listen)
-    if advertise:
-        return advertise
-    return socket.gethostname() if host in ("0.0.0.0", "[::]", "::") else host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host name or address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _server_options() -> list[tuple[str, int]]:

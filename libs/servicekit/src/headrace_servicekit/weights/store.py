@@ -12,8 +12,8 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +24,8 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import tensor_bytes
+from headrace_servicekit.weights.arrivals import Arrival, forget_turns
+from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
 
 Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
@@ -51,10 +53,13 @@ class WeightStore:
         self.incarnation = incarnation
         self.address = address
         self._stored: dict[tuple[str, int], StoredWeights] = {}
+        self._changes: dict[tuple[str, int], list[Changes]] = {}
+        self._arriving: dict[tuple[str, int], Arrival] = {}
         self._mapped = MappedSegments()
         self._spare: tuple[Segment, Path] | None = None
         _make_private(root)
         reap_dead_stores(root)
+        self._root = root
         self._directory = root / incarnation
         self._lock = _lock_new_directory(self._directory)
         self._nonce = secrets.token_hex(16)
@@ -94,6 +99,51 @@ class WeightStore:
         """A held version, or None."""
         return self._stored.get((run, number))
 
+    def versions(self, run: str) -> list[StoredWeights]:
+        """Every held version of a run."""
+        return [stored for (name, _), stored in list(self._stored.items()) if name == run]
+
+    def changes(self, run: str, number: int, base_digest: str) -> Changes:
+        """What has changed in a held version against another of its run.
+
+        Raises ServiceError NOT_FOUND, with reason BASE_NOT_HELD for changes that cannot be told here.
+        """
+        stored, known = self.get(run, number), self._changes.setdefault((run, number), [])
+        for changes in known:
+            if changes.base_digest == base_digest:
+                return changes
+        for base in self.versions(run):
+            if base.version.digest == base_digest and len(base.body) == len(stored.body):
+                known.append(Changes(stored.manifest, stored.body, base.body, base_digest, base.manifest))
+                return known[-1]
+        raise ServiceError(
+            grpc.StatusCode.NOT_FOUND,
+            "BASE_NOT_HELD",
+            f"version {number} of {run} is held, but no version with digest {base_digest} to tell its changes from",
+        )
+
+    def keep_changes(self, run: str, number: int, changes: Changes) -> None:
+        """Serves changes that a version was made of."""
+        self._changes.setdefault((run, number), []).append(changes)
+
+    def arriving(self, run: str, number: int) -> Arrival | None:
+        """A version that this process is receiving, or None."""
+        return self._arriving.get((run, number))
+
+    @contextmanager
+    def arrives(self, run: str, number: int, arrival: Arrival) -> Iterator[None]:
+        """Shows an arrival to those who read along."""
+        self._arriving[run, number] = arrival
+        try:
+            yield
+        finally:
+            del self._arriving[run, number]
+            arrival.end()
+
+    def turn_path(self, run: str, number: int) -> Path:
+        """The file whose lock says which instance of this host pulls a version."""
+        return self._root / f"{_short(run)}-{number}.turn"
+
     def source(self, run: str, number: int) -> common_pb2.WeightSource:
         """Where others can take a held version from. Raises ServiceError NOT_FOUND."""
         stored = self.get(run, number)
@@ -105,20 +155,48 @@ class WeightStore:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_SHM)
         if self.address:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
+            source.delta_bases.extend(self._bases(run, stored))
         return source
+
+    def _bases(self, run: str, stored: StoredWeights) -> list[str]:
+        """Digests of the versions from which the way to this one is known or can be found."""
+        known = self._changes.get((run, stored.version.number), ())
+        found = [changes.base_digest for changes in known]
+        found += [
+            other.version.digest
+            for other in self.versions(run)
+            if other is not stored and len(other.body) == len(stored.body)
+        ]
+        return [digest for digest in dict.fromkeys(found) if digest != stored.version.digest]
 
     def keep(self, run: str, numbers: set[int]) -> None:
         """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
+        self._forget_changes(run, numbers)
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
                 self._set_aside(stored.segment, stored.path)
+        least = min(numbers, default=None)
+        turns = self._root.glob(f"{_short(run)}-*.turn")
+        forget_turns([p for p in turns if least is None or int(p.stem.rpartition("-")[2]) < least])
         if not numbers:
             self._drop_spare()
             self._mapped.forget()
 
+    def _forget_changes(self, run: str, numbers: set[int]) -> None:
+        """Drops the changes of versions that go; those against them that were not asked for are found no more."""
+        kept = {held.version.digest for held in self.versions(run) if held.version.number in numbers}
+        for key in [key for key in self._changes if key[0] == run]:
+            if key[1] not in numbers:
+                del self._changes[key]
+            else:
+                self._changes[key] = [
+                    each for each in self._changes[key] if each.base is None or each.base_digest in kept
+                ]
+
     def release(self, run: str) -> None:
         """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
+        self._forget_changes(run, set())
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:
@@ -149,6 +227,7 @@ class WeightStore:
     def close(self) -> None:
         """Drops everything and removes the directory; repeated calls do nothing."""
         self._stored.clear()
+        self._changes.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -194,7 +273,7 @@ class WeightStore:
 
     def _new_path(self, run: str, number: int) -> Path:
         # The run's name may hold any character; the file's name tells people which version it is.
-        return self._directory / f"{digest_bytes(run.encode())[:8]}-{number}-{secrets.token_hex(4)}.weights"
+        return self._directory / f"{_short(run)}-{number}-{secrets.token_hex(4)}.weights"
 
 
 class PendingWeights:
@@ -285,6 +364,10 @@ class PendingWeights:
             "BUFFER_IN_USE",
             f"version {self._number}: an array over its buffers is still alive; drop it before sealing",
         )
+
+
+def _short(run: str) -> str:
+    return digest_bytes(run.encode())[:8]
 
 
 def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:

@@ -1,12 +1,14 @@
-"""Weights between hosts and processes: a servicer, and a receiver that negotiates shm, then grpc.
+"""Weights between hosts and processes: a servicer, and a receiver that negotiates how a version comes to it.
 
-All or nothing: a body is handed out only when every tensor's digest is the manifest's.
+All or nothing: a body is handed out only when every tensor's digest is the manifest's. A transport that fails leads to
+the next one in the same call; what goes over the network is brought once a host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,26 +18,34 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 
+from headrace_servicekit.failpoints import failpoint
+from headrace_servicekit.metrics import WEIGHT_BYTES, WEIGHT_VERSIONS
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.digests import RunningDigest, digest_bytes, manifest_digest
-from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
+from headrace_servicekit.weights.arrivals import Arrival, Turn, host_turn, pieces
+from headrace_servicekit.weights.changed import ChangedElements
 from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
+from headrace_servicekit.weights.transports import Attempt, Found, Links, Transport, Wanted
 
-CHUNK_BYTES = 1024 * 1024
 WINDOW_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
+RELAY_SILENCE_S = 5.0
+"""A relay gives a sign of life each second; one that is silent for so long is dead."""
+SLOW_S, SLOW_BYTES = 10.0, 10 * 1024 * 1024
+"""A relay that moves fewer bytes in that time is slow, and the next source is asked for the rest."""
 _NONCE_BYTES = 256
 _FETCH = "/headrace.common.v1.WeightService/FetchWeights"
-_PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC)
 
 
 @dataclass(frozen=True)
 class ReceivedWeights:
     """A verified body with the transport that brought it and why better ones did not.
 
-    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm. `path` is this
-    store's own file of the body, for other processes of the host; there may be none.
+    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm. `fallbacks` names
+    each transport and source that failed, with the reason. `path` is this store's own file of the body, for other
+    processes of the host; there may be none.
     """
 
     body: memoryview
@@ -62,12 +72,85 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
         """Streams the body from an offset in 1 MiB pieces; the version stays alive until the stream ends."""
-        body = self._store.get(request.run, request.number).body
-        if request.offset_bytes > len(body):
-            raise _invalid(f"offset {request.offset_bytes} is beyond the body's {len(body)} bytes")
-        for offset in range(request.offset_bytes, len(body), CHUNK_BYTES):
-            piece = bytes(body[offset : offset + CHUNK_BYTES])
-            yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=piece)
+        own = pieces(self._store, request.run, request.number, request.offset_bytes, relay=request.relay)
+        async for offset, data in own:
+            yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=data)
+
+    async def FetchChanges(
+        self, request: weights_pb2.FetchChangesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.FetchChangesResponse]:
+        """Streams what has changed from an offset on; each stretch is coded while the one before is sent."""
+        changes = self._store.changes(request.run, request.number, request.base_digest)
+        offsets = [offset for offset in changes.offsets if offset >= request.offset_bytes]
+        if request.offset_bytes and request.offset_bytes not in offsets:
+            raise _invalid(f"offset {request.offset_bytes} is no end of a response")
+        for offset in offsets:
+            yield await changes.response(offset)
+
+
+class SharedMemory:
+    """The producer's file on a tmpfs of this host, mapped: no byte is moved."""
+
+    name = "shm"
+    kind = common_pb2.WEIGHT_TRANSPORT_SHM
+    local = True
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where the source has a file; whether it is of this host is found out."""
+        return self.kind in source.transports
+
+    async def take(
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """Maps and verifies the first that is of this host."""
+        for source in sources:
+            with attempt.noting(self.name, source):
+                return await _map_shared(store, wanted.run, wanted.version, wanted.manifest, source), 0
+        return None
+
+    def took(self, wanted: Wanted, seconds: float) -> None:
+        """There is no other way to compare with."""
+
+
+class WholeBody:
+    """Streamed over gRPC in pieces; works everywhere."""
+
+    name = "grpc"
+    kind = common_pb2.WEIGHT_TRANSPORT_GRPC
+    local = False
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where the source serves it."""
+        return self.kind in source.transports
+
+    async def take(
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """Fetches and verifies it; each source goes on where the one before it ended."""
+        return await _pull(store, wanted.run, wanted.version, wanted.manifest, sources, attempt)
+
+    def took(self, wanted: Wanted, seconds: float) -> None:
+        """Measures the way."""
+        self._links.took(wanted.manifest.size_bytes, seconds, changes=False)
+
+
+def byte_transports(names: Sequence[str] = ("shm", "grpc"), links: Links | None = None) -> list[Transport]:
+    """The transports of these names that move bytes of a host's memory, in the order given."""
+    links = links or Links()
+    known: list[Transport] = [SharedMemory(), WholeBody(links), ChangedElements(links)]
+    found = {transport.name: transport for transport in known}
+    return [found[name] for name in names if name in found]
 
 
 async def receive_weights(
@@ -78,8 +161,12 @@ async def receive_weights(
     sources: Iterable[common_pb2.WeightSource],
     *,
     token: str | None,
+    transports: Sequence[Transport] = (),
 ) -> ReceivedWeights:
-    """Takes a version from the first source and transport that delivers it whole, and holds it in `store`.
+    """Takes a version by the first transport and from the first source that delivers it whole; `store` holds it then.
+
+    `transports`, best first, are by default shared memory and whole bodies over gRPC; those within a host come before
+    the others. One that fails is logged, named in `fallbacks`, and the next one is tried.
 
     Raises ServiceError INVALID or DIGEST_MISMATCH for a manifest that contradicts itself or the version,
     CONFLICT when the store holds other weights under the number, and when every source failed
@@ -89,27 +176,72 @@ async def receive_weights(
     held = store.find(run, version.number)
     if held is not None:
         return _already_held(held, version)
-    offers = list(sources)
-    failures: list[ServiceError] = []
-    for transport in _PREFERENCE:
-        for source in (offer for offer in offers if transport in offer.transports):
-            try:
-                if transport == common_pb2.WEIGHT_TRANSPORT_SHM:
-                    stored, moved = await _map_shared(store, run, version, manifest, source), 0
-                else:
-                    stored, moved = (
-                        await _fetch(store, run, version, manifest, source, token),
-                        manifest.size_bytes,
-                    )
-            except ServiceError as failure:
-                name = "shm" if transport == common_pb2.WEIGHT_TRANSPORT_SHM else "grpc"
-                failure.message = f"{name} from {source.incarnation}: {failure.message}"
-                failures.append(failure)
-            else:
-                return ReceivedWeights(
-                    stored.body, transport, moved, [failure.message for failure in failures], stored.path
-                )
-    raise _nothing_worked(run, version, failures)
+    wanted, offers = Wanted(run, version, manifest, tuple(store.versions(run))), list(sources)
+    attempt = Attempt(token, Turn(-1))
+    ways = transports or byte_transports()
+    received = await _first([way for way in ways if way.local], store, wanted, offers, attempt)
+    over_network = [way for way in ways if not way.local]
+    if received is None and over_network and offers:
+        received = await _once_a_host(over_network, store, wanted, offers, attempt)
+    if received is None:
+        raise _nothing_worked(run, version, attempt.failures)
+    return received
+
+
+async def _once_a_host(
+    ways: Sequence[Transport],
+    store: WeightStore,
+    wanted: Wanted,
+    offers: Sequence[common_pb2.WeightSource],
+    attempt: Attempt,
+) -> ReceivedWeights | None:
+    """What comes over the network when it is this instance's turn; else what another one of the host has."""
+    run, version = wanted.run, wanted.version
+    async with host_turn(store, run, version.number) as turn:
+        held = store.find(run, version.number)
+        if held is not None:
+            return _already_held(held, version)
+        landed = turn.landed()
+        if landed is not None:
+            received = await _first([SharedMemory()], store, wanted, [landed], attempt)
+            if received is not None:
+                return received
+        turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
+        attempt.turn = turn
+        received = await _first(ways, store, wanted, offers, attempt)
+        if received is not None:
+            turn.say(store.source(run, version.number))
+        return received
+
+
+async def _first(
+    ways: Sequence[Transport],
+    store: WeightStore,
+    wanted: Wanted,
+    sources: Sequence[common_pb2.WeightSource],
+    attempt: Attempt,
+) -> ReceivedWeights | None:
+    """The version by the first of these ways; None where none of them brought it."""
+    for way in ways:
+        offers = []
+        for source in sources:
+            with attempt.noting(way.name, source):
+                if way.offered(wanted, source):
+                    offers.append(source)
+        if not offers:
+            continue
+        found, started = None, time.perf_counter()
+        with attempt.noting(way.name, offers[0]):
+            await failpoint(f"weights.{way.name}")
+            found = await way.take(store, wanted, offers, attempt)
+        if found is not None:
+            way.took(wanted, time.perf_counter() - started)
+            stored, moved = found
+            WEIGHT_VERSIONS.labels(way.name).inc()
+            WEIGHT_BYTES.labels(way.name).inc(moved)
+            why = [failure.message for failure in attempt.failures]
+            return ReceivedWeights(stored.body, way.kind, moved, why, stored.path)
+    return None
 
 
 def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest) -> None:
@@ -168,84 +300,86 @@ def _prove_same_host(source: common_pb2.WeightSource) -> None:
         raise ValueError("the nonce file holds another nonce: not the same host")
 
 
-async def _fetch(
+async def _pull(
     store: WeightStore,
     run: str,
     version: common_pb2.PolicyVersion,
     manifest: common_pb2.WeightManifest,
-    source: common_pb2.WeightSource,
-    token: str | None,
-) -> StoredWeights:
+    sources: Sequence[common_pb2.WeightSource],
+    attempt: Attempt,
+) -> Found | None:
+    """The version and the bytes that were moved; each source goes on where the one before it ended.
+
+    None where all of them failed, as `attempt` then says.
+    """
     layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
     pending = store.begin(run, version.number, layout)
+    arrival = Arrival(pending.whole(), manifest.entries)
     try:
-        body = _Body(pending.whole(), manifest.entries)
-        await _download(body, run, version.number, source.address, token)
-        body.release()
-        return pending.publish(version, manifest)
+        with store.arrives(run, version.number, arrival):
+            for source in sources:
+                with attempt.noting("grpc", source):
+                    await _download(arrival, run, version.number, source, attempt.token, attempt.turn)
+                    break
+                if attempt.failures[-1].reason == "DIGEST_MISMATCH":
+                    arrival.rewind()
+            else:
+                pending.discard()
+                return None
+        return pending.publish(version, manifest), arrival.moved
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise
 
 
-class _Body:
-    """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache."""
+async def _download(
+    arrival: Arrival,
+    run: str,
+    number: int,
+    source: common_pb2.WeightSource,
+    token: str | None,
+    turn: Turn,
+) -> None:
+    """Fills the body from where it is, going on at the offset reached when a stream breaks after it made progress.
 
-    def __init__(self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry]) -> None:
-        self.size = len(whole)
-        self.offset = 0
-        self._whole = whole
-        self._entries = iter(entries)
-        self._entry = next(self._entries)
-        self._digest = RunningDigest()
-
-    def add(self, data: memoryview) -> None:
-        """The next piece. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
-        self._whole[self.offset : self.offset + len(data)] = data
-        self.offset += len(data)
-        while True:
-            left = self._entry.offset_bytes + self._entry.size_bytes - (self.offset - len(data))
-            self._digest.update(data[:left])
-            if len(data) < left:
-                return
-            self._close_entry()
-            data = data[left:]
-            following = next(self._entries, None)
-            if following is None:
-                return
-            self._entry, self._digest = following, RunningDigest()
-
-    def _close_entry(self) -> None:
-        if self._digest.hexdigest() != self._entry.digest:
-            raise _mismatch(f"tensor {self._entry.name}: the bytes are not those of the manifest")
-
-    def release(self) -> None:
-        """Releases the view of the memory."""
-        self._whole.release()
+    A relay is followed where it says that another instance of its host has the version.
+    """
+    address, led_on = source.address, False
+    request = weights_pb2.FetchWeightsRequest(run=run, number=number, relay=source.relay)
+    while arrival.offset < arrival.size:
+        request.offset_bytes = arrival.offset
+        try:
+            await _stream(arrival, address, request, token, turn)
+        except grpc.aio.AioRpcError as error:
+            if source.relay and not led_on and reason_of(error) == "ELSEWHERE":
+                address, led_on = metadata_of(error)["address"], True
+            elif arrival.offset == request.offset_bytes:
+                raise _unavailable(f"{address}: {message_of(error)}") from error
 
 
-async def _download(body: _Body, run: str, number: int, address: str, token: str | None) -> None:
-    """Fills the body, going on at the offset reached when a stream breaks after it made progress."""
+async def _stream(
+    arrival: Arrival,
+    address: str,
+    request: weights_pb2.FetchWeightsRequest,
+    token: str | None,
+    turn: Turn,
+) -> None:
+    silence_s = RELAY_SILENCE_S if request.relay else IDLE_TIMEOUT_S
     async with dial(address, token=token, window_bytes=WINDOW_BYTES) as channel:
         fetch = channel.unary_stream(
             _FETCH,
             request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
             response_deserializer=split_piece,
         )
-        while body.offset < body.size:
-            began = body.offset
-            call = fetch(weights_pb2.FetchWeightsRequest(run=run, number=number, offset_bytes=began))
-            try:
-                await _drain_into(body, call)
-            except TimeoutError as error:
-                raise _unavailable(
-                    f"{address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {body.offset}"
-                ) from error
-            except grpc.aio.AioRpcError as error:
-                if body.offset == began:
-                    raise _unavailable(f"{address}: {message_of(error)}") from error
-            finally:
-                call.cancel()
+        call = fetch(request)
+        try:
+            await _drain_into(arrival, call, turn, silence_s, relay=request.relay)
+        except TimeoutError as error:
+            raise _unavailable(
+                f"{address} sent nothing for {silence_s:.0f} s at byte {arrival.offset}"
+            ) from error
+        finally:
+            call.cancel()
 
 
 Piece = tuple[int, memoryview]
@@ -277,18 +411,34 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
     return 0, len(message)
 
 
-async def _drain_into(body: _Body, call: grpc.aio.UnaryStreamCall[Any, Piece]) -> None:
+async def _drain_into(
+    arrival: Arrival, call: grpc.aio.UnaryStreamCall[Any, Piece], turn: Turn, silence_s: float, *, relay: bool
+) -> None:
+    """Reads a stream to the body's end. Raises TimeoutError, AioRpcError, ServiceError; SLOW for a slow relay."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(IDLE_TIMEOUT_S) as idle:
-        while body.offset < body.size:
+    window_ends, before = loop.time() + SLOW_S, arrival.offset
+    async with asyncio.timeout(silence_s) as idle:
+        while arrival.offset < arrival.size:
             piece = await call.read()
             if not isinstance(piece, tuple):  # grpc.aio.EOF
-                raise _unavailable(f"the stream ended at byte {body.offset} of {body.size}")
+                raise _unavailable(f"the stream ended at byte {arrival.offset} of {arrival.size}")
             offset, data = piece
-            if offset != body.offset or not data or offset + len(data) > body.size:
-                raise _unavailable(f"a piece of {len(data)} bytes at {offset}, expected one at {body.offset}")
-            body.add(data)
-            idle.reschedule(loop.time() + IDLE_TIMEOUT_S)
+            waits = relay and not data
+            if offset != arrival.offset or not (data or waits) or offset + len(data) > arrival.size:
+                raise _unavailable(
+                    f"a piece of {len(data)} bytes at {offset}, expected one at {arrival.offset}"
+                )
+            if data:
+                arrival.add(data)
+                turn.goes_on()
+            now = loop.time()
+            idle.reschedule(now + silence_s)
+            if now > window_ends:
+                if relay and arrival.offset - before < SLOW_BYTES:
+                    raise _unavailable(
+                        f"slow: {arrival.offset - before} bytes in {SLOW_S:.0f} s, at byte {arrival.offset}"
+                    )
+                window_ends, before = now + SLOW_S, arrival.offset
 
 
 def _verify(body: memoryview, manifest: common_pb2.WeightManifest) -> None:
@@ -302,7 +452,9 @@ def _nothing_worked(
     run: str, version: common_pb2.PolicyVersion, failures: list[ServiceError]
 ) -> ServiceError:
     wrong = any(failure.reason == "DIGEST_MISMATCH" for failure in failures)
-    reasons = " | ".join(failure.message for failure in failures) or "no source offers shm or grpc"
+    reasons = (
+        " | ".join(failure.message for failure in failures) or "no source offers a transport that is used"
+    )
     message = f"version {version.number} of {run} could not be taken from any source: {reasons}"
     if wrong:
         return ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", message)

@@ -38,6 +38,7 @@ class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHT_TRANSPORT_SHM: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_CUDA_IPC: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_COLLECTIVE: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_DELTA: _ClassVar[WeightTransport]
 
 class LogProbKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -83,6 +84,7 @@ WEIGHT_TRANSPORT_GRPC: WeightTransport
 WEIGHT_TRANSPORT_SHM: WeightTransport
 WEIGHT_TRANSPORT_CUDA_IPC: WeightTransport
 WEIGHT_TRANSPORT_COLLECTIVE: WeightTransport
+WEIGHT_TRANSPORT_DELTA: WeightTransport
 LOG_PROB_KIND_UNSPECIFIED: LogProbKind
 LOG_PROB_KIND_RAW: LogProbKind
 LOG_PROB_KIND_PROCESSED: LogProbKind
@@ -195,20 +197,24 @@ class WeightManifest(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightSource(_message.Message):
-    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports")
+    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHM_PATH_FIELD_NUMBER: _ClassVar[int]
     SHM_NONCE_PATH_FIELD_NUMBER: _ClassVar[int]
     SHM_NONCE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BASES_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     shm_path: str
     shm_nonce_path: str
     shm_nonce: str
     transports: _containers.RepeatedScalarFieldContainer[WeightTransport]
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ...) -> None: ...
+    relay: bool
+    delta_bases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingDistribution(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "log_prob_kind")

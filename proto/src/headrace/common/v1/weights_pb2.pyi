@@ -1,7 +1,8 @@
 from headrace.common.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -23,14 +24,16 @@ class GetManifestResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
-    __slots__ = ("run", "number", "offset_bytes")
+    __slots__ = ("run", "number", "offset_bytes", "relay")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     offset_bytes: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+    relay: bool
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ...) -> None: ...
 
 class FetchWeightsResponse(_message.Message):
     __slots__ = ("offset_bytes", "data")
@@ -39,3 +42,41 @@ class FetchWeightsResponse(_message.Message):
     offset_bytes: int
     data: bytes
     def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FetchChangesRequest(_message.Message):
+    __slots__ = ("run", "number", "base_digest", "offset_bytes")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    number: int
+    base_digest: str
+    offset_bytes: int
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., base_digest: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+
+class FetchChangesResponse(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[WeightChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[WeightChange, _Mapping]]] = ...) -> None: ...
+
+class WeightChange(_message.Message):
+    __slots__ = ("offset_bytes", "size_bytes", "changed", "gaps", "large_gaps", "moves", "large_moves", "whole")
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    LARGE_GAPS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    LARGE_MOVES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    offset_bytes: int
+    size_bytes: int
+    changed: int
+    gaps: bytes
+    large_gaps: bytes
+    moves: bytes
+    large_moves: bytes
+    whole: bytes
+    def __init__(self, offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., changed: _Optional[int] = ..., gaps: _Optional[bytes] = ..., large_gaps: _Optional[bytes] = ..., moves: _Optional[bytes] = ..., large_moves: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...

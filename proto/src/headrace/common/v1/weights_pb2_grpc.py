@@ -45,6 +45,11 @@ class WeightServiceStub:
                 request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
                 response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
+        self.FetchChanges = channel.unary_stream(
+                '/headrace.common.v1.WeightService/FetchChanges',
+                request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
+                response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer:
@@ -65,6 +70,13 @@ class WeightServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchChanges(self, request, context):
+        """Streams what has changed in a published version against another one of the same size.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.FetchWeights,
                     request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
                     response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
+            ),
+            'FetchChanges': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchChanges,
+                    request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.FromString,
+                    response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class WeightService:
             '/headrace.common.v1.WeightService/FetchWeights',
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.common.v1.WeightService/FetchChanges',
+            headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
+            headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
             options,
             channel_credentials,
             insecure,

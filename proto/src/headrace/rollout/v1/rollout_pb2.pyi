@@ -325,20 +325,22 @@ class ScoredSequence(_message.Message):
     def __init__(self, log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class InstallPolicyRequest(_message.Message):
-    __slots__ = ("header", "version", "manifest", "sources", "files", "in_flight")
+    __slots__ = ("header", "version", "manifest", "sources", "files", "in_flight", "prefetch")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     version: _common_pb2.PolicyVersion
     manifest: _common_pb2.WeightManifest
     sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightSource]
     files: PolicyFiles
     in_flight: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ..., files: _Optional[_Union[PolicyFiles, _Mapping]] = ..., in_flight: _Optional[bool] = ...) -> None: ...
+    prefetch: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ..., files: _Optional[_Union[PolicyFiles, _Mapping]] = ..., in_flight: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class PolicyFiles(_message.Message):
     __slots__ = ("checkpoint",)

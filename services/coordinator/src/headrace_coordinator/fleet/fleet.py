@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from headrace_servicekit.recording.recorder import Recorder
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
@@ -54,6 +56,8 @@ class Fleet:
         self.on_report: Callable[[str], None] = lambda _: None
         self._openings = itertools.count(1)
         self.names = {i.incarnation: i.instance for i in event_log.state.instances.values()}
+        self.recorder = Recorder()
+        """What is said to the instances of runs, where it is recorded."""
         self._connect = connect
         self._clients: dict[str, InstanceClient] = {}
         self._silent_since: dict[str, float] = {}

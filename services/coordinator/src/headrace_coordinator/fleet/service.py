@@ -12,6 +12,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import (
     HIGHEST_COMMAND,
@@ -23,7 +24,7 @@ from headrace_servicekit.rpc.requests import (
     check_seconds,
     invalid,
 )
-from headrace_servicekit.rpc.server import split_address
+from headrace_servicekit.rpc.tls import tls_dir
 from typing_extensions import override
 
 from headrace_coordinator.domain.events import LeaseGranted
@@ -81,6 +82,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         response.heartbeat_interval.FromMilliseconds(int(self._fleet.settings.heartbeat * 1000))
         response.lease_ttl.FromMilliseconds(int(self._fleet.settings.lease_ttl * 1000))
         return response
+
+    @override
+    async def Certify(self, request: pb.CertifyRequest, context: Any) -> pb.CertifyResponse:
+        return pb.CertifyResponse(certificate=await asyncio.to_thread(_certified, request.request))
 
     @override
     async def Session(
@@ -305,3 +310,20 @@ async def _pump(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _certified(request: bytes) -> bytes:
+    """A host's certificate, where the fleet has an authority of its own."""
+    from headrace_servicekit.rpc.certificates import AUTHORITY_KEY, BadCertificate, certify
+
+    folder = tls_dir()
+    if folder is None or not (folder / AUTHORITY_KEY).is_file():
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_AUTHORITY",
+            "this fleet has no certificate authority of its own; give the host its files with --tls-files",
+        )
+    try:
+        return certify(folder, request)
+    except BadCertificate as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"request: {error}") from error

@@ -185,6 +185,7 @@ class Checkpointer:
         try:
             ledger = await ledger_of(context.event_log, context.run_id)
             retained = await wanted_by_others(context.event_log, context.run_id)
+            retained += context.recording.bases()
             response = await context.workers.leader.save(number, ledger, wait, retained)
         except CallRefused as refused:
             self._failed(refused.message)
@@ -218,6 +219,7 @@ class Checkpointer:
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
         context = self._context
+        context.recording.saved(name, number, self._step)
         if context.state.last_checkpoint == number:
             return
         context.event_log.post(

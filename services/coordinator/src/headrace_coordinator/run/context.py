@@ -30,6 +30,7 @@ from headrace_coordinator.run.devices.lending import Lending
 from headrace_coordinator.run.devices.placement import Placement
 from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.modality import modality_of
+from headrace_coordinator.run.recording import StepRecording
 from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.moving.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
@@ -97,6 +98,7 @@ class RunContext:
         self.lending = Lending(self.leases, self.placement)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
+        self.recording = StepRecording(self)
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
         self.without_figure: set[tuple[str, int]] = set()

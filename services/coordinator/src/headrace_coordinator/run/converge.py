@@ -14,6 +14,7 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.running import FromCheckpointSection
+from headrace_servicekit.rpc.addresses import host_port, split_address
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
@@ -57,11 +58,11 @@ async def form_trainer_group(context: RunContext) -> None:
         at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
     )
     await context.event_log.commit(formed)
-    host = trainers[0].instance.address.rpartition(":")[0]
+    host, _ = split_address(trainers[0].instance.address)
     # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
     # generation has its own, so that two groups on one host do not meet each other.
     port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(trainers) > 1 else 0
-    rendezvous = f"{host}:{port}"
+    rendezvous = host_port(host, port)
     timeout = min(context.workers.fleet_timeout, MEETING_S)
     await gather_all(*(each.join(generation, len(trainers), rendezvous, timeout) for each in trainers))
 

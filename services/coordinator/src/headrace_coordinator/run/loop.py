@@ -93,12 +93,14 @@ class RunLoop:
                 self._intend_pause(str(problem))
                 return Outcome(run_states.PAUSED, str(problem))
             except (InstanceDown, CallRefused, WaitTimeout) as fault:
+                await self.context.recording.failed(str(fault))
                 if failure := await self._recover(fault):
                     return failure
             except PlacementError as misfit:
                 if not await self._take_turns(misfit):
                     return Outcome(run_states.FAILED, str(misfit))
             except RunFailed as failed:
+                await self.context.recording.failed(str(failed))
                 return Outcome(run_states.FAILED, str(failed))
 
     async def _live(self) -> Outcome:
@@ -108,6 +110,7 @@ class RunLoop:
             await self._regroup_if_due()
             await self._follow_plan()
             await self._check_disk()
+            await self._begin_recording()
             await self._generate_ready()
             await self._evaluate_if_due()
             if self.context.finished:
@@ -144,6 +147,18 @@ class RunLoop:
             self._move(run_states.RUNNING, "training")
         context.keep_time("prepare", context.state.ledger.step, self._timer)
 
+    async def _begin_recording(self) -> None:
+        """What is said from now on is of the next step; a recording of it begins with a checkpoint."""
+        recording = self.context.recording
+        if recording.due():
+            try:
+                with self._timer.stage("checkpoint"):
+                    await save_head(self.context, self._checkpointer)
+                recording.based_on_head()
+            except RunFailed as failed:
+                recording.not_based(str(failed))
+        recording.begin()
+
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
         assert self._published is not None
@@ -170,19 +185,21 @@ class RunLoop:
         context = self.context
         self._plan = self._plan or self._autoplan.due_move()
         over = context.finished or context.evaluation_due() or self._regrouping.due() is not None
-        over = over or self._disk_due or self._plan is not None
+        over = over or self._disk_due or self._plan is not None or context.recording.due()
         return over or self._at_boundary() is not None
 
     async def _step(self, pipeline: Pipeline) -> None:
         await self.context.prepare_items()
         step = Step(pipeline)
         number = self.context.state.ledger.step + 1
+        self.context.recording.begin()
         with trace(f"step {number}", run=self.context.run_id, step=number):
             self._published = await while_it_progresses(self.context, step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
         self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
+        await self.context.recording.end()
         if self._checkpointer.due():
             with self._timer.stage("checkpoint"):
                 await self._checkpointer.save(wait=False)

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.rpc.addresses import host_port
+
 from headrace_rollout.endpoint.completions import read_text_request, text_choice
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
 from headrace_rollout.endpoint.responses import read_response_request, response, response_events
@@ -101,7 +103,7 @@ class Endpoint:
 
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family)
-        listening.bind((self._host.strip("[]"), 0))
+        listening.bind((self._host, 0))
         config = uvicorn.Config(
             make_app(self),
             log_level="warning",
@@ -112,7 +114,7 @@ class Endpoint:
         self._server = uvicorn.Server(config)
         # Not `serve`: it would take the signal handlers over.
         self._serving = asyncio.create_task(self._server._serve(sockets=[listening]), name="endpoint")
-        return f"http://{self._advertised}:{listening.getsockname()[1]}/v1"
+        return f"http://{host_port(self._advertised, listening.getsockname()[1])}/v1"
 
 
 def make_app(endpoint: Endpoint) -> FastAPI:

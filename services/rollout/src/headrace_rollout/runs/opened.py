@@ -9,6 +9,7 @@ import asyncio
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,6 +19,8 @@ from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.blobs import BlobStore
 from headrace_servicekit.rpc.episodes import references
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.transfer import byte_transports
+from headrace_servicekit.weights.transports import Links, Transport
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Engine, PolicyHolder
@@ -124,6 +127,13 @@ class OpenedRun:
     retention: Retention = field(default_factory=lambda: Retention(RETENTION_BYTES), kw_only=True)
     streams: set[AnyStream] = field(default_factory=set, kw_only=True)
     _reported: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @cached_property
+    def transports(self) -> list[Transport]:
+        """The ways in which versions come, which remember what they took."""
+        chosen = self.config.weights
+        links = Links(chosen.whole_every, always=chosen.delta == "always")
+        return byte_transports(chosen.transports, links)
 
     @property
     def max_context_tokens(self) -> int:

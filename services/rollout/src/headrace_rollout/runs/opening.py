@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
@@ -30,7 +31,7 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transfer import receive_weights
+from headrace_servicekit.weights.transfer import ReceivedWeights, receive_weights
 
 from headrace_rollout.conversations.players import Player
 from headrace_rollout.conversations.template import TurnTemplate
@@ -377,20 +378,33 @@ class PolicyInstaller:
             with refusals():
                 if await run.engine.check_install(policy, in_flight=request.in_flight):
                     return rollout_pb2.InstallPolicyResponse(version=version)
-                received = await receive_weights(
-                    self._store, run.name, version, request.manifest, request.sources, token=self._token
-                )
+                received = await self._take(run, request)
                 transfer_s = time.perf_counter() - started
                 weights = weights_of(request.manifest, received.body, received.path)
                 pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
             self._store.keep(run.name, {version.number})
-        return rollout_pb2.InstallPolicyResponse(
-            version=version,
-            transport=received.transport,
-            bytes_moved=received.bytes_moved,
-            transfer_time=duration_of(transfer_s),
-            pause_time=duration_of(pause_s),
-            fallbacks=received.fallbacks,
+        return _installed(version, received, transfer_s, pause_s)
+
+    async def prefetch(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Takes and verifies a trainer's version beside the engine's work; a later `receive` finds it here."""
+        version, started = request.version, time.perf_counter()
+        async with self._changing:
+            received = await self._take(run, request)
+            installed = run.engine.policy
+            self._store.keep(run.name, {version.number, installed.number if installed else version.number})
+        return _installed(version, received, time.perf_counter() - started, 0.0)
+
+    async def _take(self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest) -> ReceivedWeights:
+        return await receive_weights(
+            self._store,
+            run.name,
+            request.version,
+            request.manifest,
+            request.sources,
+            token=self._token,
+            transports=run.transports,
         )
 
     async def read_files(
@@ -416,6 +430,19 @@ class PolicyInstaller:
         return rollout_pb2.InstallPolicyResponse(
             version=version, transfer_time=duration_of(read_s), pause_time=duration_of(pause_s)
         )
+
+
+def _installed(
+    version: common_pb2.PolicyVersion, received: ReceivedWeights, transfer_s: float, pause_s: float
+) -> rollout_pb2.InstallPolicyResponse:
+    return rollout_pb2.InstallPolicyResponse(
+        version=version,
+        transport=received.transport,
+        bytes_moved=received.bytes_moved,
+        transfer_time=duration_of(transfer_s),
+        pause_time=duration_of(pause_s),
+        fallbacks=received.fallbacks,
+    )
 
 
 async def _put(

@@ -228,8 +228,12 @@ class Backend(Protocol):
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, published type, shape) of every weight in canonical order."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by name; gathered one at a time, so every rank must exhaust it."""
+    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by name; gathered one at a time, so every rank must exhaust it.
+
+        `published`: they may have their published types already, which moves fewer bytes between ranks and to the host,
+        and each may hold only until the next one is asked for.
+        """
 
     def weight_parts(self) -> Iterator[StatePart]:
         """What this rank saves of the weights; every rank must exhaust it."""

@@ -14,6 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from headrace_servicekit.rpc.addresses import split_address
+from headrace_servicekit.rpc.errors import ServiceError
 from torch._C._distributed_c10d import HashStore, Store
 
 from headrace_trainer.errors import Refusal, invalid
@@ -53,9 +55,10 @@ def join_trainer_group(
         )
     if world_size == 1:
         return _only_rank(generation, device)
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdigit():
-        raise invalid(f"rendezvous {rendezvous!r} is no address; give host:port of rank 0")
+    try:
+        host, port = split_address(rendezvous)
+    except ServiceError as refused:
+        raise invalid(f"rendezvous {refused.message}") from refused
     deadline = time.monotonic() + timeout_s
     liveness = Liveness(rank, world_size, silent_s=silent_s)
     member = member or Member(f"rank {rank}", "", own_facts(device))

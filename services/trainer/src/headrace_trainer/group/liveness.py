@@ -50,7 +50,12 @@ class Liveness:
 
     def listen(self) -> tuple[int, bytes]:
         """Port and secret by which the other ranks find rank 0."""
-        self._listener = socket.create_server(("", 0), backlog=self._world_size)
+        self._listener = socket.create_server(
+            ("", 0),
+            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+            dualstack_ipv6=socket.has_dualstack_ipv6(),
+            backlog=self._world_size,
+        )
         self._listener.setblocking(False)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         port: int = self._listener.getsockname()[1]

@@ -130,6 +130,8 @@ class PublishRound(Round, frozen=True):
 
     governed = False
     adapters: bool = False
+    published: bool = False
+    """Weights may come in their published types."""
 
 
 class SnapshotRound(Round, frozen=True):

@@ -162,7 +162,7 @@ class Rank:
                 case messages.AddRound():
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
-                    self._collect(adapters=round.adapters)
+                    self._collect(adapters=round.adapters, published=round.published)
                 case messages.AbortRound():
                     self.backend.zero()
                 case messages.LeaveRound():
@@ -275,9 +275,9 @@ class Rank:
         assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
-    def _collect(self, *, adapters: bool) -> None:
+    def _collect(self, *, adapters: bool, published: bool) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""
-        weights = self.backend.weights()
+        weights = self.backend.weights(published=published)
         if adapters and isinstance(self.backend, AdaptingBackend):
             weights = chain(weights, self.backend.adapters())
         if self.collect is not None:

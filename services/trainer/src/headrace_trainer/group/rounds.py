@@ -327,12 +327,19 @@ class Rounds(StepRounds):
         self.lead(messages.AbortRound())
 
     def gather(
-        self, collect: Callable[[Iterator[tuple[str, Tensor]]], None], *, adapters: bool = False
+        self,
+        collect: Callable[[Iterator[tuple[str, Tensor]]], None],
+        *,
+        adapters: bool = False,
+        published: bool = False,
     ) -> None:
-        """Gives `collect` every whole weight by name, and the parts of adapters where it wants them too."""
+        """Gives `collect` every whole weight by name, and the parts of adapters where it wants them too.
+
+        `published`: weights may have their published types already.
+        """
         self.rank.collect = collect
         try:
-            self.lead(messages.PublishRound(adapters))
+            self.lead(messages.PublishRound(adapters, published))
         finally:
             self.rank.collect = None
 

@@ -46,17 +46,25 @@ CAST_ELEMENTS = 1 << 19
 """Elements that are cast and hashed at a time: they stay in a core's cache."""
 
 
-def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype) -> str:
-    """Writes a tensor's elements as `dtype`; the digest of the bytes written."""
+def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype, name: str) -> str:
+    """Writes a tensor's elements as `dtype`; the digest of the bytes written. Raises Refusal NONFINITE_WEIGHTS."""
     count, size = tensor.numel(), dtype.itemsize
     digest = RunningDigest()
     target = torch.frombuffer(out, dtype=dtype, count=count)
     flat = tensor.detach().reshape(-1)
     for first in range(0, count, CAST_ELEMENTS):
         last = min(first + CAST_ELEMENTS, count)
-        target[first:last].copy_(flat[first:last])
-        with out[first * size : last * size] as part:
-            digest.update(part)
+        part = flat[first:last]
+        # One NaN makes the sum one, and so do infinities of both signs.
+        if part.is_floating_point() and part.sum().isnan() and (found := int(part.isnan().sum())):
+            raise Refusal(
+                "NONFINITE_WEIGHTS",
+                f"tensor {name} has {found} NaN among its elements {first} to {last - 1}: this version is not "
+                "published, and the run goes on from its last checkpoint; a lower optimizer.lr may prevent it",
+            )
+        target[first:last].copy_(part)
+        with out[first * size : last * size] as written:
+            digest.update(written)
     return digest.hexdigest()
 
 
@@ -103,11 +111,15 @@ class Publisher:
                 self._run, {number}
             )  # The one before is not needed any more: its memory is used again.
         pending = self._store.begin(self._run, number, layout)
-        digests = {
-            name: cast_into(pending.buffer(name), tensor, self._types[name])
-            for name, tensor in self._named(weights)
-            if tensor.numel()
-        }
+        try:
+            digests = {
+                name: cast_into(pending.buffer(name), tensor, self._types[name], name)
+                for name, tensor in self._named(weights)
+                if tensor.numel()
+            }
+        except BaseException:
+            pending.discard()
+            raise
         manifest = pending.manifest(digests)
         self._staged = (number, pending, manifest)
         self.stage_seconds = time.monotonic() - started
@@ -120,7 +132,7 @@ class Publisher:
         for name, tensor in self._named(weights):
             if tensor.numel():
                 room = memoryview(bytearray(tensor.numel() * self._types[name].itemsize))
-                same = cast_into(room, tensor, self._types[name]) == digests[name] and same
+                same = cast_into(room, tensor, self._types[name], name) == digests[name] and same
         return str(held.manifest.digest) if same else ""
 
     def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

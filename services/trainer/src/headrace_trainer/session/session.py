@@ -337,7 +337,7 @@ class Session:
         def collect(weights: Iterator[tuple[str, Tensor]]) -> None:
             digests.append(publisher.stage(number, weights))
 
-        self.rounds.gather(collect)
+        self.rounds.gather(collect, published=True)
         return digests[0]
 
     def publish(self, number: int) -> tuple[StoredWeights, float]:

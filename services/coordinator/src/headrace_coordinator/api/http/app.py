@@ -18,6 +18,8 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.rpc.addresses import split_address
+from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.tracing import TRACEPARENT, is_tracing, span
 from prometheus_client import Counter, Histogram
 from pydantic.json_schema import models_json_schema
@@ -31,6 +33,7 @@ from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
 from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
+from headrace_coordinator.api.http.routes.recordings import recording_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
-OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
+OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/open"})  # /open takes a one-time code
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 """Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""
 REQUESTS = Counter(
@@ -72,6 +75,7 @@ def make_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(run_routes(coordinator, runs_directory))
+    app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
     app.include_router(overview_routes(coordinator, runs_directory))
@@ -197,8 +201,10 @@ def _without_body(send: Send) -> Send:
 
 def _is_here(host: str) -> bool:
     """Whether a Host header is an address or a name that can only mean this machine."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    name = name.strip("[]").lower().removesuffix(".")
+    try:
+        name = split_address(host, default_port=0)[0].lower().removesuffix(".")
+    except ServiceError:
+        return False
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from headrace_schema.gpu_defaults import GIB, SPAN, SPANNING, fitting_spans, room
+from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
@@ -12,11 +14,10 @@ from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.hardware_defaults import gpus_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.places import named_devices
-
-SPAN = "rollout.engine_options.tensor_parallel_size"
 
 
 def instances(submission: Submission) -> Iterator[KeyProblemView]:
@@ -47,7 +48,7 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
 
 def devices(submission: Submission) -> Iterator[KeyProblemView]:
     """Named devices that do not exist, sides that overlap, and numbers of devices that are not there."""
-    spec, fleet = submission.spec, submission.fleet
+    spec, fleet = submission.settled, submission.fleet
     placement = spec.placement
     shown = {device.rpartition("/")[2] for device in fleet.devices}
     meant: dict[str, list[str]] = {}
@@ -73,6 +74,7 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
     each = engine_gpus(spec.rollout.engine_options) if all_gpus(fleet.devices) else 1
     if gpus:
         yield from _on_gpus(spec)
+        yield from _weights(spec, fleet)
     if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
         yield from wrong
         return
@@ -113,6 +115,30 @@ def _engines(
     if spec.rollout.helpers:
         reason = f"a helper decodes on a rank's one GPU, and the engine spans {each}"
         yield problem("rollout.helpers", reason, f"set rollout.helpers: 0, or leave {SPAN} out")
+
+
+def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    """An engine whose weights alone are more than it takes of its GPUs."""
+    size, gpus, options = (
+        model_size(text_config(spec.model.path)),
+        gpus_of(spec, fleet),
+        spec.rollout.engine_options,
+    )
+    engine, each = spec.rollout.engine, engine_gpus(options)
+    if size is None or not gpus.memory_bytes or engine not in SPANNING:
+        return
+    weights, taken = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
+    if weights <= each * taken:
+        return
+    reason = f"weights of {weights / GIB:.1f} GiB are wanted on {each} GPU{'s' if each > 1 else ''}, of each of which "
+    reason += f"the engine takes {taken / GIB:.1f} of {gpus.memory_bytes / GIB:.0f} GiB"
+    fitting = [span for span in fitting_spans(engine, options, size, gpus) if span > 1]
+    fix = (
+        f"set one of {', '.join(map(str, fitting))}"
+        if fitting
+        else "take GPUs with more memory, or a smaller model"
+    )
+    yield problem(SPAN, reason, fix)
 
 
 def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:

@@ -5,14 +5,13 @@ Pure but for one read: a local model's config.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
+from headrace_schema.model_size import local_config, text_config
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN
 from headrace_coordinator.domain.devices.places import named_devices
@@ -39,6 +38,8 @@ class FleetView:
     """Devices that simulators see."""
     rollouts_see: Sequence[int] = ()
     """How many devices each rollout instance sees; empty: not known."""
+    gpu_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Memory of GPUs, where their instances know it."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
@@ -61,7 +62,8 @@ class FleetView:
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
-        return cls(capabilities, counts, list(hosts), hosts, simulate, see)
+        listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
+        return cls(capabilities, counts, list(hosts), hosts, simulate, see, read_gpu_memory(listed))
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""
@@ -126,22 +128,7 @@ def _head_size(path: str) -> int:
     return width // heads if type(width) is int and type(heads) is int and heads > 0 else 0
 
 
-def text_config(path: str) -> Mapping[str, Any]:
-    """A local model's configuration, of its language part; empty for an id, and for what a rule finds wrong."""
-    config = _config(path)
-    found = config.get("text_config", config)
-    return found if isinstance(found, dict) else {}
-
-
 def model_type(path: str) -> str:
     """The family of a local model, by its configuration; empty where `text_config` is."""
-    found = _config(path).get("model_type")
+    found = local_config(path).get("model_type")
     return found if isinstance(found, str) else ""
-
-
-def _config(path: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}

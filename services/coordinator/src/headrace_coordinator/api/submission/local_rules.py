@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace_schema.model_size import model_size, text_config
 from headrace_schema.openings import reply_model, role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.fleet_view import text_config
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data.dataset import WARMUP_BYTES
 from headrace_coordinator.trackers import tracker_problems
@@ -39,14 +39,27 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     for name, role in spec.environment.roles.items() if spec.environment else ():
         if role.path:
             yield from _model_directory(role_model(spec.model, role), f"environment.roles.{name}.path")
-    critic = spec.algorithm.options.get("critic_path")
-    if isinstance(critic, str) and critic:
-        yield from _model_directory(ModelSection(path=critic), "algorithm.options.critic_path")
+    drafts = spec.rollout.engine_options.get("speculative")
+    others = {
+        "algorithm.options.critic_path": spec.algorithm.options.get("critic_path"),
+        "rollout.engine_options.speculative.model": drafts.get("model") if isinstance(drafts, dict) else None,
+    }
+    for key, path in others.items():
+        if isinstance(path, str) and path:
+            yield from _model_directory(ModelSection(path=path), key)
 
 
 def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
-    """A number of GPUs among which a local model's attention heads cannot be divided."""
+    """Numbers of GPUs among which a local model's attention heads cannot be divided, and experts that it has not."""
     spec = submission.spec
+    shape, arguments = (
+        model_size(text_config(spec.model.path)),
+        spec.rollout.engine_options.get("engine_args"),
+    )
+    parallel = isinstance(arguments, dict) and arguments.get("enable_expert_parallel")
+    if parallel and shape is not None and not shape.expert_parameters:
+        key = "rollout.engine_options.engine_args.enable_expert_parallel"
+        yield problem(key, f"{spec.model.path!r} has no experts to divide", "leave it out")
     size = spec.rollout.engine_options.get("tensor_parallel_size")
     config = text_config(spec.model.path)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")

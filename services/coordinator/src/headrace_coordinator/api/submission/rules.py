@@ -14,6 +14,7 @@ from headrace_schema.workflow import REASONING
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
+from headrace_coordinator.api.submission.approximate import OFF_POLICY, drafted, quantised
 from headrace_coordinator.api.submission.device_rules import devices, instances
 from headrace_coordinator.api.submission.fleet_view import EXTRAS, model_type
 from headrace_coordinator.api.submission.submission import Submission
@@ -24,8 +25,6 @@ IN_FLIGHT = "inflight_update"
 """Feature of an engine whose answers go on with another version."""
 IMAGES = "images"
 """Feature of an engine that takes images in prompts."""
-OFF_POLICY = "off_policy"
-"""Feature of algorithms that correct for samples of older versions."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
 Rule = Callable[[Submission], Iterator[KeyProblemView]]
@@ -232,6 +231,8 @@ OF_FLEET: tuple[Rule, ...] = (engine, images, answers, names, staleness, options
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,
     local_rules.engine_heads,
+    quantised,
+    drafted,
     local_rules.data,
     local_rules.trackers,
     local_rules.fork,

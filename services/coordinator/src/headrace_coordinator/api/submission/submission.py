@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.gpu_defaults import Default, told, with_defaults
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.submission.approximate import correction
 from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine
 from headrace_coordinator.api.submission.foresight import foreseen
-from headrace_coordinator.api.submission.hardware_defaults import (
-    Default,
-    hardware_defaults,
-    told,
-    with_defaults,
-)
+from headrace_coordinator.api.submission.hardware_defaults import hardware_defaults
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.suites import Suite
 
@@ -88,7 +85,11 @@ class Submission:
 
     @cached_property
     def _defaults(self) -> list[Default]:
-        return hardware_defaults(self.spec, self.fleet)
+        return hardware_defaults(self.spec, self.engine, self.fleet)
+
+    @cached_property
+    def _corrections(self) -> list[Default]:
+        return correction(self.spec, self.fleet) if self.evaluated is None else []
 
     @property
     def engine(self) -> str:
@@ -99,10 +100,12 @@ class Submission:
     def note(self) -> str:
         """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
         seen = foreseen(self.spec, self.data) if isinstance(self.data, Dataset) and not self.evaluated else ""
-        return "; ".join(filter(None, (self._choice[1], told(self._defaults), seen)))
+        return "; ".join(filter(None, (self._choice[1], told([*self._defaults, *self._corrections]), seen)))
 
-    @property
+    @cached_property
     def settled(self) -> RunSpec:
-        """The spec with the engine in place of `auto`, and the defaults that its hardware has."""
+        """The spec with the engine in place of `auto`, the defaults that its hardware has, and TIS where due."""
         rollout = self.spec.rollout.model_copy(update={"engine": self.engine})
-        return with_defaults(self.spec.model_copy(update={"rollout": rollout}), self._defaults)
+        return with_defaults(
+            self.spec.model_copy(update={"rollout": rollout}), [*self._defaults, *self._corrections]
+        )

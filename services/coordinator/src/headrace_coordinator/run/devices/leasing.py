@@ -9,8 +9,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from headrace.common.v1 import common_pb2 as common
+
 from headrace_coordinator.domain.devices.leases import HELD, REPLY, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.assignment import assign_devices
@@ -18,6 +21,7 @@ from headrace_coordinator.run.simulators.leases import SimulatorLeases
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.weight_paths import sources_of
 
 
 class WorkerLeases:
@@ -115,7 +119,11 @@ class WorkerLeases:
         behind = [r for r in rollouts if not r.awake or r.installed != published.version.number]
         with self.moving():
             await gather_all(*(rollout.wake_weights() for rollout in behind))
-        installs = [rollout.install(published, in_flight=in_flight) for rollout in behind]
+        sources = self._sources(rollouts, behind, published)
+        installs = [
+            self._install(rollout, published, sources.get(rollout.incarnation, []), in_flight)
+            for rollout in behind
+        ]
         # One that fails beside answers is mended there: the others are not to stop theirs for it.
         for fault in await asyncio.gather(*installs, return_exceptions=in_flight) if in_flight else ():
             if isinstance(fault, BaseException):
@@ -123,6 +131,48 @@ class WorkerLeases:
         await gather_all(*(() if in_flight else installs))
         with self.moving():
             await gather_all(*(rollout.wake_cache() for rollout in behind))
+
+    async def prefetch(self, rollouts: Sequence[RolloutClient], published: Published) -> None:
+        """Rollouts receive a version while they make answers with the one before; what fails is only noted."""
+        working = [each for each in rollouts if each.awake and each.installed != published.version.number]
+        if published.files is not None or not working:
+            return
+        sources, number = self._sources(rollouts, working, published), published.version.number
+
+        async def bring(rollout: RolloutClient) -> None:
+            who = rollout.instance.instance
+            try:
+                found = await rollout.prefetch(published, sources.get(rollout.incarnation, []))
+            except (CallRefused, InstanceDown) as fault:
+                self.workers.note(f"{who} did not take version {number} beforehand: {fault}")
+            else:
+                self._note_other_ways(who, number, found)
+
+        await gather_all(*map(bring, working))
+
+    async def _install(
+        self,
+        rollout: RolloutClient,
+        published: Published,
+        sources: Sequence[common.WeightSource],
+        in_flight: bool,
+    ) -> None:
+        version, who = published.version.number, rollout.instance.instance
+        self._note_other_ways(who, version, await rollout.install(published, sources, in_flight=in_flight))
+
+    def _note_other_ways(self, who: str, number: int, failed: Sequence[str]) -> None:
+        for text in failed:
+            self.workers.note(f"{who} took version {number} in another way: {text}")
+
+    def _sources(
+        self, rollouts: Sequence[RolloutClient], behind: Sequence[RolloutClient], published: Published
+    ) -> dict[str, list[common.WeightSource]]:
+        """Whom each of those that are behind asks for a version; see `sources_of`."""
+        origin = self.workers.fleet.event_log.state.instances.get(published.source.incarnation)
+        if published.files is not None or origin is None:
+            return {}
+        holders = [each.instance for each in rollouts if each not in behind]
+        return sources_of([each.instance for each in behind], holders, published.source, origin.host)
 
     @contextmanager
     def moving(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import carries_no_loss, identities
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.trajectories import Trajectories, told
+from headrace_coordinator.run.workers.rollout_client import weight_figures
 
 
 def certify(
@@ -137,7 +138,7 @@ def step_view(
         filtered=sum(slot.reason == FILTERED for slot in slots),
         refilled=certificate.refilled,
         max_staleness=certificate.max_staleness,
-        figures=dict(response.figures),
+        figures={**response.figures, **weight_figures(context.workers.rollouts)},
     )
 
 

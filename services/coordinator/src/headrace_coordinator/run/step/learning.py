@@ -193,6 +193,8 @@ def learned(attempt: AttemptState, response: trainer.LearnResponse) -> list[int]
             accumulated.append(prompt)
         else:
             name = trainer.GroupDisposition.Name(outcome.disposition).removeprefix("GROUP_DISPOSITION_")
+            if outcome.disposition == trainer.GROUP_DISPOSITION_NONFINITE:
+                attempt.context.recording.fails(f"prompt {prompt} was NONFINITE: {outcome.detail}")
             attempt.drop(prompt, "ABANDONED" if name == "STALE" else name, outcome.detail)
     return accumulated
 

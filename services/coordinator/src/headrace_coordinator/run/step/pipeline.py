@@ -145,10 +145,14 @@ class Pipeline:
         await self._install_between(published, abort=how != "drain")
 
     async def _install_between(self, published: Published, *, abort: bool) -> None:
-        """Installs where no answer is being made: those in hand end before it, or go on after it."""
+        """Installs where no answer is being made: those in hand end before it, or go on after it.
+
+        The weights come while answers are still made: what stands still waits for the swap alone.
+        """
         assert self._generation is not None
         number = published.version.number
         behind = [w for w in self.context.workers.rollouts if not w.awake or w.installed != number]
+        await self.context.leases.prefetch(behind, published)
         try:
             await self._generation.hold_back(behind, abort=abort)
             await self.context.placement.add_rollout(published)

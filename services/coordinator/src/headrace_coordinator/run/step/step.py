@@ -6,6 +6,7 @@ import asyncio
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import StepView
+from headrace_schema.sections.generating import quantized
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -24,6 +25,8 @@ PROJECT_AFTER_S = 0.001
 """So that both calls are on their way before the views are made."""
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
+QUANTISED_BOUND = 0.3
+"""The same where the engine computes with fewer bits than the trainer."""
 FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
 """Mean KL between two computations of one model that rounding explains."""
 
@@ -68,6 +71,7 @@ class Step:
             response, published = await under_lease(self._context, lambda: self._decision(opened))  # noqa: B023
             if published is not None:
                 return published
+            self._context.recording.fails(trainer.CommitResult.Name(response.result))
             self._nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if self._nonfinite >= STEP_ATTEMPTS:
@@ -192,18 +196,21 @@ class Step:
         found = certificate.log_prob_mismatch_mean
         if not self._context.agreement_due or found is None or certificate.max_staleness:
             return
-        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
+        spec = self._context.spec
+        what = quantized(spec.rollout.engine_options)
+        bound = QUANTISED_BOUND if what else MISMATCH_BOUND[spec.model.dtype]
         if not found <= bound:
             raise RunFailed(
                 f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} over "
                 f"{certificate.log_prob_compared_tokens} tokens of step {certificate.ordinal}, the first since the "
-                f"start or resume, above {bound} for {self._context.spec.model.dtype}; they do not compute the "
+                f"start or resume, above {bound} for {what or spec.model.dtype}; they do not compute the "
                 "same model"
             )
         self._context.agreement_due = False
         self._context.note(
             f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
+            f"{f', the engine with {what}' if what else ''}"
         )
 
     def _mismatch_is_bounded(self, certificate: ev.Certificate) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,47 @@ def _parts(slots: Iterable[SlotKey]) -> Iterator[list[SlotKey]]:
         yield part
 
 
+def _tried(fallback: str) -> str:
+    """Which transport from whom, of a text such as "shm from INCARNATION: REASON"."""
+    return fallback.partition(": ")[0]
+
+
+@dataclass
+class Arrivals:
+    """How versions came to a rollout since the last step: sums, and the longest seconds."""
+
+    versions: int = 0
+    moved_bytes: int = 0
+    fallbacks: int = 0
+    transfer_s: float = 0.0
+    pause_s: float = 0.0
+
+    def add(self, response: rollout.InstallPolicyResponse) -> None:
+        """Counts one."""
+        self.pause_s = max(self.pause_s, response.pause_time.ToNanoseconds() / 1e9)
+        if response.transport == common.WEIGHT_TRANSPORT_UNSPECIFIED:
+            return  # it had it
+        self.versions += 1
+        self.moved_bytes += response.bytes_moved
+        self.fallbacks += len(response.fallbacks)
+        self.transfer_s = max(self.transfer_s, response.transfer_time.ToNanoseconds() / 1e9)
+
+
+def weight_figures(rollouts: Iterable[RolloutClient]) -> dict[str, float]:
+    """The figures of a step about the versions that its rollouts took since the last one; they begin anew."""
+    found = [each.weights for each in rollouts if each.weights.versions]
+    for each in rollouts:
+        each.weights = Arrivals()
+    if not found:
+        return {}
+    return {
+        "weights_bytes": float(sum(each.moved_bytes for each in found)),
+        "weights_fallbacks": float(sum(each.fallbacks for each in found)),
+        "weights_seconds": max(each.transfer_s for each in found),
+        "weights_pause_seconds": max(each.pause_s for each in found),
+    }
+
+
 @dataclass
 class RolloutClient(WorkerClient):
     """A rollout of one run."""
@@ -41,6 +82,9 @@ class RolloutClient(WorkerClient):
     """Pools of environments that answer no more, as it says."""
     lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
     """Instances that reply no more, as it says."""
+    weights: Arrivals = field(default_factory=Arrivals)
+    _failing: set[str] = field(default_factory=set)
+    """Which transport from whom failed for the last version."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
@@ -50,17 +94,49 @@ class RolloutClient(WorkerClient):
         self.max_context_tokens = response.max_context_tokens
         self.endpoint_url = response.endpoint_url
 
-    async def install(self, published: Published, *, in_flight: bool = False) -> None:
-        """Compare-and-set to a version; `in_flight`: samples that are being made go on with it."""
+    async def install(
+        self,
+        published: Published,
+        sources: Sequence[common.WeightSource] = (),
+        *,
+        in_flight: bool = False,
+    ) -> list[str]:
+        """Compare-and-set to a version; `in_flight`: samples that are being made go on with it.
+
+        `sources` are whom it asks, best first; none: the trainer. Returns which transports from whom failed that did
+        not fail for the version before, with the reason.
+        """
         request = rollout.InstallPolicyRequest(version=published.version, in_flight=in_flight)
         if published.files is not None:
             request.files.CopyFrom(published.files)
-        else:
+        response = await self._take(request, published, sources)
+        self.installed, self.digest = published.version.number, response.version.digest
+        return self._newly_failing(response)
+
+    async def prefetch(self, published: Published, sources: Sequence[common.WeightSource] = ()) -> list[str]:
+        """Has it receive a version while it goes on with the one it has; `install` moves no byte then."""
+        request = rollout.InstallPolicyRequest(version=published.version, prefetch=True)
+        return self._newly_failing(await self._take(request, published, sources))
+
+    async def _take(
+        self,
+        request: rollout.InstallPolicyRequest,
+        published: Published,
+        sources: Sequence[common.WeightSource],
+    ) -> rollout.InstallPolicyResponse:
+        if published.files is None:
             request.manifest.CopyFrom(published.manifest)
-            request.sources.append(published.source)
+            request.sources.extend(sources or [published.source])
         # The first one waits for the engine's start, which may take minutes.
         response: rollout.InstallPolicyResponse = await self.call("InstallPolicy", request, LOAD_S)
-        self.installed, self.digest = published.version.number, response.version.digest
+        self.weights.add(response)
+        return response
+
+    def _newly_failing(self, response: rollout.InstallPolicyResponse) -> list[str]:
+        if response.transport == common.WEIGHT_TRANSPORT_UNSPECIFIED:
+            return []
+        before, self._failing = self._failing, {_tried(text) for text in response.fallbacks}
+        return [text for text in response.fallbacks if _tried(text) not in before]
 
     def generate(
         self, opening: Opening, assignments: AsyncIterator[rollout.AssignGroups], timeout: float

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import load_architecture
+from headrace_schema.model_size import model_size
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
 from headrace_rollout.engines.hosted.engine import HostedEngine
-from headrace_rollout.engines.hosted.options import check_heads, deadlines_of
+from headrace_rollout.engines.hosted.options import KEY, check_draft, check_heads, deadlines_of
 from headrace_rollout.engines.sglang.options import SglangOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
 
@@ -26,6 +29,11 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
         from headrace_rollout.engines.vllm.backend import VllmBackend
     check_extra(options.engine_args)
     check_heads(options.tensor_parallel_size, config.model)
+    check_draft(options.speculative, config.model)
+    size = model_size(load_architecture(config.model).get_text_config().to_dict())
+    if options.quantization == "int8" and size is not None and not size.expert_parameters:
+        reason = f"int8 is of experts alone in vLLM, and {config.model.path!r} has none"
+        raise PluginError([KeyProblem(f"{KEY}.quantization", reason, "set fp8, or leave it out")])
     _check_no_gguf(config, "rollout.engine: vllm reads no GGUF; give a directory of its own")
     return HostedEngine(VllmBackend(config, options), config, deadlines_of(options))
 
@@ -37,9 +45,18 @@ def build_sglang(options: SglangOptions, config: EngineConfig) -> Engine:
         from headrace_rollout.engines.sglang.backend import SglangBackend
     check_extra(options.engine_args)
     check_heads(options.tensor_parallel_size, config.model)
+    if options.speculative is not None and not _samples_drafts():
+        reason = (
+            "without an NVIDIA GPU SGLang takes the likeliest token where it checks drafts, and samples none"
+        )
+        raise PluginError([KeyProblem(f"{KEY}.speculative", reason, "leave it out")])
     installs = "rollout.engine: sglang installs weights into a directory's own architecture"
     _check_no_gguf(config, f"{installs}; give a directory with config.json")
     return HostedEngine(SglangBackend(config, options), config, deadlines_of(options))
+
+
+def _samples_drafts() -> bool:
+    return torch.cuda.is_available() and torch.version.hip is None
 
 
 @contextmanager

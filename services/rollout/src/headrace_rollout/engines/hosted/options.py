@@ -6,15 +6,45 @@ Knows no engine: instances without it validate them all the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_servicekit.problems import KeyProblem, nearest
 from headrace_servicekit.registry import Options, PluginError
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from headrace_rollout.engines.hosted.backend import Deadlines, Start
+
+
+class Speculation(Options):
+    """Tokens that are drafted and then checked by the policy: what is sampled has its distribution all the same."""
+
+    method: Literal["ngram", "draft"] = Field(
+        description="ngram: what came behind the last tokens where the sequence had them before; draft: what a smaller "
+        "model with the same vocabulary says"
+    )
+    tokens: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=4, description="tokens that are drafted at once"
+    )
+    longest_match: PositiveInt = Field(default=4, description="ngram: most last tokens that are looked for")
+    shortest_match: PositiveInt = Field(
+        default=1, description="ngram: fewest last tokens that are looked for"
+    )
+    model: str = Field(
+        default="", description="draft: Hugging Face id or local directory of the smaller model"
+    )
+    revision: str | None = Field(default=None, description="draft: revision of a Hugging Face id")
+
+    @model_validator(mode="after")
+    def _of_its_method(self) -> Self:
+        if (self.method == "draft") != bool(self.model):
+            raise ValueError("model: method: draft needs one and ngram has none; give it, or leave it out")
+        if self.method == "draft" and (idle := self.model_fields_set & {"longest_match", "shortest_match"}):
+            raise ValueError(f"{min(idle)}: has no effect with method: draft; leave it out")
+        if self.shortest_match > self.longest_match:
+            raise ValueError(f"shortest_match: {self.shortest_match} is above longest_match; swap them")
+        return self
 
 
 class HostedOptions(Options):
@@ -26,6 +56,9 @@ class HostedOptions(Options):
         "size); default: 1",
     )
     enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
+    speculative: Speculation | None = Field(
+        default=None, description="draft tokens and check several at once; default: one token after the other"
+    )
     start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
     install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
     silence_timeout_s: PositiveFloat = Field(
@@ -53,10 +86,12 @@ def check_names(
     fixed: Set[str],
     engine: str,
     listed_in: str,
+    refused: Mapping[str, tuple[str, str]] | None = None,
 ) -> None:
     """Checks `engine_args`; raises PluginError with a problem for each name that cannot stand there.
 
-    `own`: names that another setting decides, and which; `fixed`: those that Headrace sets; `known`: the engine's.
+    `own`: names that another setting decides, and which; `fixed`: those that Headrace sets; `known`: the engine's;
+    `refused`: what is not offered, with reason and fix.
     """
     names = sorted(known)
     problems = []
@@ -64,6 +99,8 @@ def check_names(
         key = f"{KEY}.engine_args.{name}"
         if name in own:
             problems.append(KeyProblem(key, "another setting decides it", f"set {own[name]}"))
+        elif refused is not None and name in refused:
+            problems.append(KeyProblem(key, *refused[name]))
         elif name in fixed:
             problems.append(KeyProblem(key, "Headrace sets it itself", "leave it out"))
         elif name not in names:
@@ -72,6 +109,37 @@ def check_names(
             problems.append(KeyProblem(key, f"{engine} has no such argument", fix))
     if problems:
         raise PluginError(problems)
+
+
+SEVERAL_HOSTS = (
+    "an engine stays on one host, whose memory its processes map a version from",
+    "use sizes that the GPUs of one host suffice for; rollout.instances spreads engines over hosts",
+)
+"""Reason and fix where one engine is asked for on several hosts."""
+_INSIDE = (
+    "engines beside each other are instances, each with devices of its own",
+    "set rollout.instances; experts are divided over an engine's devices by enable_expert_parallel",
+)
+
+
+def refused_parallelism(several_hosts: Iterable[str], inside: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Arguments by which an engine would span hosts, or hold several engines `inside`, with reason and fix."""
+    return dict.fromkeys(several_hosts, SEVERAL_HOSTS) | dict.fromkeys(inside, _INSIDE)
+
+
+def check_draft(speculation: Speculation | None, model: ModelSection) -> None:
+    """Raises PluginError where a draft model has another vocabulary than the policy, and ModelNotReadable."""
+    if speculation is None or not speculation.model:
+        return
+    given = {"path": speculation.model, "revision": speculation.revision, "gguf_file": None}
+    own, draft = (
+        int(load_architecture(each).get_text_config().vocab_size)
+        for each in (model, model.model_copy(update=given))
+    )
+    if own != draft:
+        reason = f"{speculation.model} has a vocabulary of {draft} tokens and {model.path} one of {own}"
+        fix = "name a model of the same family, or set method: ngram"
+        raise PluginError([KeyProblem(f"{KEY}.speculative.model", reason, fix)])
 
 
 def parallel_size(wanted: int | None, start: Start, stages: int = 1) -> int:

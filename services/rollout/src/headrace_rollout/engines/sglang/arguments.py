@@ -11,8 +11,13 @@ from sglang.srt.server_args import ServerArgs
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
-from headrace_rollout.engines.hosted.options import check_names, parallel_size
-from headrace_rollout.engines.sglang.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, SglangOptions
+from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size
+from headrace_rollout.engines.sglang.options import (
+    FIXED_ARGUMENTS,
+    OWN_ARGUMENTS,
+    REFUSED_ARGUMENTS,
+    SglangOptions,
+)
 
 LOADER = "headrace_rollout.engines.sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
@@ -29,6 +34,7 @@ def check_extra(arguments: Mapping[str, Any]) -> None:
         fixed=FIXED_ARGUMENTS,
         engine="SGLang",
         listed_in="ServerArgs",
+        refused=REFUSED_ARGUMENTS,
     )
 
 
@@ -63,7 +69,18 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "incremental_streaming_output": True,
         "log_level": "warning",
     }
-    return {**arguments, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
+    drafted = drafting(options.speculative) if options.speculative else {}
+    return {**arguments, **drafted, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
+
+
+def drafting(speculation: Speculation) -> dict[str, Any]:
+    """One chain of drafted tokens, from what the sequences had before."""
+    return {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": speculation.tokens + 1,  # with the token that they follow
+        "speculative_ngram_max_bfs_breadth": 1,
+        "speculative_ngram_max_trie_depth": speculation.longest_match + speculation.tokens,
+    }
 
 
 CPU_ARGUMENTS: dict[str, Any] = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_modelkit.devices import variables_for
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
@@ -241,9 +241,4 @@ def _variables(start: Start) -> Mapping[str, str]:
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
-    gpus = [device for device in start.devices if device.type == "cuda"]
-    if not gpus:
-        return {**variables, "SGLANG_USE_CPU_ENGINE": "1"}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
-    return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(names[device.index or 0] for device in gpus)}
+    return variables | (variables_for(start.devices) or {"SGLANG_USE_CPU_ENGINE": "1"})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
-from headrace_rollout.engines.hosted.options import HostedOptions
+from headrace_rollout.engines.hosted.options import HostedOptions, refused_parallelism
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",
@@ -19,18 +19,18 @@ OWN_ARGUMENTS = {
     "mem_fraction_static": "rollout.engine_options.memory_fraction",
     "max_total_tokens": "rollout.engine_options.kv_cache_tokens",
     "disable_cuda_graph": "rollout.engine_options.enforce_eager",
+    "dp_size": "rollout.instances",
+    "speculative_algorithm": "rollout.engine_options.speculative",
+    "speculative_num_draft_tokens": "rollout.engine_options.speculative",
 }
 """Arguments that other settings of the run decide."""
 FIXED_ARGUMENTS = frozenset(
     {
         "custom_weight_loader",
         "device",
-        "dp_size",
         "enable_memory_saver",
         "incremental_streaming_output",
         "load_format",
-        "nnodes",
-        "node_rank",
         "pp_size",
         "sampling_defaults",
         "sampling_mask_max_tokens",
@@ -40,6 +40,18 @@ FIXED_ARGUMENTS = frozenset(
     }
 )
 """Arguments that the install protocol and the log-probs rely on."""
+
+
+REFUSED_ARGUMENTS = {
+    **refused_parallelism(
+        several_hosts=("nnodes", "node_rank", "dist_init_addr"), inside=("enable_dp_attention",)
+    ),
+    "quantization": (
+        "SGLang cannot put a new version into weights that it has quantised",
+        "leave it out, or use rollout.engine: vllm, which can",
+    ),
+}
+"""What is not offered, with reason and fix."""
 
 
 class SglangOptions(HostedOptions):
@@ -55,3 +67,11 @@ class SglangOptions(HostedOptions):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="further fields of SGLang's ServerArgs, by name"
     )
+
+    @model_validator(mode="after")
+    def _ngram(self) -> Self:
+        if self.speculative is not None and self.speculative.method == "draft":
+            raise ValueError(
+                "speculative: a draft model of SGLang does not outlast that its memory is suspended; set method: ngram"
+            )
+        return self

@@ -12,8 +12,14 @@ from vllm import AsyncEngineArgs
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
-from headrace_rollout.engines.hosted.options import check_names, parallel_size
-from headrace_rollout.engines.vllm.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, VllmOptions
+from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size
+from headrace_rollout.engines.vllm.options import (
+    FIXED_ARGUMENTS,
+    OWN_ARGUMENTS,
+    REFUSED_ARGUMENTS,
+    SCHEMES,
+    VllmOptions,
+)
 
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
@@ -31,6 +37,7 @@ def check_extra(arguments: Mapping[str, Any]) -> None:
         fixed=FIXED_ARGUMENTS,
         engine="vLLM",
         listed_in="AsyncEngineArgs",
+        refused=REFUSED_ARGUMENTS,
     )
 
 
@@ -66,18 +73,40 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": TRANSFER},
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
+        **({"quantization": SCHEMES[options.quantization]} if options.quantization else {}),
+        **(drafting(options.speculative, on_gpu=on_gpu) if options.speculative else {}),
         **{
             "disable_log_stats": True,
-            **({} if on_gpu else whole_prefills(config, context)),
+            **({} if on_gpu else whole_prefills(config, options, context)),
             **options.engine_args,
         },
     )
 
 
-def whole_prefills(config: EngineConfig, context: int) -> dict[str, Any]:
+def drafting(speculation: Speculation, *, on_gpu: bool) -> dict[str, Any]:
+    """Drafts, and their check by vLLM's rejection sampler, which keeps the policy's distribution."""
+    drafted: dict[str, Any] = {"num_speculative_tokens": speculation.tokens}
+    if speculation.method == "ngram":
+        matches = {
+            "prompt_lookup_max": speculation.longest_match,
+            "prompt_lookup_min": speculation.shortest_match,
+        }
+        return {"speculative_config": {"method": "ngram", **drafted, **matches}}
+    # The draft model is no policy: it is read from its own files, and stays where the policy's weights are discarded.
+    own: dict[str, Any] = {
+        "model": speculation.model,
+        "revision": speculation.revision,
+        "draft_load_config": {"load_format": "auto"},
+    }
+    kept = {"sleep_preserve_parameter_names": ["draft.*"]} if on_gpu else {}
+    return {"speculative_config": {"method": "draft_model", **drafted, **own}, **kept}
+
+
+def whole_prefills(config: EngineConfig, options: VllmOptions, context: int) -> dict[str, Any]:
     """What keeps a CPU from prefilling a prompt in parts.
 
     vLLM 0.32 sets a seeded request's generator back after a part, which a CPU's cannot do: the engine would end.
     """
-    tokens = max(CPU_BATCH_TOKENS, context, config.max_concurrency)
+    drafted = options.speculative.tokens if options.speculative else 0
+    tokens = max(CPU_BATCH_TOKENS, context, config.max_concurrency * (1 + drafted))
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}

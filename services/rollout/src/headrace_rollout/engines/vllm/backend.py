@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
@@ -290,11 +291,7 @@ def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str,
     if all(device.type != "cuda" for device in start.devices):
         # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
         variables["TORCHDYNAMO_DISABLE"] = "1"
-    if gpus := [device for device in start.devices if device.type == "cuda"]:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[device.index or 0] for device in gpus)
-    return variables
+    return variables | variables_for(start.devices)
 
 
 @contextmanager

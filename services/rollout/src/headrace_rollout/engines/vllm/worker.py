@@ -29,6 +29,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
 
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
@@ -106,10 +109,11 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
         self._attempt(self._finish)
 
     def _begin(self) -> None:
-        self._wanted = {name for name, _ in self.model.named_parameters()}
         if self.device.type == "cpu":
             _pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
+        # As the loader fills them: of a quantised layer the weight, and not the scales that are made of it.
+        self._wanted = {name for name, _ in self.model.named_parameters()}
 
     def _finish(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -150,6 +154,23 @@ def _pack_heads(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+def _expand(
+    output: Tensor,
+    input_val: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: int | None = None,  # as vLLM calls it
+) -> None:
+    """A value a request as one for each of its drafted tokens, on a CPU.
+
+    vLLM 0.32 writes them to a copy there: drafts would be checked against temperatures that nobody has set.
+    """
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    values = torch.where(input_val == replace_from, replace_to, input_val)
+    output.copy_(values.repeat_interleave(counts))
+
+
 def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
     for name, dtype, shape, offset, size, _ in entries:
         kind = getattr(torch, dtype)
@@ -174,6 +195,8 @@ def _end_with_owner() -> None:
 
 
 _end_with_owner()
+if current_platform.is_cpu() and not HAS_TRITON:
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
 WeightTransferEngineFactory.register_engine(TRANSFER, SharedMemoryTransfer)
 
 

@@ -230,8 +230,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         return layout
 
     @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.weights()
+    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.weights(self._dtype if published else None)
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.host_copies import HostCopies
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
 from headrace_trainer.backends.shared.distributing import Place
@@ -68,6 +69,7 @@ class ShardedModel:
         self.layout = layout
         self._on_host = layout.offload == "parameters"
         self._experts = experts
+        self._copies = HostCopies(ranks.device)
         self.policy = policy
         self.model = policy.model
         mixed = MixedPrecisionPolicy(
@@ -232,14 +234,26 @@ class ShardedModel:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
         return self._whole(name, shard).cpu()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the policy, whole, adapters merged, on the leader's CPU; all ranks exhaust it.
 
-        Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host.
+        Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host. With
+        `dtype`, parameters that travel between ranks or from a device are cast to it before; what comes from a device
+        holds until the next one is asked for then.
         """
+        found = self._wholes(dtype)
+        if not self._ranks.leads:
+            return found
+        if dtype is not None and self._ranks.device.type == "cuda":
+            return self._copies.of(found)
+        return ((name, whole.cpu()) for name, whole in found)
+
+    def _wholes(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        travels = self._ranks.world_size > 1 or self._ranks.device.type != "cpu"
         for name in self.weight_names:
-            whole = self.weight(name)
-            yield name, whole.cpu() if self._ranks.leads else whole
+            # A merge is made of fp32 wholes, to the same bits on every layout.
+            cast = dtype if travels and name in self.parameters and not self.is_adapted(name) else None
+            yield name, self.weight(name) if cast is None else self._whole(name, dtype=cast)
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""
@@ -262,12 +276,13 @@ class ShardedModel:
         """What a forward on this rank takes of a whole tensor: all of it, or of divided experts' its own."""
         return self._experts.own(whole) if self._experts and name in self._divided else whole
 
-    def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
-        """As `gather`, where it is computed with."""
+    def _whole(self, name: str, shard: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As `gather`, where it is computed with; of a parameter's shards, cast to `dtype` before they travel."""
         if name in self.buffers:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
+        local = local if dtype is None else local.to(dtype)
         local = local.to(self._ranks.device)  # what lies on the host travels over the device's network
         if self._ranks.world_size == 1:
             return local

@@ -134,7 +134,7 @@ class MegatronModels(LanguageModel):
         return [(name, published, shape) for name, shape in self._model.architecture.shapes.items()]
 
     @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         return self._model.gather(self._model.shards.masters())
 
     @override

@@ -166,7 +166,7 @@ class WholeRobot(RobotBackend):
         return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in layout]
 
     @override
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.detach().cpu()) for name, tensor in state_tensors(self._policy))
 
     @override

@@ -14,6 +14,7 @@ from headrace_planner.explaining import explain
 from headrace_schema.problems import as_views
 from headrace_schema.resources.fleet import HealthView
 from headrace_schema.resources.views import RunView
+from headrace_servicekit.rpc.tls import AUTHORITY, tls_dir
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from headrace_coordinator.api.reading.reads import Reads
     from headrace_coordinator.app import Coordinator
 
+PEM = "application/x-pem-file"
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.
 
 
@@ -40,6 +42,14 @@ def service_routes(coordinator: Coordinator) -> APIRouter:
         response = view_response(health)
         response.status_code = 200 if health.status == "ok" else 503
         return response
+
+    @routes.get("/ca.pem", include_in_schema=False)
+    async def get_authority() -> Response:
+        """What this fleet's certificates come from; who has its fingerprint can trust it. Needs no token."""
+        folder = tls_dir()
+        if folder is None:
+            return Response(status_code=404)
+        return Response(await asyncio.to_thread((folder / AUTHORITY).read_bytes), media_type=PEM)
 
     @routes.get("/metrics", response_class=Response)
     async def get_metrics() -> Response:

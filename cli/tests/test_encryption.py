@@ -1,0 +1,143 @@
+"""An encrypted fleet: what keeps a client or a host out is named."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import ssl
+import subprocess
+import sys
+import threading
+
+import pytest
+from headrace.client import Client, HeadraceError
+from headrace_cli.errors import CommandError
+from headrace_cli.launcher.encryption import make_files, take_files, trust
+from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc import certificates
+
+
+@pytest.fixture
+def https():
+    """`https(folder)` is the port of a server that shows the certificate in a folder."""
+    servers = []
+
+    def serve(folder):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write((folder / "ca.pem").read_bytes() if self.path == "/ca.pem" else b"{}")
+
+            def log_message(self, *words):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "host.pem", folder / "host-key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server.server_address[1]
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def refusal(url, ca_file=None):
+    with pytest.raises(HeadraceError) as caught, Client(url, "t", patience_s=0, ca_file=ca_file) as client:
+        client.list()
+    assert caught.value.reason == "TLS"
+    return caught.value.message
+
+
+def test_why_a_coordinator_is_not_trusted(https, tmp_path, monkeypatch):
+    for name in "abc":
+        monkeypatch.setattr(certificates, "HOST_DAYS", -0.5 if name == "b" else 100)
+        make_files(tmp_path / name, "127.0.0.1")
+    port = https(tmp_path / "a")
+    url = f"https://127.0.0.1:{port}"
+    assert "HEADRACE_CA_FILE" in refusal(url) and "another authority" in refusal(url, tmp_path / "c/ca.pem")
+    assert "has expired" in refusal(f"https://127.0.0.1:{https(tmp_path / 'b')}", tmp_path / "b/ca.pem")
+    assert "for another name" in refusal(f"https://127.0.0.2:{port}", tmp_path / "a/ca.pem")
+    assert "write https:" in refusal(f"http://127.0.0.1:{port}")
+    assert "cannot be read as certificates" in refusal(url, tmp_path / "a/host-key.pem")
+
+
+def test_a_plain_coordinator_is_told_from_an_encrypted_one(coordinator, tmp_path):
+    make_files(tmp_path, "127.0.0.1")
+    assert "write http:" in refusal(coordinator.url.replace("http:", "https:"), tmp_path / "ca.pem")
+
+
+def test_a_fingerprint_decides_what_is_trusted(https, tmp_path):
+    pin = make_files(tmp_path / "head", "127.0.0.1")
+    url = f"https://127.0.0.1:{https(tmp_path / 'head')}"
+    spelled = ":".join(pin[place : place + 2] for place in range(0, 64, 2)).upper()
+    assert trust(tmp_path / "x", url, None, spelled).read_bytes() == (tmp_path / "head/ca.pem").read_bytes()
+    with pytest.raises(CommandError, match=f"shows {pin}, not 00") as other:
+        trust(tmp_path / "y", url, None, "00" * 32)
+    assert other.value.exit_code == 2 and not (tmp_path / "y/ca.pem").exists()
+    with pytest.raises(CommandError, match="no certificate in PEM"):
+        trust(tmp_path / "y", url, tmp_path / "head/host-key.pem", "")
+
+
+def test_files_of_ones_own_are_checked(tmp_path):
+    make_files(tmp_path / "own", "127.0.0.1")
+    take_files(tmp_path / "own", tmp_path / "data", "127.0.0.1")
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == [
+        "ca.pem",
+        "host-key.pem",
+        "host.pem",
+    ]
+    with pytest.raises(CommandError, match=r"not for 10\.0\.0\.1") as refused:
+        take_files(tmp_path / "own", tmp_path / "data", "10.0.0.1")
+    assert refused.value.exit_code == 2
+
+
+def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
+    def say(folder, *arguments):
+        command = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(tmp_path / folder)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+
+    none = ("--rollout", "0", "--trainer", "0", "--simulator", "0", "--json")
+    port = str(free_port())
+    try:
+        up = say("head", "up", "--tls", "--port", port, "--reward", "1", *none)
+        assert up.returncode == 0, up.stdout
+        assert json.loads(up.stdout)["url"] == f"https://127.0.0.1:{port}"
+        pin = up.stderr.partition("fingerprint: ")[2].split()[0]
+        options = ("--token-file", str(tmp_path / "head/token"), "--name", "b", "--reward", "1", *none)
+        plain = say("b", "join", f"127.0.0.1:{port}", *options)
+        assert plain.returncode == 2 and "is encrypted" in plain.stdout and "--fingerprint" in plain.stdout
+        wrong = say(
+            "b",
+            "join",
+            f"127.0.0.1:{port}",
+            *options[2:],
+            "--fingerprint",
+            pin,
+            "--token-file",
+            str(tmp_path / "head/http-token"),
+        )
+        assert wrong.returncode == 2 and "--token-file" in wrong.stdout, wrong.stdout
+        joined = say("b", "join", f"127.0.0.1:{port}", *options, "--fingerprint", pin)
+        assert joined.returncode == 0, joined.stdout
+
+        with Client(
+            f"https://127.0.0.1:{port}",
+            (tmp_path / "head/http-token").read_text(),
+            ca_file=tmp_path / "b/tls/ca.pem",
+        ) as client:
+            deadline = threading.Event()
+            for _ in range(300):
+                names = {item.name for item in client.instances() if item.state == "READY"}
+                if names == {"reward-0", "reward-0.b"}:
+                    break
+                deadline.wait(0.1)
+            else:
+                pytest.fail(f"not both are ready: {names}")
+    finally:
+        for folder in ("b", "head"):
+            say(folder, "down")

@@ -1,0 +1,173 @@
+"""What a spec leaves out and its GPUs decide: an engine's sizes and shares, and the size of a forward, with reasons.
+
+Follows from the GPU's memory and the model's configuration, as far as they are known. On CPU slots nothing is decided
+here: the sections' own defaults stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_schema.model_size import ModelSize, model_size
+from headrace_schema.sections.generating import engine_gpus
+from headrace_schema.spec import RunSpec
+
+GIB = 2**30
+SPANNING = ("vllm", "sglang")
+"""Engines one of which may span several GPUs."""
+CONCURRENCY, FEWEST_ROWS, MOST_ROWS = 256, 16, 1024
+"""Sequences decoded together: where the cache is not known, and at least and most where it is."""
+MOST_SHARE, RESERVED_BYTES, RESERVED_SHARE = 0.92, 8 * GIB, 0.15
+"""Of a GPU's memory: the most that an engine takes, and what it leaves to contexts and to a trainer that waits."""
+BUILT_IN_SHARE, SGLANG_SHARE = 0.8, 0.8
+WEIGHTS_SHARE = 0.6
+"""Of what an engine takes, the most that its weights should have."""
+WORKSPACE = 0.1
+"""Of what an engine takes: activations and captured graphs."""
+ACTIVATION_BYTES, ACTIVATION_SHARE = 16 * GIB, 0.2
+"""For a forward's activations, where the GPU's memory is not known and where it is."""
+ACTIVATIONS = 34
+"""Bytes a token, layer and unit of width that a bf16 forward keeps for its backward (Korthikanti et al., 2022)."""
+CHECKPOINTED = 4
+"""The same where layers are computed again: their inputs alone, and one layer's whole."""
+FEWEST_TOKENS, MOST_TOKENS = 2048, 16_384
+SPAN = "rollout.engine_options.tensor_parallel_size"
+
+
+@dataclass(frozen=True)
+class Default:
+    """A key that was left out, the value that it gets, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What a run may generate and learn on. 0 where it is not known."""
+
+    memory_bytes: int = 0
+    """Of the smallest of them."""
+    seen: int = 0
+    """Most that one rollout instance sees."""
+
+
+def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gpus) -> list[Default]:
+    """Defaults of a language model's run on GPUs, of keys that its spec does not name. `config`: the model's, or {}."""
+    size, found = model_size(config), []
+    options = dict(spec.rollout.engine_options)
+    if engine == "vllm" and gpus.memory_bytes and "gpu_memory_utilization" not in options:
+        share = engine_share(gpus.memory_bytes)
+        left = (1 - share) * gpus.memory_bytes / GIB
+        why = (
+            f"it leaves {left:.1f} of {gpus.memory_bytes / GIB:.0f} GiB to contexts and a trainer that waits"
+        )
+        found.append(Default("rollout.engine_options.gpu_memory_utilization", share, why))
+        options["gpu_memory_utilization"] = share
+    # A helper decodes on a rank's one GPU: beside them no engine spans several.
+    span = None if size is None or spec.rollout.helpers else _span(engine, options, size, gpus)
+    if span is not None:
+        found.append(span)
+        options["tensor_parallel_size"] = span.value
+    if "max_concurrency" not in spec.rollout.model_fields_set:
+        found.append(_rows(spec, engine, options, size, gpus))
+    if "micro_batch_tokens" not in spec.trainer.model_fields_set:
+        found.append(_tokens(spec, config, gpus))
+    return found
+
+
+def engine_share(memory_bytes: int) -> float:
+    """The part of a GPU's memory that an engine takes.
+
+    >>> [engine_share(gib * 2**30) for gib in (24, 40, 80, 141)]
+    [0.85, 0.85, 0.9, 0.92]
+    """
+    reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
+    return min(MOST_SHARE, round(1 - reserved / memory_bytes, 2))
+
+
+def room(engine: str, options: Mapping[str, Any], gpus: Gpus) -> float:
+    """Bytes of one GPU that an engine takes."""
+    named = options.get({"vllm": "gpu_memory_utilization", "sglang": "memory_fraction"}.get(engine, ""))
+    own = {"vllm": engine_share(gpus.memory_bytes), "sglang": SGLANG_SHARE}.get(engine, BUILT_IN_SHARE)
+    return gpus.memory_bytes * (float(named) if isinstance(named, (int, float)) else own)
+
+
+def fitting_spans(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> list[int]:
+    """Tensor parallel sizes at which the weights are within what an engine takes of that many of a host's GPUs."""
+    stages = engine_gpus({**options, "tensor_parallel_size": 1})
+    weights, each = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
+    most = gpus.seen // stages if gpus.seen else max(size.sizes)
+    return [span for span in size.sizes if span <= most and weights <= span * stages * each]
+
+
+def _span(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> Default | None:
+    if engine not in SPANNING or not gpus.memory_bytes or "tensor_parallel_size" in options:
+        return None
+    fitting = fitting_spans(engine, options, size, gpus)
+    stages = engine_gpus(options)
+    weights, each = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
+    easy = [span for span in fitting if weights <= WEIGHTS_SHARE * span * stages * each]
+    chosen = easy[0] if easy else fitting[-1] if fitting else 1
+    if chosen == 1:
+        return None
+    why = f"weights of {weights / GIB:.1f} GiB leave room for keys and values on so many GPUs of "
+    return Default(SPAN, chosen, f"{why}{gpus.memory_bytes / GIB:.0f} GiB")
+
+
+def _rows(
+    spec: RunSpec, engine: str, options: Mapping[str, Any], size: ModelSize | None, gpus: Gpus
+) -> Default:
+    key = "rollout.max_concurrency"
+    if size is None or not gpus.memory_bytes:
+        unknown = "the model's size" if size is None else "the GPUs' memory"
+        return Default(key, CONCURRENCY, f"{unknown} is not known here; the cache admits what fits")
+    each = (1 - WORKSPACE) * room(engine, options, gpus)
+    cache = engine_gpus(options) * each - size.weight_bytes(options.get("quantization"))
+    longest = (spec.data.prompt.longest or 1024) + spec.sampling.max_new_tokens
+    if spec.model.max_context is not None:
+        longest = min(longest, spec.model.max_context)
+    fit = int(max(0.0, cache) / (longest * size.token_bytes))
+    rows = max(FEWEST_ROWS, min(MOST_ROWS, _power_of_two(fit)))
+    why = f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fit} sequences of {longest} tokens"
+    return Default(key, rows, why)
+
+
+def _tokens(spec: RunSpec, config: Mapping[str, Any], gpus: Gpus) -> Default:
+    key, width, layers = (
+        "trainer.micro_batch_tokens",
+        config.get("hidden_size"),
+        config.get("num_hidden_layers"),
+    )
+    if type(width) is not int or type(layers) is not int or width < 1 or layers < 1:
+        return Default(key, FEWEST_TOKENS, "the model's size is not known here")
+    each = width * layers * (CHECKPOINTED if spec.trainer.gradient_checkpointing else ACTIVATIONS)
+    space = int(ACTIVATION_SHARE * gpus.memory_bytes) or ACTIVATION_BYTES
+    tokens = max(FEWEST_TOKENS, min(MOST_TOKENS, _power_of_two(space // each)))
+    why = f"a token's activations are {each / 2**20:.2f} MiB, and {space / GIB:.0f} GiB are for them"
+    return Default(key, tokens, why)
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << (max(1, most).bit_length() - 1)
+
+
+def with_defaults(spec: RunSpec, defaults: Sequence[Default]) -> RunSpec:
+    """The spec with them in place."""
+    for each in defaults:
+        section, _, key = each.key.partition(".")
+        value, changed = each.value, getattr(spec, section)
+        options, _, inner = key.partition(".")
+        if inner:
+            value = {**getattr(changed, options), inner: value}
+        spec = spec.model_copy(update={section: changed.model_copy(update={options: value})})
+    return spec
+
+
+def told(defaults: Sequence[Default]) -> str:
+    """For people: what was decided, and why."""
+    values = "; ".join(f"{each.key}: {each.value} ({each.why})" for each in defaults)
+    return f"decided for what the spec leaves out: {values}" if values else ""

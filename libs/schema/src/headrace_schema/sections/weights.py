@@ -1,0 +1,40 @@
+"""The section of how new weights reach the rollouts."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace_schema.sections.base import Count, Section
+
+TransportName = Literal["shm", "delta", "grpc"]
+
+
+class WeightsSection(Section):
+    """How a version of the weights reaches the rollouts. Whatever the way, each tensor's digest is checked."""
+
+    transports: list[TransportName] = Field(
+        default=["shm", "delta", "grpc"],
+        description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. delta: what has "
+        "changed against the version that the rollout holds. grpc: the whole. One that fails leads to the next for "
+        "the same version, and the run's events say so; shm comes before the others in any order",
+    )
+    delta: Literal["auto", "always"] = Field(
+        default="auto",
+        description="when delta is used. auto: where it was quicker than the whole when both came last; always: for "
+        "each version whose predecessor the rollout holds",
+    )
+    whole_every: Count = Field(
+        default=16,
+        description="versions of which one comes whole; with delta: auto also those of which one comes by its changes "
+        "where the whole is quicker, so that both stay measured",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if len(set(self.transports)) != len(self.transports):
+            raise ValueError(f"transports: {', '.join(self.transports)} names one twice")
+        if "grpc" not in self.transports:
+            raise ValueError("transports: add grpc; the others cannot bring a first version to every host")
+        return self

@@ -1,0 +1,65 @@
+"""HOST:PORT, read and written in one place; a host of IPv6 has brackets in it, and none when it stands alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+MAX_PORT = 65535
+
+
+def split_address(address: str, default_port: int | None = None) -> tuple[str, str]:
+    """Host, without brackets, and port of host:port or [v6]:port; `default_port` where none is named.
+
+    Raises ServiceError INVALID when it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    if default_port is not None and (not colon or address.endswith("]") or _is_v6(address)):
+        host, port = address, str(default_port)
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1] if _is_v6(host[1:-1]) else ""
+    elif ":" in host and not (default_port is not None and host is address):
+        host = ""  # Nobody knows where it ends.
+    if not host or not is_port:
+        import grpc
+
+        from headrace_servicekit.rpc.errors import ServiceError
+
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID",
+            f"{address[:300]!r} is no address; write host:port, or [host]:port for an address of IPv6",
+        )
+    return host, port
+
+
+def host_port(host: str, port: int | str) -> str:
+    """host:port, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def advertised_host(listen: str, advertise: str) -> str:
+    """The host that others reach a server at: the advertised one, the one it listens on, or this host's name."""
+    host, _ = split_address(listen)
+    if advertise:
+        return advertise.strip("[]")
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host name or address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

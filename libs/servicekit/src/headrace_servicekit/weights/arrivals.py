@@ -1,0 +1,236 @@
+"""A version comes to a host once: one instance pulls it, the others of the host map it, other hosts read along.
+
+Whose turn it is says a lock on a file in the directory that a host's instances share; the kernel passes it on when its
+holder dies. Knows no source and no transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from google.protobuf.message import DecodeError
+from headrace.common.v1 import common_pb2
+
+from headrace_servicekit.rpc.digests import RunningDigest
+from headrace_servicekit.rpc.errors import ServiceError
+
+if TYPE_CHECKING:
+    from headrace_servicekit.weights.store import WeightStore
+
+CHUNK_BYTES = 1024 * 1024
+BEGIN_S = 5.0
+"""How long a relay waits for a version to begin arriving."""
+SIGN_S = 1.0
+"""From a relay's last piece to its sign that it waits for its own source."""
+STUCK_S = 45.0
+"""A host's other instances take a version themselves when the one whose turn it is has got nothing for so long."""
+_POLL_S = 0.02
+_RECORD_BYTES = 64 * 1024
+
+
+class Arrival:
+    """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache.
+
+    What has arrived is read along by others, whose own digests find what is not the manifest's.
+    """
+
+    def __init__(self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry]) -> None:
+        self.size = len(whole)
+        self.offset = 0
+        self.moved = 0
+        """Bytes that were added, those that were wrong too."""
+        self._whole = whole
+        self._entries = iter(entries)
+        self._entry = next(self._entries)
+        self._digest = RunningDigest()
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def add(self, data: memoryview) -> None:
+        """The next piece. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
+        self._whole[self.offset : self.offset + len(data)] = data
+        self.offset += len(data)
+        self.moved += len(data)
+        self._tell()
+        while True:
+            left = self._entry.offset_bytes + self._entry.size_bytes - (self.offset - len(data))
+            self._digest.update(data[:left])
+            if len(data) < left:
+                return
+            if self._digest.hexdigest() != self._entry.digest:
+                raise ServiceError(
+                    grpc.StatusCode.DATA_LOSS,
+                    "DIGEST_MISMATCH",
+                    f"tensor {self._entry.name}: the bytes are not those of the manifest",
+                )
+            data = data[left:]
+            following = next(self._entries, None)
+            if following is None:
+                return
+            self._entry, self._digest = following, RunningDigest()
+
+    def rewind(self) -> None:
+        """Goes back to the beginning of the tensor that is not whole: another source sends it again."""
+        self.offset, self._digest = self._entry.offset_bytes, RunningDigest()
+
+    def end(self) -> None:
+        """No more comes: it is published, or has failed. Releases the view of the memory."""
+        self._ended = True
+        self._whole.release()
+        self._tell()
+
+    async def read(self, offset: int) -> bytes | None:
+        """What has arrived from `offset` on, at most CHUNK_BYTES; b"" after SIGN_S without a byte, None at its end."""
+        until = time.monotonic() + SIGN_S
+        while not self._ended and self.offset <= offset:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    await changed.wait()
+            except TimeoutError:
+                return b""
+        if self._ended:
+            return None
+        return bytes(self._whole[offset : min(self.offset, offset + CHUNK_BYTES)])
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def pieces(
+    store: WeightStore, run: str, number: int, offset: int, *, relay: bool
+) -> AsyncIterator[tuple[int, bytes]]:
+    """(offset, data) of a version from `offset` on; `relay`: of one that still arrives, too, and b"" as a sign of life.
+
+    Raises ServiceError NOT_FOUND, INVALID, and ELSEWHERE with the address of the host's instance that pulls it.
+    """
+    if relay:
+        await _begun(store, run, number)
+        while (arrival := store.arriving(run, number)) is not None:
+            data = await arrival.read(offset)
+            if data is None:
+                break
+            yield offset, data
+            offset += len(data)
+    body = store.get(run, number).body
+    if offset > len(body):
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID",
+            f"offset {offset} is beyond the body's {len(body)} bytes",
+        )
+    for start in range(offset, len(body), CHUNK_BYTES):
+        yield start, bytes(body[start : start + CHUNK_BYTES])
+
+
+async def _begun(store: WeightStore, run: str, number: int) -> None:
+    """Returns once the version is there or arrives, or after BEGIN_S. Raises ServiceError ELSEWHERE."""
+    deadline = time.monotonic() + BEGIN_S
+    while store.find(run, number) is None and store.arriving(run, number) is None:
+        with suppress(OSError):
+            holder = _record(store.turn_path(run, number).read_bytes())
+            if holder.address and holder.incarnation != store.incarnation:
+                raise ServiceError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "ELSEWHERE",
+                    f"version {number} of {run} came to this host at {holder.address}",
+                    address=holder.address,
+                )
+        if time.monotonic() > deadline:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+class Turn:
+    """The right to bring a version to this host, or what another instance has brought."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def landed(self) -> common_pb2.WeightSource | None:
+        """Where an instance of this host holds the version, as it said when it had it."""
+        if self._handle < 0:
+            return None
+        source = _record(os.pread(self._handle, _RECORD_BYTES, 0))
+        return source if source.shm_path else None
+
+    def say(self, source: common_pb2.WeightSource) -> None:
+        """Tells the others of this host who pulls it, and, with a path, where it is."""
+        if self._handle >= 0:
+            content = source.SerializeToString()
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, content, 0)
+
+    def goes_on(self) -> None:
+        """A sign that bytes still come."""
+        if self._handle >= 0:
+            os.utime(self._handle)
+
+
+@asynccontextmanager
+async def host_turn(store: WeightStore, run: str, number: int) -> AsyncIterator[Turn]:
+    """Waits until nobody of this host pulls the version; one that got nothing for STUCK_S is not waited for."""
+    path = store.turn_path(run, number)
+    handle = await _locked(path)
+    try:
+        yield Turn(handle)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+async def _locked(path: Path) -> int:
+    """The file, locked; -1 when its holder is stuck, or there can be no such file."""
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return -1
+        try:
+            while not _try_lock(handle):
+                if time.time() - os.fstat(handle).st_mtime > STUCK_S:
+                    os.close(handle)
+                    return -1
+                await asyncio.sleep(_POLL_S)
+            with suppress(FileNotFoundError):
+                if os.fstat(handle).st_ino == os.stat(path).st_ino:
+                    os.utime(handle)
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # It was forgotten between the two.
+
+
+def forget_turns(paths: Sequence[Path]) -> None:
+    """Removes the files of versions that nobody pulls any more."""
+    for path in paths:
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if _try_lock(handle):
+                path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _record(content: bytes) -> common_pb2.WeightSource:
+    try:
+        return common_pb2.WeightSource.FromString(content)
+    except DecodeError:  # It is being written.
+        return common_pb2.WeightSource()

@@ -1,0 +1,122 @@
+"""How a version may travel to a receiver: the interface, and which way of two is quicker over the network.
+
+A transport brings a whole, verified version into a store, or leaves nothing there and says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.common.v1 import common_pb2
+
+from headrace_servicekit.metrics import WEIGHT_FALLBACKS
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.arrivals import Turn
+from headrace_servicekit.weights.store import StoredWeights, WeightStore
+
+WHOLE_EVERY = 16
+"""Versions after which one comes whole, where changes are quicker; and as many after which they are tried again."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A version that a receiver is to hold, and the versions of the run that it holds."""
+
+    run: str
+    version: common_pb2.PolicyVersion
+    manifest: common_pb2.WeightManifest
+    held: tuple[StoredWeights, ...] = ()
+
+
+@dataclass
+class Attempt:
+    """One receiver's try at a version: its token, its turn to bring one to this host, and what has failed so far."""
+
+    token: str | None
+    turn: Turn
+    failures: list[ServiceError] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, transport: str, source: common_pb2.WeightSource) -> Iterator[None]:
+        """Logs, counts and keeps a failure, with its source: the next one may deliver."""
+        try:
+            yield
+        except ServiceError as failure:
+            failure.message = f"{transport} from {source.incarnation}: {failure.message}"
+            log.warning("weights: %s", failure.message)
+            WEIGHT_FALLBACKS.labels(transport).inc()
+            self.failures.append(failure)
+
+
+Found = tuple[StoredWeights, int]
+"""A verified version in the receiver's store, and the bytes that were moved for it."""
+
+
+class Transport(Protocol):
+    """One way."""
+
+    @property
+    def name(self) -> str:
+        """As specs and messages name it."""
+
+    @property
+    def kind(self) -> common_pb2.WeightTransport: ...
+
+    @property
+    def local(self) -> bool:
+        """Within a host: such ways are tried first, and each instance takes them by itself."""
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Whether both sides can. Raises ServiceError where it should have been possible and is not."""
+
+    async def take(
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """Takes it from the first of the sources that delivers; None where all failed, as `attempt` then says."""
+
+    def took(self, wanted: Wanted, seconds: float) -> None:
+        """A version came this way in so many seconds, from the request to the verified body."""
+
+
+@dataclass
+class Links:
+    """Chooses between whole bodies and changes by what either took here.
+
+    The first version comes whole, the next one by its changes; then whichever was quicker. The other one is taken
+    every `whole_every` versions, which measures it anew; `always`: changes whenever there are any, and whole bodies
+    every `whole_every` versions.
+    """
+
+    whole_every: int = WHOLE_EVERY
+    always: bool = False
+    _whole: float = 0.0
+    _changes: float = 0.0
+    """Seconds a byte of the body; 0: not known."""
+    _since_whole: int = 0
+    _since_changes: int = 0
+
+    def wants_changes(self) -> bool:
+        """Whether the next version should come by its changes."""
+        if self._since_whole >= self.whole_every - 1:
+            return False
+        if self.always or not self._changes:
+            return self.always or bool(self._whole)
+        return self._changes < self._whole or self._since_changes >= self.whole_every - 1
+
+    def took(self, size: int, seconds: float, *, changes: bool) -> None:
+        """A body of `size` bytes came."""
+        if changes:
+            self._changes, self._since_changes = seconds / size, 0
+            self._since_whole += 1
+        else:
+            self._whole, self._since_whole = seconds / size, 0
+            self._since_changes += 1

@@ -1,0 +1,68 @@
+"""Routes under /v1/runs/{run}/recordings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from headrace_schema.resources.views import RecordingListView
+
+from headrace_coordinator.api.http import downloads
+from headrace_coordinator.api.http.downloads import folder_answer
+from headrace_coordinator.api.http.requests import (
+    GivenKey,
+    key_or_new,
+    keyed_response,
+    known_parameters,
+    view_response,
+)
+
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
+
+MEDIA_TYPE = "application/gzip"
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, for headrace replay."}
+}
+
+TAR_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {downloads.MEDIA_TYPE: {}}, "description": "The tar file."}
+}
+
+
+def recording_routes(coordinator: Coordinator) -> APIRouter:
+    """The routes of recordings."""
+    routes = APIRouter(prefix="/v1/runs", tags=["runs"], dependencies=[Depends(known_parameters)])
+
+    @routes.post("/{run_id}:record", response_model=RecordingListView)
+    async def record_step(
+        run_id: str,
+        step: Annotated[int, Query(ge=1, description="a step that is not made yet")],
+        idempotency_key: GivenKey = None,
+    ) -> Response:
+        """Keeps what is said to the services in a step, as a file to download."""
+        return keyed_response(coordinator.recordings.ask(run_id, step), key_or_new(idempotency_key))
+
+    @routes.get("/{run_id}/recordings", response_model=RecordingListView)
+    async def list_recordings(run_id: str) -> Response:
+        """Recordings of a run's steps, newest first, and the steps of which one was asked for."""
+        return view_response(await asyncio.to_thread(coordinator.recordings.all, run_id))
+
+    @routes.get("/{run_id}/recordings/{name}", response_class=FileResponse, responses=ANSWER)
+    async def get_recording(run_id: str, name: str) -> Response:
+        """One recording."""
+        path = await asyncio.to_thread(coordinator.recordings.path, run_id, name)
+        return FileResponse(path, media_type=MEDIA_TYPE, filename=f"{run_id}-{name}")
+
+    @routes.get(
+        "/{run_id}/recordings/{name}/checkpoint", response_class=StreamingResponse, responses=TAR_ANSWER
+    )
+    async def get_recorded_checkpoint(run_id: str, name: str) -> Response:
+        """All files of the checkpoint that a recording begins with, as a tar file."""
+        folder = await asyncio.to_thread(coordinator.recordings.checkpoint, run_id, name)
+        label = f"{run_id}-{folder.parent.name}-{folder.name}"
+        return await folder_answer(folder, label, f"the checkpoint of {name}")
+
+    return routes

@@ -1,0 +1,59 @@
+"""A version with a value that is no number is named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from headrace_servicekit.weights import WeightStore
+from headrace_trainer.backends.fsdp.host_copies import HostCopies
+from headrace_trainer.errors import Refusal
+from headrace_trainer.learning.step import Version
+from headrace_trainer.session.publishing import CAST_ELEMENTS, Publisher
+
+LAYOUT = [("embed", "bfloat16", (3, CAST_ELEMENTS)), ("head", "bfloat16", (7,)), ("seen", "int64", ())]
+
+
+def weights(**changed):
+    found = {"embed": torch.ones(3, CAST_ELEMENTS), "head": torch.ones(7), "seen": torch.tensor(1)}
+    return iter({**found, **changed}.items())
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = WeightStore(tmp_path / "shm", "trainer")
+    yield made
+    made.close()
+
+
+def test_a_tensor_with_nan_is_named_and_the_version_before_stays(store):
+    publisher = Publisher(store, "runs/r", LAYOUT)
+    publisher.stage(1, weights())
+    publisher.publish(Version(1, 0, 0, ""))
+    spoilt = torch.ones(3, CAST_ELEMENTS)
+    spoilt[2, 5] = spoilt[2, 6] = math.nan
+    with pytest.raises(Refusal, match=r"tensor embed has 2 NaN") as caught:
+        publisher.stage(2, weights(embed=spoilt))
+    assert caught.value.reason == "NONFINITE_WEIGHTS"
+    assert store.find("runs/r", 1) and store.find("runs/r", 2) is None
+    assert len(list(store.directory.glob("*.weights"))) == 1
+    publisher.stage(3, weights(head=torch.tensor([math.inf, -math.inf, 1, 1, 1, 1, 1])))
+    publisher.publish(Version(3, 1, 1, ""))
+    assert store.find("runs/r", 3)
+
+
+def test_a_copy_on_the_host_holds_while_the_next_one_comes():
+    """On the CPU: a GPU's events and pinned memory have not run."""
+    tensors = [(str(i), torch.full((10 - i, 3), i, dtype=torch.bfloat16)) for i in range(6)]
+    tensors.append(("last", torch.tensor(7)))
+    copies, asked = HostCopies(torch.device("cpu")), []
+    for repetition in range(2):
+        before = None
+        watched = ((asked.append(name) or name, tensor) for name, tensor in tensors)
+        for (name, copy), (wanted, tensor) in zip(copies.of(watched), tensors, strict=True):
+            assert name == wanted and torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+            assert name == "last" or len(asked) - repetition * len(tensors) == int(name) + 2
+            assert before is None or before.data_ptr() != copy.data_ptr()
+            before = copy
+    assert list(copies.of([])) == []
