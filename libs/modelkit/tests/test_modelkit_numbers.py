@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from headrace_modelkit import hidden as hidden_module
-from headrace_modelkit import logprobs
+from headrace_modelkit import logprobs, products
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head, token_entropy, token_log_probs
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_modelkit.products import PackedWeight
 from headrace_modelkit.weights import copy_out, load_weights, share_weights, state_tensors, weight_layout
 
 B, T, V = 3, 5, 11
@@ -212,14 +213,17 @@ def test_weights_of_another_model_are_refused_before_anything_is_written():
         assert torch.equal(tensor, before[name])
 
 
-def test_a_widened_head_takes_the_memory_of_the_one_before():
-    models = [tiny_model(seed).to(torch.bfloat16) for seed in range(2)]
-    first = Head.of(models[0]).widened()
-    second = Head.of(models[1]).widened(first)
-    assert second.weight_VD.data_ptr() == first.weight_VD.data_ptr()
-    assert torch.equal(second.weight_VD, Head.of(models[1]).weight_VD.float())
-    other = Head(torch.zeros(3, 64, dtype=torch.bfloat16), None, 1.0, None).widened(first)
-    assert other.weight_VD.shape == (3, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_head_gives_the_logits_of_the_widened_one_in_fp32(dtype, monkeypatch):
+    monkeypatch.setattr(products, "FEWEST_PACKED", 1)
+    packed = PackedWeight()
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for seed in range(2):  # the second version takes the place of the first
+        head = Head.of(tiny_model(seed).to(dtype))
+        with torch.inference_mode():
+            found = head.packed_into(packed).logits(hidden)
+            assert found.dtype == torch.float32
+            assert torch.allclose(found, head.widened().logits(hidden), atol=1e-6, rtol=1e-5)
 
 
 def test_shared_weights_are_used_where_they_are_unless_they_do_not_fit():

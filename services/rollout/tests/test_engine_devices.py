@@ -76,7 +76,7 @@ def installed(config, device: torch.device) -> PolicyModel:
     model.place(device)
     model.take_memory()
     model.policy = Policy(1, "one")
-    model.adopt_head()
+    model.adopt_weights()
     return model
 
 
@@ -90,7 +90,7 @@ def test_passes_and_sampling_run_on_the_leased_device(model_config):
         cache.prefill(PrefillPlan(0, [0, 0, 1], [(0, kept)]), LEASED)
         hidden = model.prefill([[1, 2, 3], [4] * 60])
         found = [hidden, *(tensor for layer in kept.layers for tensor in layer)]
-        hidden = model.decode(np.array([1, 2, 3]), np.array([3, 3, 60]))
+        hidden = model.decode(np.array([[1], [2], [3]]), np.array([3, 3, 60]))[:, 0]
         assert len(cache.buckets) == 2
         cache.remove([0], {2: 0})
         cache.join([60, 4], [3])

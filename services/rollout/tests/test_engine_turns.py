@@ -78,6 +78,6 @@ async def test_what_is_kept_is_bounded_and_not_kept_where_nothing_goes_on(new_en
     output = next(iter(said.values()))
     group = Group(99, [*output.prompt_ids], [replace(Sample(0, 1))])
     budget = kept.budget_bytes
-    engine._decoder._budget = lambda: None  # as it was measured
+    engine._decoder._joining.settle_budget = lambda: None  # as it was measured
     await say(engine, new_collector(), [group])
     assert kept._size <= budget and len(kept._kept) < len(said)

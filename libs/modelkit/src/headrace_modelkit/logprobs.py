@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from headrace_modelkit.products import PackedWeight
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 """fp32 elements of one chunk of logits on a CPU: 64 MiB."""
@@ -83,13 +85,14 @@ class Head:
     """A model's output head: hidden states to fp32 logits, so that no logit is rounded to bf16.
 
     `weight_VD` is the model's own (bf16 or fp32) or an fp32 copy of it; `multiplier` and `softcap` are
-    what some architectures do after the matrix product.
+    what some architectures do after the matrix product. `packed`, if there, multiplies in its place, with no gradient.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None
     multiplier: float
     softcap: float | None
+    packed: PackedWeight | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -106,21 +109,21 @@ class Head:
             getattr(config, "final_logit_softcapping", None),
         )
 
-    def widened(self, into: Head | None = None) -> Head:
+    def widened(self) -> Head:
         """The same head with its weights copied to fp32 once, for callers that score many times; itself where products
         take bf16.
-
-        `into`, an earlier result for the same model, gives its memory away: fresh pages cost more than the copy.
         """
         if narrow_products(self.weight_VD):
             return self
         bias_V = None if self.bias_V is None else self.bias_V.detach().float()
-        weight_VD = self.weight_VD.detach()
-        if into is not None and into.weight_VD.shape == weight_VD.shape:
-            wide_VD = into.weight_VD.copy_(weight_VD)
-        else:
-            wide_VD = weight_VD.float()
-        return Head(wide_VD, bias_V, self.multiplier, self.softcap)
+        return Head(self.weight_VD.detach().float(), bias_V, self.multiplier, self.softcap)
+
+    def packed_into(self, packed: PackedWeight) -> Head:
+        """The same head, for callers that score many times without a gradient; `packed` is its memory."""
+        if self.weight_VD.device.type != "cpu":
+            return self.widened()
+        packed.adopt(self.weight_VD, self.bias_V, wide=True)
+        return replace(self, packed=packed)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 (N, V). Products of bf16 hidden states stay in bf16 units and are summed in fp32."""
@@ -128,6 +131,8 @@ class Head:
 
     def products(self, hidden_ND: Tensor) -> Tensor:
         """fp32 (N, V): the matrix product alone."""
+        if self.packed is not None:
+            return self.packed(hidden_ND)
         if narrow_products(hidden_ND, self.weight_VD):
             found_NV = wide_product(hidden_ND, self.weight_VD.T)
             return found_NV if self.bias_V is None else found_NV + self.bias_V.float()

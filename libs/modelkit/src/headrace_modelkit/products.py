@@ -1,18 +1,34 @@
-"""Products of bf16 matrices on CPUs without instructions for them: computed in fp32 and rounded once.
+"""Products on CPUs: of bf16 matrices where there are no instructions for them, and with weights that are packed once.
 
-torch falls back to plain loops there: behind a layer of 896 x 4864 they take 4.5 s for what fp32 does in 0.02 s. A
-product of bf16 matrices adds up in fp32 and rounds its result on every device, so its values stay what they are there.
+Without such instructions torch falls back to plain loops: behind a layer of 896 x 4864 they take 4.5 s for what fp32
+does in 0.02 s. A product of bf16 matrices adds up in fp32 and rounds its result on every device, so its values stay
+what they are where it is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
+
+FEWEST_PACKED = 100_000
+"""Elements of the smallest weight that is packed: a packed product costs 12 us by itself, a plain one 2."""
+
+
+@cache
+def can_pack() -> bool:
+    """Whether torch has products with packed weights here (oneDNN)."""
+    mkldnn: Any = torch.ops.mkldnn
+    try:
+        packed = mkldnn._reorder_linear_weight.default(torch.ones(2, 2), None)
+        found: Tensor = mkldnn._linear_pointwise.default(torch.ones(1, 2), packed, None, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((found == 2).all())
 
 
 @cache
@@ -46,42 +62,94 @@ def _forward(layer: nn.Linear, given: Tensor) -> Tensor:
     return found
 
 
-class WideLayers:
-    """fp32 copies of the linear layers of a bf16 model that only infers: made once a version, read for each token.
+class PackedWeight:
+    """`nn.functional.linear` with one weight, kept in the order in which a CPU's kernels read it.
 
-    To widen a weight takes as long as multiplying it with a few rows. Empty where the CPU multiplies bf16 itself.
+    A plain product packs the weight at each call, which with a few rows takes as long as the product itself. Here it is
+    packed once, at the first product after `adopt`, so that no install waits for it. Small weights, other types and
+    other devices stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._ready: Tensor | None = None
+        self._dtype, self._packs = torch.float32, False
+
+    def adopt(self, weight: Tensor, bias: Tensor | None, *, wide: bool) -> None:
+        """Multiplies with this weight (out, in) from now on; on a CPU in fp32 if it is bf16 and `wide`."""
+        self.free()
+        on_cpu = weight.device.type == "cpu"
+        widens = wide and on_cpu and weight.dtype == torch.bfloat16
+        self._dtype = torch.float32 if widens else weight.dtype
+        known = self._dtype in (torch.float32, torch.bfloat16)
+        self._packs = on_cpu and known and weight.numel() >= FEWEST_PACKED and can_pack()
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach().to(self._dtype)
+        if not self._packs and self._dtype == weight.dtype:
+            self._ready = self._weight
+
+    def free(self) -> None:
+        """Drops the weight and what was made of it."""
+        self._weight = self._bias = self._ready = None
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the first product will take."""
+        if self._weight is None or self._ready is not None:
+            return 0
+        return self._weight.numel() * self._dtype.itemsize
+
+    def __call__(self, given: Tensor) -> Tensor:
+        """(..., out) of (..., in), in the type that is multiplied in."""
+        ready = self._ready
+        if ready is None:
+            ready = self._make()
+        given = given.to(self._dtype)
+        if not self._packs:
+            return nn.functional.linear(given, ready, self._bias)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(given, ready, self._bias, "none", [], "")
+        return found
+
+    def _make(self) -> Tensor:
+        assert self._weight is not None, "adopt comes first"
+        ready = self._weight.to(self._dtype)
+        if self._packs:
+            ready = torch.ops.mkldnn._reorder_linear_weight.default(ready, None)
+        self._ready = ready
+        return ready
+
+
+class PackedLayers:
+    """The linear layers of a model that only infers, with packed weights (`PackedWeight`).
+
+    bf16 layers of a CPU that multiplies no bf16 compute in fp32: to widen a weight takes as long as multiplying it with
+    a few rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = () if has_bf16_products() else model.modules()
-        self._layers = [each for each in found if type(each) is nn.Linear]
-        for layer in self._layers:
-            layer.forward = MethodType(_infer, layer)  # type: ignore[method-assign]
-        self.free()
+        self._layers = [(each, PackedWeight()) for each in model.modules() if type(each) is nn.Linear]
+        for layer, packed in self._layers:
+            layer.forward = partial(_infer, packed)  # type: ignore[method-assign]
 
     def adopt(self) -> None:
-        """Takes the weights that the layers have now, into the copies that are there."""
-        for layer in self._layers:
-            wide: list[Tensor | None] = layer.__dict__["wide"]
-            for place, part in enumerate((layer.weight, layer.bias)):
-                if part is None or part.dtype != torch.bfloat16 or part.device.type != "cpu":
-                    wide[place] = None
-                elif (kept := wide[place]) is None:
-                    wide[place] = part.detach().float()
-                else:
-                    kept.copy_(part)
+        """Takes the weights that the layers have now."""
+        for layer, packed in self._layers:
+            packed.adopt(layer.weight, layer.bias, wide=not has_bf16_products())
 
     def free(self) -> None:
-        """Drops the copies."""
-        for layer in self._layers:
-            layer.__dict__["wide"] = [None, None]
+        """Drops what was made of them."""
+        for _, packed in self._layers:
+            packed.free()
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the first pass will take."""
+        return sum(packed.missing_bytes for _, packed in self._layers)
 
 
-def _infer(layer: nn.Linear, given: Tensor) -> Tensor:
-    weight, bias = layer.__dict__["wide"]
-    if weight is None or given.dtype != torch.bfloat16:
-        return nn.functional.linear(given, layer.weight, layer.bias)
-    return nn.functional.linear(given.float(), weight, bias).bfloat16()
+def _infer(packed: PackedWeight, given: Tensor) -> Tensor:
+    return packed(given).to(given.dtype)
 
 
 class _Linear(torch.autograd.Function):

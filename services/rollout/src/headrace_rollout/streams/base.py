@@ -6,6 +6,7 @@ Knows neither text nor robots; Generate and RunEpisodes are its two kinds.
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.opened import OpenedRun
+
+OutputT = TypeVar("OutputT")
+ResponseT = TypeVar("ResponseT")
+ItemT = TypeVar("ItemT")
 
 RESPONSE_BYTES = 1 << 20
 """Most bytes of one streamed response."""
@@ -62,12 +67,31 @@ class Serving:
     """Where agents speak with the policy."""
 
 
+class Handover(Generic[ItemT]):
+    """Hands items of any thread to a function of an event loop, in order: many with one wake of it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[ItemT], None]) -> None:
+        self._loop, self._take = loop, take
+        self._lock = threading.Lock()
+        self._items: list[ItemT] = []
+
+    def put(self, item: ItemT) -> None:
+        """Hands an item over."""
+        with self._lock:
+            self._items.append(item)
+            first = len(self._items) == 1
+        if first:
+            self._loop.call_soon_threadsafe(self._take_all)
+
+    def _take_all(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+        for item in items:
+            self._take(item)
+
+
 class Revoked:
     """The stream's lease was revoked, and what its samples had has come back."""
-
-
-OutputT = TypeVar("OutputT")
-ResponseT = TypeVar("ResponseT")
 
 
 class SampleStream(ABC, Generic[OutputT, ResponseT]):

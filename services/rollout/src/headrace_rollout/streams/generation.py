@@ -18,7 +18,7 @@ from headrace_rollout.environments.pool import Pool
 from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
 from headrace_rollout.exchanges.repliers import Repliers
 from headrace_rollout.runs.opened import TextRun
-from headrace_rollout.streams.base import SampleStream, Serving
+from headrace_rollout.streams.base import Handover, SampleStream, Serving
 from headrace_rollout.wire import (
     duration_of,
     fill_chunk,
@@ -46,10 +46,10 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         super().__init__(run, opening, serving)
         self._engine, self._codec = run.engine, run.codec
         self._told = time.perf_counter()
-        loop = asyncio.get_running_loop()
-
-        def put(item: list[Produced] | ServiceError) -> None:
-            loop.call_soon_threadsafe(self._inbox.put_nowait, item)
+        handover: Handover[list[Produced] | ServiceError] = Handover(
+            asyncio.get_running_loop(), self._inbox.put_nowait
+        )
+        put = handover.put
 
         def sink(outputs: list[TrajectoryUpdate]) -> None:
             put([*outputs])

@@ -65,6 +65,8 @@ class Request:
     seed: int
     eos_ids: Sequence[int]
     cache_salt: str
+    interval: int = 1
+    """Tokens after which new ones are handed out, where the engine can; an end is told at once."""
     images: tuple[bytes, ...] = ()
     """Files, in the order of their tokens, which come first among those of `token_ids` with the image token's id."""
 

@@ -50,20 +50,18 @@ class RequestedTrajectory:
         number = policy.number if new.policy_number is None else new.policy_number
         made = Policy(number, policy.digest)
         self._routes = new.routes
+        matcher = self.trajectory.matcher
+        held_back = matcher.held_back if matcher else 0
         outputs: list[TrajectoryUpdate] = []
-        for token, log_prob in zip(new.token_ids, new.log_probs, strict=True):
-            matcher = self.trajectory.matcher
-            held_back = matcher.held_back if matcher else 0
-            if self._spans and self._spans[-1][0] != number:
-                outputs += self._chunk(Policy(self._spans[-1][0], ""), len(self._tokens) - held_back)
-            self._add(token, log_prob, number)
-            if finish := self._finish(token, eos_ids):
-                self.ended = True
-                return [*outputs, self._end(made, finish)]
-            size = self.trajectory.stream.chunk_tokens
-            free = len(self._tokens) - held_back
-            if size and free - self._sent >= size:
-                outputs += self._chunk(made, free)
+        if self._spans and self._spans[-1][0] != number:
+            outputs += self._chunk(Policy(self._spans[-1][0], ""), len(self._tokens) - held_back)
+        finish = self._add(new, number, eos_ids)
+        if finish is not None:
+            self.ended = True
+            return [*outputs, self._end(made, finish)]
+        size = self.trajectory.stream.chunk_tokens
+        while size and len(self._tokens) - held_back - self._sent >= size:
+            outputs += self._chunk(made, self._sent + size)
         return outputs
 
     def stop(self, policy: Policy) -> TrajectoryUpdate:
@@ -78,24 +76,37 @@ class RequestedTrajectory:
         self.ended = True
         return self._end(policy, Finish.ERROR)
 
-    def _add(self, token: int, log_prob: float, number: int) -> None:
-        self._tokens.append(token)
-        self._log_probs.append(log_prob)
+    def _add(self, new: Tokens, number: int, eos_ids: frozenset[int]) -> Finish | None:
+        """Takes tokens up to the answer's end, if they reach it."""
+        before, room = len(self._tokens), self.trajectory.limit - len(self._tokens)
+        ids = new.token_ids[:room]
+        finish = Finish.LENGTH if len(ids) == room else None
+        if not eos_ids.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids) if token in eos_ids) + 1]
+            finish = Finish.EOS
+        self._tokens += ids
+        self._log_probs += new.log_probs[: len(ids)]
         if self._spans and self._spans[-1][0] == number:
-            self._spans[-1] = (number, self._spans[-1][1] + 1)
+            self._spans[-1] = (number, self._spans[-1][1] + len(ids))
         else:
-            self._spans.append((number, 1))
+            self._spans.append((number, len(ids)))
+        kept = self._before_stop(before, len(self._tokens) - (finish is Finish.EOS))
+        if kept is None:
+            return finish
+        del self._tokens[kept:], self._log_probs[kept:]
+        return Finish.STOP
 
-    def _finish(self, token: int, eos_ids: frozenset[int]) -> Finish | None:
-        if token in eos_ids:
-            return Finish.EOS
+    def _before_stop(self, start: int, end: int) -> int | None:
+        """Tokens before the first stop string that one of the tokens from `start` to `end` completes."""
         matcher = self.trajectory.matcher
-        if matcher is not None and matcher.hit(self._tokens[-matcher.window :]):
-            kept = matcher.kept(self._tokens)
-            if kept is not None:
-                del self._tokens[kept:], self._log_probs[kept:]
-                return Finish.STOP
-        return Finish.LENGTH if len(self._tokens) >= self.trajectory.limit else None
+        if matcher is None or not matcher.hit(self._tokens[max(0, start + 1 - matcher.window) : end]):
+            return None
+        for last in range(start + 1, end + 1):
+            if matcher.hit(self._tokens[max(0, last - matcher.window) : last]):
+                kept = matcher.kept(self._tokens[:last])
+                if kept is not None:
+                    return kept
+        return None
 
     def _chunk(self, made: Policy, end: int) -> list[TrajectoryUpdate]:
         if not self.trajectory.stream.chunk_tokens or end <= self._sent:
@@ -126,6 +137,16 @@ def seed_of(trajectory: RunningTrajectory) -> int:
     )
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 33
+
+
+UPDATE_TOKENS, LOOK_TOKENS = 16, 4
+"""An engine hands new tokens out so many at a time, and where stop strings are looked for: behind one it goes on."""
+
+
+def interval_of(trajectory: RunningTrajectory) -> int:
+    """Tokens between two updates of a sample: each update costs the front end as much as a few tokens do."""
+    most = UPDATE_TOKENS if trajectory.matcher is None else LOOK_TOKENS
+    return min(most, trajectory.stream.chunk_tokens or most)
 
 
 _log = logging.getLogger(__name__)
@@ -255,6 +276,7 @@ class Requests:
             seed=seed_of(trajectory),
             eos_ids=sorted(self._bounds.eos_ids),
             cache_salt=policy.digest,
+            interval=interval_of(trajectory),
             images=trajectory.images,
         )
 

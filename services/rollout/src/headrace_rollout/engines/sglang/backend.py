@@ -104,7 +104,7 @@ class SglangBackend(Backend):
             "generate",
             rid=_rid(request.request_id),
             token_ids=list(request.token_ids),
-            sampling=_sampling(request.distribution, request.max_new_tokens, request.eos_ids),
+            sampling=_sampling(request),
             cache_salt=request.cache_salt,
         )
         try:
@@ -187,14 +187,20 @@ class SglangBackend(Backend):
         try:
             while True:
                 answer = await worker.receive(_FOREVER_S)
-                if (queue := self._answers.get(answer["id"])) is not None:
-                    queue.put_nowait(answer)
+                for number, *tokens in answer.get("tokens", ()):  # of many requests
+                    self._hear(number, {"tokens": tokens})
+                if "id" in answer:
+                    self._hear(answer["id"], answer)
         except WorkerGone:
             status = await worker.wait_or_kill()
             self._gone = (
                 f"its process {exit_description(status)}; see this instance's log for the engine's own words"
             )
             self._tell_all()
+
+    def _hear(self, number: int, answer: Message) -> None:
+        if (queue := self._answers.get(number)) is not None:
+            queue.put_nowait(answer)
 
     def _tell_all(self) -> None:
         for queue in self._answers.values():
@@ -212,14 +218,16 @@ def _rid(request_id: str) -> str:
     return f"{request_id}."
 
 
-def _sampling(distribution: Distribution, count: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+def _sampling(request: Request) -> dict[str, Any]:
+    distribution = request.distribution
     return {
         "temperature": distribution.temperature,
         "top_p": distribution.top_p,
         "top_k": distribution.top_k or -1,
         "min_p": distribution.min_p,
-        "max_new_tokens": count,
-        "stop_token_ids": list(eos_ids),
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": list(request.eos_ids),
+        "stream_interval": request.interval,
         "skip_special_tokens": False,
     }
 

@@ -53,6 +53,8 @@ class _Server:
         self._writer = writer
         self._generating = Generating(self._manager, engine.server_args.sampling_mask_max_tokens)
         self._in_session = False
+        self._tokens: list[list[Any]] = []
+        """[call, ids, log-probs] of what is new in this turn of the loop: one message has it all."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, Callable[[Message], Awaitable[Any]]] = {
             "abort": self._generating.abort,
@@ -84,7 +86,7 @@ class _Server:
         try:
             if call["call"] == "generate":
                 async for tokens in self._generating.generate(call):
-                    self._send({"id": call["id"], "tokens": tokens})
+                    self._send_tokens([call["id"], *tokens])
                 result = None
             else:
                 result = await self._calls[call["call"]](call)
@@ -93,7 +95,18 @@ class _Server:
         else:
             self._send({"id": call["id"], "result": result})
 
+    def _send_tokens(self, tokens: list[Any]) -> None:
+        if not self._tokens:
+            asyncio.get_running_loop().call_soon(self._flush_tokens)
+        self._tokens.append(tokens)
+
+    def _flush_tokens(self) -> None:
+        if self._tokens:
+            tokens, self._tokens = self._tokens, []
+            self._send({"tokens": tokens})
+
     def _send(self, message: Message) -> None:
+        self._flush_tokens()  # A request's tokens come before its end.
         self._writer.write(frame(encode_json(message)))
         self._writer.flush()
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headrace_rollout.engines.samples import Finish
 from headrace_rollout.engines.trajectory import RunningTrajectory
+from headrace_rollout.engines.transformers.drafting import History
 from headrace_rollout.engines.transformers.sampling import uniforms
 
 _TOKEN_STEP = 64
@@ -27,6 +28,8 @@ class Batch:
         self.trajectories: list[RunningTrajectory] = []
         self.routes: list[list[bytes]] = []
         """Of each row's cached tokens, in pieces; empty lists where none are recorded."""
+        self._histories: list[tuple[History, int] | None] = []
+        """Made for rows that draft, with how many sampled tokens they hold."""
         self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
         self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
         self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back, self.shift = (
@@ -57,6 +60,7 @@ class Batch:
         row, prefix = self.count, trajectory.prefix
         self.trajectories.append(trajectory)
         self.routes.append([routes])
+        self._histories.append(None)
         given = len(prefix.token_ids)
         self._widen(max(given, 1))
         self.tokens[row, :given] = prefix.token_ids
@@ -80,21 +84,40 @@ class Batch:
             self.seen[row] = False
             self.seen[row, trajectory.context_ids()] = True
 
-    def uniforms(self, first: int) -> NDArray[np.float32]:
-        """The next uniform of each row from `first` on."""
-        rows = slice(first, self.count)
-        return uniforms(self.seed[rows], self.prompt[rows], self.sample[rows], self.sampled[rows])
+    def history(self, row: int) -> History:
+        """What a row's context was and what it has sampled."""
+        known, end = self._histories[row], int(self.sampled[row])
+        if known is None:
+            known = self._histories[row] = (History(self.trajectories[row].prompt_ids), 0)
+        history, had = known
+        history.add(self.tokens[row, had:end].tolist())
+        self._histories[row] = (history, end)
+        return history
 
-    def append(self, first: int, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
-        """Adds one sampled token to each row from `first` on."""
+    def uniforms(self, first: int, tokens: int = 1) -> NDArray[np.float32]:
+        """The next uniforms of each row from `first` on, `tokens` a row, one row behind the other."""
+        rows = slice(first, self.count)
+        keys = [each[rows].repeat(tokens) for each in (self.seed, self.prompt, self.sample)]
+        position = self.sampled[rows, None] + np.arange(tokens)
+        return uniforms(keys[0], keys[1], keys[2], position.ravel())
+
+    def append(
+        self,
+        first: int,
+        tokens_NT: NDArray[np.int64],
+        log_probs_NT: NDArray[np.float32],
+        counts: NDArray[np.int64] | int = 1,
+    ) -> None:
+        """Adds to each row from `first` on so many of its sampled tokens."""
         rows = np.arange(first, self.count)
-        position = self.sampled[rows]
-        self._widen(int(position.max()) + 1)
-        self.tokens[rows, position] = tokens
-        self.log_probs[rows, position] = log_probs
-        self.sampled[rows] += 1
+        start = self.sampled[rows]
+        self._widen(int(start.max()) + tokens_NT.shape[1])
+        for place in range(tokens_NT.shape[1]):  # what lies behind a row's count is written over later
+            self.tokens[rows, start + place] = tokens_NT[:, place]
+            self.log_probs[rows, start + place] = log_probs_NT[:, place]
+        self.sampled[rows] += counts
         if self.seen.shape[1]:
-            self.seen[rows, tokens] = True
+            self.seen[rows, tokens_NT[:, 0]] = True
 
     def last_tokens(self) -> NDArray[np.int64]:
         """The newest token of each row."""
@@ -149,7 +172,8 @@ class Batch:
         for target, source in zip(targets, sources, strict=True):
             self.trajectories[target] = self.trajectories[source]
             self.routes[target] = self.routes[source]
-        del self.trajectories[left:], self.routes[left:]
+            self._histories[target] = self._histories[source]
+        del self.trajectories[left:], self.routes[left:], self._histories[left:]
         return targets, sources
 
     def _arrays(self) -> list[NDArray[Any]]:

@@ -56,10 +56,10 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A decode pass: rows in the order that the cache wants, their positions, and the mask (N, 1, 1, L) to pass on."""
+    """A decode pass of T tokens a row: rows in the order that the cache wants, and the mask (N, 1, T, L) to pass on."""
 
     order: NDArray[np.int64]
-    position_N: Tensor
+    position_NT: Tensor
     mask: Tensor
 
 
@@ -74,7 +74,7 @@ class _Write:
 
 @dataclass(frozen=True)
 class _Step:
-    """One bucket's share of a decode pass: its rows' slots, their new positions, and the longest of them."""
+    """One bucket's share of a decode pass: its rows' slots (N, 1), new positions (N, T), and the longest of them."""
 
     bucket: Bucket
     slots: Tensor
@@ -149,21 +149,24 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             if slots:
                 self._writes.append(_Write(bucket, span(slots), torch.tensor(prompts, device=device)))
 
-    def decode(self, length_N: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> DecodePlan:
-        """The next pass adds a token to every row; rows hold `length_N` tokens."""
-        self._fit(length_N)
+    def decode(
+        self, length_N: NDArray[np.int64], device: torch.device, dtype: torch.dtype, tokens: int = 1
+    ) -> DecodePlan:
+        """The next pass adds `tokens` to every row; rows hold `length_N` tokens."""
+        self._fit(length_N + tokens - 1)
         used = [bucket for bucket in self.buckets if bucket.rows]
         order = np.concatenate([np.asarray(bucket.rows) for bucket in used])
-        position_N, start = torch.from_numpy(length_N[order]).to(device), 0
+        position_NT = torch.from_numpy(length_N[order][:, None] + np.arange(tokens)).to(device)
+        start = 0
         self._learning, self._steps = False, []
         for bucket in used:
             end = start + len(bucket.rows)
-            visible = int(length_N[bucket.rows].max()) + 1
-            slots = torch.arange(end - start, device=device)
-            self._steps.append(_Step(bucket, slots, position_N[start:end], visible))
+            visible = int(length_N[bucket.rows].max()) + tokens
+            slots = torch.arange(end - start, device=device)[:, None]
+            self._steps.append(_Step(bucket, slots, position_NT[start:end], visible))
             start = end
         self._masks = [_mask(step.position, step.visible, dtype) for step in self._steps]
-        return DecodePlan(order, position_N, self._masks[0])
+        return DecodePlan(order, position_NT, self._masks[0])
 
     def place(self, first_row: int, prompts: Sequence[PromptKeys]) -> None:
         """Copies kept prompts into rows from `first_row` on."""
@@ -276,7 +279,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         for step in self._steps:
             end = start + len(step.slots)
             for side, kept in enumerate(step.bucket.layers[layer]):
-                kept[step.slots, :, step.position] = new[side][start:end, :, 0]
+                kept[step.slots, :, step.position] = new[side][start:end].transpose(1, 2)
                 seen[side].append(kept[: end - start, :, : step.visible])
             start = end
         return seen
@@ -311,7 +314,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             self.buckets = moved(self.buckets, shapes, self._like)
 
 
-def _mask(position_N: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
-    hidden_NL = torch.arange(visible, device=position_N.device)[None] > position_N[:, None]
-    mask_NL = torch.zeros(hidden_NL.shape, dtype=dtype, device=position_N.device)
-    return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]
+def _mask(position_NT: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
+    hidden_NTL = torch.arange(visible, device=position_NT.device) > position_NT[:, :, None]
+    mask_NTL = torch.zeros(hidden_NTL.shape, dtype=dtype, device=position_NT.device)
+    return mask_NTL.masked_fill_(hidden_NTL, float("-inf"))[:, None]

@@ -47,7 +47,8 @@ class TransformersEngine(ThreadedHolder, Engine):
     capabilities = CAPABILITIES
     installs_in_flight = CAPABILITIES.inflight_update
 
-    def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, options: TransformersOptions | None = None) -> None:
+        options = options or TransformersOptions()
         self.figures = Figures()
         device = config.devices[0] if config.devices else HOST
         self._model = PolicyModel(
@@ -55,7 +56,13 @@ class TransformersEngine(ThreadedHolder, Engine):
         )
         super().__init__(self._model, "decode")
         self._decoder = Decoder(
-            self._model, config.codec, config.max_concurrency, self.figures, self._threads, kv_cache_bytes
+            self._model,
+            config.codec,
+            config.max_concurrency,
+            self.figures,
+            self._threads,
+            options.kv_cache_bytes,
+            options.speculative_tokens,
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
@@ -178,4 +185,4 @@ class TransformersEngine(ThreadedHolder, Engine):
 
 def build(options: TransformersOptions, config: EngineConfig) -> Engine:
     """An engine for the config's model, without weights. Raises ModelNotReadable."""
-    return TransformersEngine(config, options.kv_cache_bytes)
+    return TransformersEngine(config, options)

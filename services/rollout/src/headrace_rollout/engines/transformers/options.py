@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_servicekit.registry import Options
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 
 class TransformersOptions(Options):
@@ -13,4 +13,11 @@ class TransformersOptions(Options):
         default=None,
         description="most memory of the running samples' keys and values; conversations between two turns keep theirs "
         "in up to a quarter of it more; default: a quarter of what the host has free, or four fifths of what a GPU has",
+    )
+    speculative_tokens: NonNegativeInt = Field(
+        default=0,
+        le=15,
+        description="most tokens that a row drafts from what it has said before, while at most eight run; answers stay "
+        "as they are, and those that repeat much come sooner. Beside stop strings, a penalty, routed experts "
+        "or images, and in deterministic runs, nothing is drafted; 0: never",
     )

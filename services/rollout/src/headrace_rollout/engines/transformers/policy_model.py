@@ -15,7 +15,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
-from headrace_modelkit.products import WideLayers
+from headrace_modelkit.products import PackedLayers, PackedWeight
 from headrace_modelkit.vision import (
     ImageReader,
     Pictures,
@@ -74,7 +74,7 @@ class PolicyModel(HeldModel):
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
-        self._wide = WideLayers(self._model.base_model)
+        self._layers, self._packed_head = PackedLayers(self._model.base_model), PackedWeight()
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
@@ -154,32 +154,32 @@ class PolicyModel(HeldModel):
 
     def decode(
         self,
-        tokens_N: NDArray[np.int64],
+        tokens_NT: NDArray[np.int64],
         length_N: NDArray[np.int64],
         shift_N: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens.
+        """(N, T, D) hidden states of more tokens in each row, whose caches hold `length_N` tokens.
 
         `shift_N`: where images make positions other than the number of tokens before.
         """
-        plan = self.cache.decode(length_N, self.device, self._model.dtype)
-        hidden_N1D = self.hidden(
-            torch.from_numpy(tokens_N[plan.order]).to(self.device)[:, None],
+        plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
+        hidden_NTD = self.hidden(
+            torch.from_numpy(tokens_NT[plan.order]).to(self.device),
             position_ids=self._positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
         self._order = plan.order
         if (np.diff(plan.order) == 1).all():
-            return hidden_N1D[:, 0]
+            return hidden_NTD
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
-        return hidden_N1D[:, 0].index_select(0, back)
+        return hidden_NTD.index_select(0, back)
 
     def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
         if shift_N is None or not shift_N.any():
-            return plan.position_N[:, None]
-        shifted_N = plan.position_N + torch.from_numpy(shift_N[plan.order]).to(self.device)
-        return shifted_N[None, :, None].expand(3, -1, -1)
+            return plan.position_NT
+        shifted_NT = plan.position_NT + torch.from_numpy(shift_N[plan.order]).to(self.device)[:, None]
+        return shifted_NT[None].expand(3, -1, -1)
 
     def hidden(
         self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache | Extension
@@ -247,15 +247,19 @@ class PolicyModel(HeldModel):
         """
         start = time.perf_counter()
         self._memory.load(tensors, self.device)
-        self._wide.adopt()
-        self.adopt_head()
+        self.adopt_weights()
         self.policy = policy
         return time.perf_counter() - start
 
-    def adopt_head(self) -> None:
-        """Takes the head of the weights that are there: one fp32 copy for all tokens of a version."""
-        head = Head.of(self._model)  # in fp32 the model's own
-        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened(self._head)
+    def adopt_weights(self) -> None:
+        """Computes with the weights that are there from now on; the first pass packs them, and the head in fp32."""
+        self._layers.adopt()
+        self._head = Head.of(self._model).packed_into(self._packed_head)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the first pass of a version takes beside its cache: weights as the CPU's kernels read them."""
+        return self._layers.missing_bytes + self._packed_head.missing_bytes
 
     def take_memory(self) -> None:
         """Room for the weights."""
@@ -265,7 +269,8 @@ class PolicyModel(HeldModel):
         """Drops weights and cache."""
         self.policy, self._head = None, None
         self._memory.free()
-        self._wide.free()
+        self._layers.free()
+        self._packed_head.free()
         self.cache.free()
 
 

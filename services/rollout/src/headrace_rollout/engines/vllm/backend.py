@@ -101,6 +101,7 @@ class VllmBackend(Backend):
         params = _sampling(request.distribution, request.max_new_tokens)
         params.stop_token_ids = list(request.eos_ids)
         params.seed = request.seed if request.distribution.temperature else None
+        params.stream_interval = request.interval
         prompt: dict[str, Any] = {
             "prompt_token_ids": list(request.token_ids),
             "cache_salt": request.cache_salt,
@@ -173,6 +174,9 @@ class VllmBackend(Backend):
 
     @override
     async def finish_install(self, number: int) -> None:
+        # What no interval has ended yet goes out while the version that made it is the installed one.
+        for state in self._engine.output_processor.request_states.values():
+            _hand_out(state)
         await self._obey(self._engine.finish_weight_update())
         problem, _ = await self._session()
         if problem:
@@ -242,6 +246,16 @@ def _sampling(distribution: Distribution, count: int) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+
+
+def _hand_out(state: Any) -> None:
+    """Puts the tokens of a request that wait for its interval's end where its reader takes them."""
+    new = state.detokenizer.output_token_ids[state.sent_tokens_offset :] if state.sent_tokens_offset else []
+    if state.queue is None or not new:
+        return
+    interval, state.stream_interval = state.stream_interval, 1
+    state.queue.put(state.make_request_output(new, None, None, None))
+    state.stream_interval, state.sent_tokens_offset = interval, state.detokenizer.num_output_tokens()
 
 
 def _routes(found: Any, experts: int) -> Routes | None:

@@ -1,0 +1,165 @@
+"""What a token costs between an engine and the wire: `python benchmarks/frontend.py`.
+
+A rollout service, a process of its own, gets its tokens from an engine that computes nothing and hands them out as
+vLLM's output processor does (`paced_engine`), a token of each of 256 requests every 25 ms. It is spoken to over gRPC as
+the coordinator speaks to it. Prints one JSON line: `frontend_us_per_token`, microseconds of a core that the service's
+process takes for a token, less what the engine's own steps take, with streamed chunks of 16 tokens (the coordinator's
+pipelines read those); `whole_us_per_token`, the same with whole answers; `engine_us_per_token`, what was taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _harness import emit, machine, say, table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "integration_tests"))
+PLUGIN = Path(__file__).with_name("paced_engine")
+LEASE = 11
+GOAL = 15.0
+TURN_S = 300.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=256, help="requests that run at once")
+    parser.add_argument("--samples", type=int, default=512, help="answers of a turn")
+    parser.add_argument("--tokens", type=int, default=192, help="new tokens of an answer")
+    parser.add_argument("--chunk", type=int, default=16, help="tokens of a streamed chunk")
+    parser.add_argument("--stop", action="store_true", help="look for two stop strings, which never come")
+    parser.add_argument("--turns", type=int, default=3, help="measured turns of each kind")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of the engine's step")
+    options = parser.parse_args()
+    say(machine())
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, ExitStack() as stack:
+        service = Service(stack, Path(folder), options)
+        kinds = {"frontend": options.chunk, "whole": 0}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+        for turn in range(-1, options.turns):
+            for name, chunk in kinds.items():
+                cost = service.turn(turn + 2, chunk)
+                if turn >= 0:
+                    found[name].append(cost)
+    say(f"at the end: {machine()}")
+    figures = {f"{name}_us_per_token": median(cost for cost, _ in costs) for name, costs in found.items()}
+    figures["engine_us_per_token"] = median(own for costs in found.values() for _, own in costs)
+    rows = [
+        (name, figures[f"{name}_us_per_token"], " ".join(f"{cost:.1f}" for cost, _ in costs))
+        for name, costs in found.items()
+    ]
+    table(("kind", "us a token", "turns"), rows)
+    emit("frontend", figures)
+
+
+class Service:
+    """A rollout service whose engine is the paced one."""
+
+    def __init__(self, stack: ExitStack, folder: Path, options: argparse.Namespace) -> None:
+        from harness.services import alone
+        from harness.services.by_hand import Engine, header
+        from harness.services.fake_fleet import FakeFleet
+        from headrace.rollout.v1 import rollout_pb2
+        from headrace_modelkit.presets.tiny import main as make_tiny
+
+        self._options, self._costs = options, folder / "costs"
+        model = folder / "model"
+        make_tiny([str(model)])
+        fleet = stack.enter_context(FakeFleet())
+        flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", "cpu:0")
+        path = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
+        process = alone.Service("rollout", folder / "rollout", *flags, PYTHONPATH=path)
+        stack.enter_context(process)
+        fleet.grant("rollout-0", LEASE)
+        self._pid = process.process.pid
+        self._engine = Engine(stack.enter_context(alone.channel_to(process.address)), LEASE)
+        rollout = {
+            "engine": "paced",
+            "engine_options": {"step_s": options.step_ms / 1e3, "costs": str(self._costs)},
+            "max_concurrency": options.streams,
+        }
+        config = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout, "seed": 3}
+        asked = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
+        self._engine.stub.OpenRun(asked, timeout=alone.CALL_S)
+        self._engine.wake()
+        install(self._engine)
+
+    def turn(self, turn: int, chunk: int) -> tuple[float, float]:
+        """Microseconds of a token: the service's without its engine's, and the engine's."""
+        before, own, started = self._cpu_s(), self._own_s(), time.perf_counter()
+        tokens = sum(self._received(turn, chunk))
+        used, own = self._cpu_s() - before, self._own_s() - own
+        rate = tokens / (time.perf_counter() - started)
+        figure = 1e6 * (used - own) / tokens
+        say(f"chunks of {chunk}: {figure:.1f} us a token, {rate:.0f} tokens/s; {machine()}")
+        return figure, 1e6 * own / tokens
+
+    def _cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def _own_s(self) -> float:
+        return float(self._costs.read_text() or 0) if self._costs.exists() else 0.0
+
+    def _received(self, turn: int, chunk: int) -> Iterator[int]:
+        from harness.services.by_hand import DISTRIBUTION, header
+        from headrace.rollout.v1 import rollout_pb2 as rollout
+
+        opening = rollout.GenerateOpen(
+            header=header(LEASE),
+            policy_number=1,
+            distribution=DISTRIBUTION,
+            max_new_tokens=self._options.tokens,
+            seed=turn,
+            chunk_tokens=chunk,
+            stop=["++++", "===="] if self._options.stop else [],
+            evaluation=True,  # nobody trains on it: nothing is retained
+        )
+        prompt = rollout.Prompt(token_ids=rollout.TokenIds(values=range(3, 19)))
+        one = [rollout.SampleAssignment(sample_index=0, attempt=1)]
+        groups = [
+            rollout.GroupAssignment(prompt_ordinal=ordinal, prompt=prompt, samples=one)
+            for ordinal in range(self._options.samples)
+        ]
+        asked = [
+            rollout.GenerateRequest(open=opening),
+            rollout.GenerateRequest(assign=rollout.AssignGroups(groups=groups)),
+        ]
+        responses: Any = self._engine.stub.Generate(iter(asked), timeout=TURN_S)
+        for response in responses:
+            for each in response.chunks:
+                segments = each.finished.segments
+                yield sum(len(part.tokens.log_probs) for part in segments if part.policy_number)
+
+
+def install(engine: Any) -> None:
+    """The model's own weights as version 1."""
+    from harness.services import alone
+    from harness.services.by_hand import header
+    from headrace.common.v1 import common_pb2
+    from headrace.rollout.v1 import rollout_pb2
+
+    asked = rollout_pb2.InstallPolicyRequest(
+        header=header(LEASE),
+        version=common_pb2.PolicyVersion(number=1),
+        files=rollout_pb2.PolicyFiles(checkpoint=""),
+    )
+    engine.stub.InstallPolicy(asked, timeout=alone.CALL_S)
+
+
+if __name__ == "__main__":
+    main()
