@@ -14,7 +14,6 @@ from headrace_planner.explaining import explain
 from headrace_schema.problems import as_views
 from headrace_schema.resources.fleet import HealthView
 from headrace_schema.resources.views import RunView
-from headrace_servicekit.rpc.tls import AUTHORITY, tls_dir
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -46,6 +45,8 @@ def service_routes(coordinator: Coordinator) -> APIRouter:
     @routes.get("/ca.pem", include_in_schema=False)
     async def get_authority() -> Response:
         """What this fleet's certificates come from; who has its fingerprint can trust it. Needs no token."""
+        from headrace_servicekit.rpc.tls import AUTHORITY, tls_dir  # gRPC comes with it
+
         folder = tls_dir()
         if folder is None:
             return Response(status_code=404)
