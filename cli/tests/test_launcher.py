@@ -280,7 +280,7 @@ def test_a_gpu_is_of_one_fleet_alone(tmp_path, monkeypatch):
         second.acquire()
     GpuLocks(["GPU-aa/gpu:0"], tmp_path / "three", tmp_path / "locks").acquire()
     first.release()
-    with pytest.raises(CommandError, match="GPU-aa is in use by the fleet of .*three"):
+    with pytest.raises(CommandError, match=r"GPU-aa is in use by the fleet of .*three"):
         second.acquire()
     seen[:] = ["host/cpu:0"]
     second.acquire()  # slots of a CPU may be shared
