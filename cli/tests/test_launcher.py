@@ -46,7 +46,7 @@ def test_up_is_ready_and_down_leaves_only_data(fleet):
         "rollout-0", "rollout-1", "trainer-0", "reward-0", "simulator-0",
     }  # fmt: skip
     assert next(i for i in ready["instances"] if i["name"] == "rollout-0")["devices"] == ["cpu:0", "cpu:1"]
-    assert next(i for i in ready["instances"] if i["name"] == "reward-0")["devices"] == []
+    assert next(i for i in ready["instances"] if i["name"] == "reward-0")["devices"] == ["cpu:0", "cpu:1"]
     assert ready["ready_s"] > 0
     shared_memory = Path(fleet.state()["shared_memory"])
     assert shared_memory.is_dir()
