@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.gpu_locks import GpuLocks
 from headrace_cli.launcher.plan import FleetPlan, Wiring, backend_python, engine_python, simulator_python
 from headrace_cli.launcher.start import require_room
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
@@ -45,7 +46,7 @@ def test_up_is_ready_and_down_leaves_only_data(fleet):
         "rollout-0", "rollout-1", "trainer-0", "reward-0", "simulator-0",
     }  # fmt: skip
     assert next(i for i in ready["instances"] if i["name"] == "rollout-0")["devices"] == ["cpu:0", "cpu:1"]
-    assert next(i for i in ready["instances"] if i["name"] == "reward-0")["devices"] == []
+    assert next(i for i in ready["instances"] if i["name"] == "reward-0")["devices"] == ["cpu:0", "cpu:1"]
     assert ready["ready_s"] > 0
     shared_memory = Path(fleet.state()["shared_memory"])
     assert shared_memory.is_dir()
@@ -264,3 +265,22 @@ def test_a_simulator_is_found_in_its_environment_or_named_with_what_makes_it(tmp
     assert simulator_python("libero", tmp_path) == str(python)
     with pytest.raises(CommandError, match="gymnasium, metaworld, maniskill, libero"):
         simulator_python("mujoco")
+
+
+def test_a_gpu_is_of_one_fleet_alone(tmp_path, monkeypatch):
+    """A host that joins two heads would lease the same device twice."""
+    seen = ["GPU-aa/gpu:0", "GPU-bb/gpu:1"]
+    monkeypatch.setattr("headrace_cli.launcher.gpu_locks.detect_devices", lambda: seen)
+    first = GpuLocks(["GPU-bb/gpu:1"], tmp_path / "one", tmp_path / "locks")
+    second = GpuLocks([], tmp_path / "two", tmp_path / "locks")
+    first.acquire()
+    with pytest.raises(
+        CommandError, match=r"--devices: GPU-bb is in use by the fleet of \S+/one.*--devices gpu:N"
+    ):
+        second.acquire()
+    GpuLocks(["GPU-aa/gpu:0"], tmp_path / "three", tmp_path / "locks").acquire()
+    first.release()
+    with pytest.raises(CommandError, match=r"GPU-aa is in use by the fleet of .*three"):
+        second.acquire()
+    seen[:] = ["host/cpu:0"]
+    second.acquire()  # slots of a CPU may be shared

@@ -294,6 +294,9 @@ def weights_target(service, published):
     valid = {
         "GetManifest": lambda: [weights_pb2.GetManifestRequest(**fields)],
         "FetchWeights": lambda: [weights_pb2.FetchWeightsRequest(offset_bytes=4, **fields)],
+        "FetchChanges": lambda: [
+            weights_pb2.FetchChangesRequest(base_digest=published.version.digest, **fields)
+        ],
     }
     return Target(service, WEIGHTS, valid)
 

@@ -270,7 +270,7 @@ async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stor
 
 def test_a_pieces_header_is_read_as_protobuf_would():
     from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.weights.transfer import split_piece
+    from headrace_servicekit.weights.pulling import split_piece
 
     for offset in (0, 1, 127, 128, 1 << 20, (1 << 63) + 5):
         for data in (b"", b"x", b"y" * 127, b"z" * 128, bytes(1 << 20)):

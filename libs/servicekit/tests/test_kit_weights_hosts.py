@@ -8,7 +8,7 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import arrivals, transfer
+from headrace_servicekit.weights import arrivals, pulling
 from headrace_servicekit.weights.transfer import WeightServicer, receive_weights
 from weight_parts import RUN, publish
 
@@ -129,8 +129,8 @@ async def test_a_host_passes_on_what_has_arrived_and_is_asked_through_any_of_its
 async def test_a_peer_that_fails_is_left_for_the_trainer_from_where_it_was(
     serving, until, monkeypatch, fault
 ):
-    monkeypatch.setattr(transfer, "RELAY_SILENCE_S", 0.3 if fault == "is silent" else 5.0)
-    monkeypatch.setattr(transfer, "SLOW_S", 0.3 if fault == "is slow" else 10.0)
+    monkeypatch.setattr(pulling, "RELAY_SILENCE_S", 0.3 if fault == "is silent" else 5.0)
+    monkeypatch.setattr(pulling, "SLOW_S", 0.3 if fault == "is slow" else 10.0)
     monkeypatch.setattr(arrivals, "SIGN_S", 0.1)
     monkeypatch.setattr(arrivals, "BEGIN_S", 0.2)
     (trainer, sends), (peer, relays), (c, _) = [

@@ -31,6 +31,7 @@ from headrace_schema.resources.views import (
     EvaluationView,
     EventView,
     PolicyView,
+    RecordingListView,
     RunView,
     StepView,
 )
@@ -60,6 +61,7 @@ class FakeCoordinator:
         self.run_changes = self.instance_changes = self.vitals = self
         self.bounds: dict[str, Any] = {}
         self.autoscaler = self
+        self.recordings = FakeRecordings(self)
 
     async def check(self, asked: RunSpec | EvaluationSpec) -> Submission | None:
         """Raises `Impossible`; a submission of a run."""
@@ -365,3 +367,24 @@ def certificate_view(number: int) -> CertificateView:
         drop_rate_by_length={},
         drop_rate_by_pass_rate={},
     )
+
+
+class FakeRecordings:
+    """Of runs that keep none."""
+
+    def __init__(self, coordinator: FakeCoordinator) -> None:
+        self._coordinator = coordinator
+
+    def all(self, run_id: str) -> RecordingListView:
+        self._coordinator.run(run_id)
+        return RecordingListView(recordings=[], wanted=[])
+
+    def path(self, run_id: str, name: str) -> Path:
+        self._coordinator.run(run_id)
+        raise Refused("NOT_FOUND", f"run {run_id} has no recording {name!r}; it has none")
+
+    checkpoint = path
+
+    def ask(self, run_id: str, step: int) -> RecordingListView:
+        self._coordinator.run(run_id)
+        return RecordingListView(recordings=[], wanted=[step])

@@ -59,7 +59,7 @@ def outcome(sample, ids, size, eos):
         ("1 + 2 = 3 + 4 = 5", (), 6, True, Finish.LENGTH),
         ("12", (), 3, True, Finish.EOS),  # both at once: it ended by itself
         ("1 + 2 = 3 + 4", (" = ",), 24, True, Finish.STOP),
-        ("1 + 2 = 3", ("2 = 3 +", "= "), 24, False, Finish.STOP),  # the later one is complete first
+        ("1 + 2 = 3", ("2 = 3+", "= "), 24, False, Finish.STOP),  # the later one is complete first
         ("1 + 2", ("+ 3",), 24, True, Finish.EOS),
         ("1 + 2 = 3", (" = ",), 8, True, Finish.STOP),
     ],

@@ -168,7 +168,7 @@ async def test_large_episodes_leave_by_reference_and_go_with_their_retention(
     )
     await rollout.stub.ReleaseTrajectories(request)
     for blob in held.values():
-        with pytest.raises(ServiceError, match="not on this host"):
+        with pytest.raises(ServiceError, match="not kept here"):
             await reader.read(blob)
 
 

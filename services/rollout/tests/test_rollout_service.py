@@ -203,7 +203,7 @@ async def test_suspend_gives_memory_back_and_wake_takes_it_in_order(
     await refused(rollout.stub.Suspend(suspend), "NOT_PAUSED", "Pause first")
     await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
     freed = await rollout.stub.Suspend(suspend)
-    assert 0.8 * size < freed.released_bytes < 2 * size
+    assert 0.8 * size < freed.released_bytes < 2.5 * size, "the weights, and what they are packed into"
     assert freed.free_memory_bytes > size
     assert (await rollout.stub.Suspend(suspend)).released_bytes < size / 10
 

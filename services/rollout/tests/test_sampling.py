@@ -133,6 +133,7 @@ def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, dat
     batch = Batch(12)
     batch.trajectories = [f"s{row}" for row in range(count)]
     batch.routes = [bytearray([row]) for row in range(count)]
+    batch._histories = [(f"s{row}", row) for row in range(count)]
     batch.length[:count] = np.arange(count)
     gone = data.draw(st.sets(st.integers(0, count - 1)))
     targets, sources = batch.remove(list(gone))
@@ -140,3 +141,4 @@ def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, dat
     kept = {name: int(batch.length[row]) for row, name in enumerate(batch.trajectories)}
     assert kept == {f"s{row}": row for row in range(count) if row not in gone}
     assert [f"s{own[0]}" for own in batch.routes] == batch.trajectories
+    assert [own for own, _ in batch._histories] == batch.trajectories

@@ -206,8 +206,9 @@ def backend_of(config, ranks):
 @torch.no_grad()
 def loss_of(backend, seen):
     """The loss of every moment, with the same noise each time."""
-    losses = backend._imitation_losses(seen, range(len(seen.valid_NC)))
-    return float(imitation_loss(losses, seen.valid_NC))
+    every = seen.take(torch.arange(len(seen.valid_NC)), torch.device("cpu"))
+    losses = backend._imitation_losses(every, range(len(every.valid_NC)))
+    return float(imitation_loss(losses, every.valid_NC))
 
 
 class Half:

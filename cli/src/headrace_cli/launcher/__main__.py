@@ -22,6 +22,7 @@ from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.gpu_locks import GpuLocks
 from headrace_cli.launcher.hosts import collective_variables
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring
 from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetLock, FleetState, ProcessState
@@ -47,6 +48,7 @@ class LocalFleet:
         self.plan = plan
         self.data_dir = DataDir.at(plan.data_dir)
         self._lock = FleetLock(self.data_dir.lock_file)
+        self._gpus = GpuLocks(plan.devices, self.data_dir.root)
         self._store: Supervisor | None = None
         self._coordinator: Supervisor | None = None
         self._written: dict[str, object] = {}
@@ -58,6 +60,11 @@ class LocalFleet:
             asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
         if not await self._take_lock():
             print(f"a fleet already runs on {self.data_dir.root}", flush=True)
+            return 2
+        try:
+            self._gpus.acquire()
+        except CommandError as error:
+            print(error, flush=True)
             return 2
         sweep(self.data_dir)
         self._prepare()
@@ -186,6 +193,7 @@ class LocalFleet:
         if self._store:
             await self._stopping("the store", STORE_GRACE_S, self._store.stop)
         sweep(self.data_dir)
+        self._gpus.release()
         self._lock.release()
 
     async def _stopping(self, what: str, grace_s: float, stop: Callable[[float], Awaitable[object]]) -> None:

@@ -21,6 +21,7 @@ from headrace_servicekit.process.ports import LOOPBACK
 
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.gpu_locks import GpuLocks
 from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.launcher.repair import discard, examine
 from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetState, living_state, read_state
@@ -70,6 +71,7 @@ def start_fleet(
             require_free_port(plan.port + 1, plan.listen)
         require_store()
     require_room(plan.counts)
+    refuse_taken_gpus(plan, data_dir)
     started_at = time.monotonic()
     launcher = _spawn(plan, data_dir)
     try:
@@ -106,6 +108,13 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
         raise user_error(
             "--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}"
         )
+
+
+def refuse_taken_gpus(plan: FleetPlan, data_dir: DataDir) -> None:
+    """Raises CommandError (exit code 2) when another fleet of this user has one of the GPUs."""
+    locks = GpuLocks(plan.devices, data_dir.root)
+    locks.acquire()  # The launcher takes them for as long as it lives.
+    locks.release()
 
 
 def require_free_port(port: int, address: str = LOOPBACK) -> None:

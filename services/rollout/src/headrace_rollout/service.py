@@ -27,8 +27,9 @@ from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
+from headrace_rollout.runs.installing import PolicyInstaller
 from headrace_rollout.runs.opened import ConversationRun, OnlineRun, OpenedRun
-from headrace_rollout.runs.opening import PolicyInstaller, devices_of, memory_on, open_run
+from headrace_rollout.runs.opening import devices_of, memory_on, open_run
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
 from headrace_rollout.wire import distribution_of, invalid, keys_of, refusals

@@ -13,7 +13,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type == "cuda"
-        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Copies in order; each holds until the next one is asked for."""

@@ -1,0 +1,112 @@
+"""Installs the versions of an open run's policy: those of a trainer, and those read from files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transfer import ReceivedWeights, receive_weights
+
+from headrace_rollout.engines.base import Authority, Policy, Weights
+from headrace_rollout.runs.opened import OpenedRun
+from headrace_rollout.wire import duration_of, refusals, weights_of
+
+
+class PolicyInstaller:
+    """Installs under `changing`, one version at a time. `store` receives what trainers have published.
+
+    Raises ServiceError: the engine's refusal, WEIGHTS_MISMATCH, or why the weights could not be received or read.
+    """
+
+    def __init__(self, store: WeightStore, token: str | None, changing: asyncio.Lock) -> None:
+        self._store, self._token, self._changing = store, token, changing
+
+    async def receive(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, authority: Authority
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Takes a trainer's version, verifies and swaps it; what is installed already moves no byte."""
+        version, started = request.version, time.perf_counter()
+        policy = Policy(version.number, version.digest)
+        async with self._changing:
+            with refusals():
+                if await run.engine.check_install(policy, in_flight=request.in_flight):
+                    return rollout_pb2.InstallPolicyResponse(version=version)
+                received = await self._take(run, request)
+                transfer_s = time.perf_counter() - started
+                weights = weights_of(request.manifest, received.body, received.path)
+                pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
+            self._store.keep(run.name, {version.number})
+        return _installed(version, received, transfer_s, pause_s)
+
+    async def prefetch(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Takes and verifies a trainer's version beside the engine's work; a later `receive` finds it here."""
+        version, started = request.version, time.perf_counter()
+        async with self._changing:
+            received = await self._take(run, request)
+            installed = run.engine.policy
+            self._store.keep(run.name, {version.number, installed.number if installed else version.number})
+        return _installed(version, received, time.perf_counter() - started, 0.0)
+
+    async def _take(self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest) -> ReceivedWeights:
+        return await receive_weights(
+            self._store,
+            run.name,
+            request.version,
+            request.manifest,
+            request.sources,
+            token=self._token,
+            transports=run.transports,
+        )
+
+    async def read_files(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, authority: Authority
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Reads, casts and swaps weights that no trainer has published."""
+        from headrace_rollout.runs.policy_files import read_policy
+
+        version, checkpoint, started = request.version, request.files.checkpoint, time.perf_counter()
+        async with self._changing:
+            installed = run.engine.policy
+            if installed is not None and installed.number == version.number:
+                version.digest = installed.digest
+                return rollout_pb2.InstallPolicyResponse(version=version)
+            manifest, body = await asyncio.to_thread(read_policy, run.config, checkpoint, version.digest)
+            read_s = time.perf_counter() - started
+            version.digest = manifest.digest
+            policy = Policy(version.number, version.digest)
+            with refusals():
+                pause_s = await _put(
+                    run, policy, weights_of(manifest, body), authority, in_flight=request.in_flight
+                )
+        return rollout_pb2.InstallPolicyResponse(
+            version=version, transfer_time=duration_of(read_s), pause_time=duration_of(pause_s)
+        )
+
+
+def _installed(
+    version: common_pb2.PolicyVersion, received: ReceivedWeights, transfer_s: float, pause_s: float
+) -> rollout_pb2.InstallPolicyResponse:
+    return rollout_pb2.InstallPolicyResponse(
+        version=version,
+        transport=received.transport,
+        bytes_moved=received.bytes_moved,
+        transfer_time=duration_of(transfer_s),
+        pause_time=duration_of(pause_s),
+        fallbacks=received.fallbacks,
+    )
+
+
+async def _put(
+    run: OpenedRun, policy: Policy, weights: Weights, authority: Authority, *, in_flight: bool
+) -> float:
+    try:
+        return await run.engine.install(policy, weights, authority, in_flight=in_flight)
+    except ValueError as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
