@@ -12,6 +12,7 @@ from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.engines.transformers.decoder import Decoder
 from openai import AsyncOpenAI
 from rollout_calls import HEADER, check_log_probs
+from rollout_rig import WAIT_S
 
 KEY = "sk-headrace-run"
 
@@ -123,9 +124,27 @@ async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(serve
     assert text == trajectory.conversation.messages[1].content
 
 
+async def wanted(client, slots):
+    """Until the desk has so many slots to fill."""
+    async with asyncio.timeout(WAIT_S):
+        while (await client.get("/sessions", cast_to=object))["wanted"] != slots:  # noqa: ASYNC110  # asked over HTTP
+            await asyncio.sleep(0.01)
+
+
+async def test_slots_that_come_behind_a_pause_come_back_at_once(served):
+    rollout, client = served
+    call = await opened(rollout, slots([5]))
+    await wanted(client, 1)
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await call.read_until(lambda call: len(call.partials) == 1)
+    await call.assign(slots([6]))
+    await call.read_until(lambda call: len(call.partials) == 2)
+
+
 async def test_a_pause_gives_slots_back_and_requests_wait(served):
     rollout, client = served
     call = await opened(rollout, slots([5, 6]))
+    await wanted(client, 2)
     await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
     await call.read_until(lambda call: len(call.partials) == 2)
     messages = [{"role": "user", "content": "1+1="}]

@@ -37,6 +37,8 @@ class OnlineStream(Generation):
             return
         self._outstanding += len(places)
         self._desk.offer(places)
+        if self._engine.paused:  # What came behind the pause comes back at once too.
+            self._desk.stop(self)
 
     def _emit(self, update: TrajectoryUpdate) -> None:
         self._inbox.put_nowait([update])
