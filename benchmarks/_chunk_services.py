@@ -23,6 +23,7 @@ from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_servicekit.process.allocator import reuse_freed_memory
 from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import digest_and_size, set_digest, trajectory_digest
+from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightStore
 
@@ -121,7 +122,7 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
         """Ends retention of bodies and what they refer to."""
         for sample in request.samples:
             body = self._kept.pop((sample.prompt_ordinal, sample.sample_index), None)
-            for reference in references(body) if body is not None else ():
+            for reference in bodies_of(body) if body is not None else ():
                 self._blobs.release(reference)
         return rollout_pb2.ReleaseTrajectoriesResponse()
 
@@ -169,7 +170,7 @@ class Consumer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _take(self, body: common_pb2.Trajectory) -> tuple[int, int, int, str]:
         if trajectory_digest(body) != body.body_digest:
             raise ValueError("a body arrived changed")
-        for reference in references(body):
+        for reference in bodies_of(body):
             if len(await self._blobs.read(reference)) != LARGE:
                 raise ValueError("a body by reference is not whole")
         return body.sample.prompt_ordinal, body.sample.sample_index, body.attempt, body.body_digest
@@ -177,17 +178,6 @@ class Consumer(trainer_pb2_grpc.TrainerServiceServicer):
     async def close(self) -> None:
         """Closes what it opened."""
         await self._blobs.close()
-
-
-def references(body: common_pb2.Trajectory) -> list[common_pb2.BlobRef]:
-    """What a body's observations refer to."""
-    tensors = [
-        tensor
-        for segment in body.segments
-        if segment.WhichOneof("body") == "actions"
-        for tensor in segment.actions.observation.values()
-    ]
-    return [tensor.blob for tensor in tensors if tensor.WhichOneof("body") == "blob"]
 
 
 async def serve(kind: str, settings: dict[str, Any]) -> None:

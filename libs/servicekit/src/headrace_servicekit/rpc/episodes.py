@@ -101,6 +101,16 @@ def encode_episode(
     return message
 
 
+def bodies_of(trajectory: common_pb2.Trajectory) -> list[common_pb2.BlobRef]:
+    """What a trajectory's episodes refer to: bodies that stay with its producer."""
+    return [
+        tensor.blob
+        for segment in trajectory.segments
+        if segment.HasField("actions")
+        for tensor in references(segment.actions)
+    ]
+
+
 def references(message: common_pb2.ActionSegment) -> list[common_pb2.Tensor]:
     """The tensors of a segment whose bodies are elsewhere."""
     tensors = (*message.observation.values(), *message.sampled.values(), *message.final_observation.values())

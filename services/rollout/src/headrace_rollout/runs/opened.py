@@ -17,7 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.blobs import BlobStore
-from headrace_servicekit.rpc.episodes import references
+from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.transfer import byte_transports
 from headrace_servicekit.weights.transports import Links, Transport
@@ -290,12 +290,6 @@ class RobotRun(OpenedRun):
         }
         policy_s, episodes = figures["policy_s"], int(figures["episodes"])
         return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)
-
-
-def bodies_of(trajectory: common_pb2.Trajectory) -> list[common_pb2.BlobRef]:
-    """What a trajectory refers to."""
-    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
-    return [tensor.blob for episode in episodes for tensor in references(episode)]
 
 
 def _slot(sample: common_pb2.SlotKey) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from headrace_servicekit.rpc.episodes import (
     Arrays,
     Bodies,
     Episode,
+    bodies_of,
     decode_episode,
-    references,
 )
 from headrace_servicekit.rpc.errors import ServiceError
 
@@ -85,17 +85,10 @@ def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces, bodies: Bod
 
 async def fetch_bodies(groups: Iterable[trainer_pb2.SettledGroup], blobs: BlobReader) -> Bodies:
     """What episodes refer to, a few at a time. Raises ServiceError, such as BLOB_GONE."""
-    tensors = [
-        tensor
-        for group in groups
-        for member in group.members
-        for segment in member.trajectory.segments
-        if segment.HasField("actions")
-        for tensor in references(segment.actions)
-    ]
+    wanted = [body for group in groups for member in group.members for body in bodies_of(member.trajectory)]
     found: dict[str, bytes] = {}
-    for first in range(0, len(tensors), FETCHED_TOGETHER):
-        some = [tensor.blob for tensor in tensors[first : first + FETCHED_TOGETHER]]
+    for first in range(0, len(wanted), FETCHED_TOGETHER):
+        some = wanted[first : first + FETCHED_TOGETHER]
         bodies = await asyncio.gather(*(blobs.read(each) for each in some))
         found.update((each.digest, body) for each, body in zip(some, bodies, strict=True))
     return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
-from headrace_servicekit.rpc.episodes import references
+from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
@@ -148,11 +148,11 @@ class Trajectories(dict[SlotKey, Trajectory]):
         """
         wanted, producers = {slot.key: slot for slot in slots}, [*producers]
         living = {producer.incarnation for producer in producers}
-        found = {
-            key: kept.message
-            for key in wanted
-            if (kept := self.get(key)) and kept.message is not None and _owners(kept.message) <= living
-        }
+        found = {}
+        for key in wanted:
+            message = kept.message if (kept := self.get(key)) else None
+            if message is not None and all(body.incarnation in living for body in bodies_of(message)):
+                found[key] = message
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for message in await producer.fetch(missing) if missing else ():
@@ -160,12 +160,6 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found
-
-
-def _owners(message: common.Trajectory) -> set[str]:
-    """Incarnations that keep what a message refers to."""
-    episodes = [segment.actions for segment in message.segments if segment.HasField("actions")]
-    return {tensor.blob.incarnation for episode in episodes for tensor in references(episode)}
 
 
 def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:
