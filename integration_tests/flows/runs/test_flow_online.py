@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,13 @@ def test_sessions_keep_to_their_rollout_and_one_that_dies_loses_its_own_alone(ow
                 assert answer.id.split("-")[1] in str(error)
         assert {*lost} == {"session_lost"} and {*kept} <= {"taken", "waiting"} and lost and kept
         assert len({id[:6] for id, answer in zip(ids, opened, strict=True)}) == 2
-        while not fleet.client.get(run.id).ended:
-            try:
+
+        def ended() -> bool:
+            with suppress(APIConnectionError, APIStatusError):
                 feedback(client, asked(client, "-"), 8.0)
-            except (APIConnectionError, APIStatusError):
-                continue
+            return fleet.client.get(run.id).ended
+
+        wait_for(ended, "the run to end", 240)
         run = fleet.succeed(run)
         rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
         assert rewards.count(1.0) == len(kept), "what the other one had was learned from"
