@@ -180,3 +180,18 @@ def test_the_page_of_metrics_has_each_name():
         for name in METRIC.findall((ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
     }
     assert named and named == page
+
+
+def test_commands_that_messages_name_are_there():
+    """In texts of the product's modules, and in the dashboard's scripts: an error must not send anybody to nowhere."""
+    wrong = []
+    for source in SOURCES:
+        for file in [*source.rglob("*.py"), *source.rglob("dashboard/**/*.js")]:
+            text = file.read_text(encoding="utf-8")
+            for match in re.finditer(r"(?<![\w./-])headrace ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", text):
+                if "import" in match[0]:
+                    continue
+                if problem := problem_of([word for word in match.groups() if word]):
+                    place = f"{file.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+                    wrong.append(f"{place}: {match[0]}: {problem}")
+    assert not wrong, "\n".join(wrong)
