@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,17 @@ def commands():
                     yield f"{page.relative_to(ROOT)}:{number}", shlex.split(text)[1:]
 
 
-def problem_of(words: list[str]) -> str:
-    """What is wrong with the words after `headrace`: a command or an option that is not there."""
+@cache
+def whole_command() -> Any:
+    """`headrace` with all that is below it."""
     from headrace_cli.main import app
 
-    command: Any = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def problem_of(words: list[str]) -> str:
+    """What is wrong with the words after `headrace`: a command or an option that is not there."""
+    command = whole_command()
     while hasattr(command, "commands") and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
         if words[0] not in command.commands:
             return f"there is no command {words[0]}"
