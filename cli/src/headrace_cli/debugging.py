@@ -94,8 +94,7 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
 
 
 def _wanted(kind: str, spec: RunSpec) -> int:
-    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
-    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances + reply}.get(kind, 1)
+    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances}.get(kind, 1)
 
 
 async def _start_instance(

@@ -206,7 +206,7 @@ def fill_trajectory(
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
-    text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
+    text, lengths = codec.decode_with_lengths(output.whole.token_ids)
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
         turns = output.said.turn_tokens

@@ -157,7 +157,13 @@ def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Itera
             which = "path is" if role.path else "learns: false is"
             reason = f"{role.policy} learns from the roles that it plays, and {which} given too"
             yield problem(f"{key}.policy", reason, "remove one of the two")
-        for option in ("temperature", "max_new_tokens"):
+        if role.own_devices and not role.path:
+            reason = "are of a frozen model, and path is empty"
+            fix = f"set policies.{role.policy}.own_devices" if role.policy else "remove it, or give path"
+            yield problem(f"{key}.own_devices", reason, fix)
+        if any(not text for text in role.stop or ()):
+            yield problem(f"{key}.stop", "an empty text ends every turn at once", "remove it")
+        for option in ("temperature", "max_new_tokens", "stop"):
             if role.trained and getattr(role, option) is not None:
                 reason = "the role is learned from, and its tokens are drawn as sampling says"
                 yield problem(f"{key}.{option}", reason, "remove it, or set learns: false, or give path")

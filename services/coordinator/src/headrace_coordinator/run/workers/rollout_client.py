@@ -80,8 +80,6 @@ class RolloutClient(WorkerClient):
     """Where clients of an online run speak with it."""
     lost_pools: list[str] = field(default_factory=list)
     """Pools of environments that answer no more, as it says."""
-    lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
-    """Instances that reply no more, as it says."""
     weights: Arrivals = field(default_factory=Arrivals)
     _failing: set[str] = field(default_factory=set)
     """Which transport from whom failed for the last version."""
