@@ -24,6 +24,8 @@ SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
+UNREWARDED = ("tools", "exchange")
+"""Built-in environments that give no reward: scorers judge what was said."""
 OTHERWISE = {
     "environment.alternating": "turns of all conversations are decoded together",
     "environment.reward": "a turn's reward is what the environment's step returns",
@@ -267,6 +269,9 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
             yield problem(
                 f"environment.tasks[{index}]", reason, f"write agent: {{verifiers: {task[10:] or 'NAME'}}}"
             )
+    if {scorer.name for scorer in spec.reward.scorers} == {"episode"} and {*tasks} <= {*UNREWARDED}:
+        reason = f"the scorer episode takes the environment's rewards, and {tasks[0]} gives none"
+        yield problem("reward.scorers", reason, "name scorers that judge what was said, such as exact")
     if len({*tasks}) < len(tasks):
         yield problem("environment.tasks", "a task is named twice", "name each task once")
     elif len(tasks) > 1 and source != EPISODES:
