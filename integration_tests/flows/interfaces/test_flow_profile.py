@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import yaml
 from harness.specs import BATCH
-from headrace.client import Workflow
 
 
 def test_a_measured_profile_is_stored_and_planned_from(fleet, spec_of, tmp_path):

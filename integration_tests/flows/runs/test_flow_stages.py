@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
-from headrace.client import Workflow
 
 STEPS, LEAST = 2, 0.5
 STAGES = {
