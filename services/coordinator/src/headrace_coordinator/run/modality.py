@@ -6,9 +6,10 @@ The one place of `run` that asks which of them a run is. Only the others than a 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -44,8 +45,8 @@ class Sampling:
     """Whether an episode ends with its first success."""
 
 
-class Modality(Protocol):
-    """A run of texts, of episodes, or of conversations."""
+class Modality(ABC):
+    """A run of texts, of episodes, or of conversations; what is done here is done for a run without simulators."""
 
     resumable: bool
     """Whether an unfinished trajectory goes on elsewhere from its prefix."""
@@ -53,9 +54,10 @@ class Modality(Protocol):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
-    has_images: bool
+    has_images = False
     """Whether prompts have images."""
 
+    @abstractmethod
     def prompt(
         self,
         item: DataItem,
@@ -70,26 +72,33 @@ class Modality(Protocol):
         renders the prompt of other data than the run's.
         """
 
+    @abstractmethod
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
         """The first message of a rollout's stream; its header is left to the client."""
 
     async def open_environments(self) -> None:
         """Before rollouts open the run: those that are granted have environments. Raises `Unstaffed`."""
+        return
 
     def rollouts_opened(self) -> None:
         """Rollouts have opened the run, and said how many trajectories they can make at once."""
+        return
 
     async def prepare(self, worker: RolloutClient) -> None:
         """Before a stream: the rollout's simulators are there, on their devices. Raises `Unstaffed`."""
+        return
 
     def ended(self, worker: RolloutClient, *, well: bool) -> None:
         """After a stream; `well`: it made what it was asked for."""
+        return
 
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
         """Whether a rollout says that a simulator answers it no more; `recover` is to be called then."""
+        return False
 
     async def recover(self, worker: RolloutClient) -> bool:
         """After a stream: whether it lost a simulator; waits a little for its exit to be noticed."""
+        return False
 
 
 class Texts(Modality):
@@ -127,30 +136,6 @@ class Texts(Modality):
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
         return _generate(sampling)
 
-    @override
-    async def open_environments(self) -> None:
-        return
-
-    @override
-    def rollouts_opened(self) -> None:
-        return
-
-    @override
-    async def prepare(self, worker: RolloutClient) -> None:
-        return
-
-    @override
-    def ended(self, worker: RolloutClient, *, well: bool) -> None:
-        return
-
-    @override
-    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        return False
-
-    @override
-    async def recover(self, worker: RolloutClient) -> bool:
-        return False
-
 
 class Online(Texts):
     """Sessions of clients from outside, which rollouts wait for."""
@@ -182,7 +167,7 @@ class Online(Texts):
 class Episodes(Modality):
     """Episodes of a robot policy, in environments that simulators step."""
 
-    resumable = has_images = False
+    resumable = False
 
     def __init__(self, pools: Pools, dataset: Dataset, tasks: Sequence[str]) -> None:
         self.warmup_examples = []
