@@ -412,7 +412,7 @@ async def test_another_policy_that_learns_plays_a_role_with_weights_of_its_own(
 
 
 def test_models_with_devices_of_their_own_get_theirs(tiny_directory):
-    """Each has its part of the devices, here `meta` for the second half; on CPU slots, of the threads."""
+    """Each has its part of the devices, here two names of the CPU; on CPU slots, of the threads."""
     role = {"path": str(tiny_directory)}
     roles = {"teller": {**role, "own_devices": True}, "other": {**role, "revision": "same"}}
     config = RolloutConfig(
@@ -426,12 +426,12 @@ def test_models_with_devices_of_their_own_get_theirs(tiny_directory):
         try:
             await run.engine.place(devices, threads)
             engines = [run.engine._speaker, *(run.others[name].engine for name in roles)]
-            return [(each._held.device.type, each._threads._most) for each in engines]
+            return [(str(each._held.device), each._threads._most) for each in engines]
         finally:
             await run.engine.close()
 
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert asyncio.run(placed((cpu, meta), 8)) == [("cpu", 4), ("meta", 4), ("cpu", 4)]
+    cpu, second = torch.device("cpu"), torch.device("cpu:0")
+    assert asyncio.run(placed((cpu, second), 8)) == [("cpu", 4), ("cpu:0", 4), ("cpu", 4)]
     assert asyncio.run(placed((cpu,), 8)) == [("cpu", 4), ("cpu", 4), ("cpu", 4)]
 
 

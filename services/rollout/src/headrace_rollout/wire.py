@@ -212,8 +212,6 @@ def fill_trajectory(
         turns = output.said.turn_tokens
         order = in_token_order(turn_roles(trajectory.conversation), len(turns))
         lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)
-    elif any(number <= GIVEN for number, _ in output.whole.spans):
-        lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, _drawn_from(output, distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]

@@ -36,14 +36,12 @@ def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
                 f"no stage of the service {service}",
                 f"add {name}: {{service: {service}}}",
             )
-        for extra in found:
-            if extra != name or len(found) > 1:
-                reason = f"a run has one {service} stage, called {name}; here are {', '.join(found)}"
-                fix = f"call it {name}" if len(found) == 1 else f"keep {name}"
-                if service == "rollout" and len(found) > 1:
-                    fix += "; policies that answer each other are roles of workflow: agentic (docs/agents.md)"
-                yield problem(f"workflow.stages.{extra}", reason, fix)
-                break
+        if extra := next((other for other in found if other != name), ""):
+            reason = f"a run has one {service} stage, called {name}; here are {', '.join(found)}"
+            fix = f"call it {name}" if len(found) == 1 else "remove it"
+            if service == "rollout" and len(found) > 1:
+                fix += "; policies that answer each other are roles of workflow: agentic (docs/agents.md)"
+            yield problem(f"workflow.stages.{extra}", reason, fix)
     for name in graph.of("simulator"):
         reason = "the simulator has a stage in the built-in workflows embodied and agentic alone"
         yield problem(f"workflow.stages.{name}.service", reason, "use rollout, reward or trainer")
