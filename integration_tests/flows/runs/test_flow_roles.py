@@ -141,8 +141,8 @@ def test_credit_by_turn_is_learned_from_the_environments_rewards(fleet, tiny_mod
 
 def test_two_policies_answer_each_other_each_on_a_device_of_its_own(fleet, tiny_model):
     spec: dict[str, Any] = yaml.safe_load((EXAMPLES.parent / "two_policies.yaml").read_text(encoding="utf-8"))
-    spec |= {"steps": 2, "evaluation": {"every": 0}, "export": False, "placement": {"rollout,trainer": "0"}}
-    spec["model"]["path"], spec["data"]["heldout"] = str(tiny_model), 4
+    spec |= {"steps": 2, "export": False, "placement": {"rollout,trainer": "0"}}
+    spec["model"]["path"] = str(tiny_model)
     spec["environment"] |= {"count": 6, "options": {"turns": 2, "asks": "{question}{answer}"}}
     spec["environment"]["roles"]["replier"] |= {"path": str(tiny_model), "own_devices": True}
     spec["sampling"]["stop"] = [*"02468 =+->:,.?"]
