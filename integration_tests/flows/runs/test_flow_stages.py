@@ -1,6 +1,4 @@
-"""Workflows of the user's own on a real fleet: a second reward stage that sees what the first one let through, and a
-second policy that answers the one that learns.
-"""
+"""Workflows of the user's own on a real fleet: a second reward stage that sees what the first one let through."""
 
 from __future__ import annotations
 
