@@ -181,7 +181,14 @@ class SampleAssignment(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "prefills", "lost_repliers", "stages", "lost_pools")
+    __slots__ = ("chunks", "partials", "revoked", "prefills", "lost_repliers", "stages", "lost_pools", "sessions")
+    class SessionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +196,7 @@ class GenerateResponse(_message.Message):
     LOST_REPLIERS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
@@ -196,7 +204,8 @@ class GenerateResponse(_message.Message):
     lost_repliers: _containers.RepeatedCompositeFieldContainer[LostReplier]
     stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
     lost_pools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., lost_repliers: _Optional[_Iterable[_Union[LostReplier, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+    sessions: _containers.ScalarMap[str, int]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., lost_repliers: _Optional[_Iterable[_Union[LostReplier, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ..., sessions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LostReplier(_message.Message):
     __slots__ = ("address", "reason")
