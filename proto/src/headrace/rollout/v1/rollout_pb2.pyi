@@ -352,10 +352,12 @@ class InstallPolicyRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ..., files: _Optional[_Union[PolicyFiles, _Mapping]] = ..., in_flight: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class PolicyFiles(_message.Message):
-    __slots__ = ("checkpoint",)
+    __slots__ = ("checkpoint", "policy")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
-    def __init__(self, checkpoint: _Optional[str] = ...) -> None: ...
+    policy: str
+    def __init__(self, checkpoint: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class InstallPolicyResponse(_message.Message):
     __slots__ = ("version", "transport", "bytes_moved", "transfer_time", "pause_time", "fallbacks")
