@@ -41,7 +41,8 @@ def told(kind, *what):
 
 
 def ask(*messages, by=client):
-    asked = [{"role": "user" if place % 2 == 0 else "assistant", "content": text} for place, text in enumerate(messages)]
+    roles = ("user", "assistant")
+    asked = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
     return by.chat.completions.create(model="policy", messages=asked, max_tokens=2).choices[0].message.content or ""
 
 
