@@ -128,7 +128,11 @@ def test_policies_with_tokenizers_of_their_own_are_made_ahead_exported_evaluated
     """The guesser is another model; answers are of one version before. Its checkpoint is used as any other."""
     spec = example("hint_policies", "Hint", tiny_model, export=True, checkpoint={"interval_steps": 1})
     spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
-    spec["policies"]["guesser"]["model"] = {"path": str(backwards), "dtype": "float32"}
+    spec["policies"]["guesser"] = {
+        "model": {"path": str(backwards), "dtype": "float32"},
+        "optimizer": {"lr": 1e-6},
+    }
+    spec["optimizer"] = {"lr": 1e-6}  # a version more or less hardly changes a log-prob
     spec["algorithm"]["max_staleness"] = 1
     spec["placement"] = {"mode": "disaggregated"}
     run = fleet.succeed(fleet.submit(spec))
@@ -136,8 +140,8 @@ def test_policies_with_tokenizers_of_their_own_are_made_ahead_exported_evaluated
     assert max(each.max_staleness for each in found.live) == 1
     for step in fleet.client.metrics(run.id):
         # Ids of the other's text would be scored as quite another text: 1 or more a token.
-        assert all(step.figures[f"{name}/log_prob_mismatch_mean"] < 0.1 for name in ("policy", "guesser"))
-        assert step.figures["guesser/tokens"] > 0
+        off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
+        assert max(off) < 0.01 and step.figures["guesser/tokens"] > 0, off
     talks = fleet.client.trajectories(run.id, limit=100)
     guesses = {talk.messages[2].content for talk in talks if len(talk.messages) == 4}
     assert guesses and all(each.endswith("=") for each in guesses), "it reads text, not the other's ids"
