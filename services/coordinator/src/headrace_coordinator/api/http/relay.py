@@ -97,7 +97,7 @@ class Relay:
             return StreamingResponse(_pieces(found), found.status_code, kept)
         if session:
             raise self._lost(request, session, "is gone")
-        message = "no rollout instance has the run open now; see headrace run show"
+        message = "no rollout instance has the run open now; see headrace run get"
         raise Unanswered(503, "run_over", message)
 
     def _lost(self, request: Request, session: str, how: str) -> Unanswered:
@@ -141,7 +141,7 @@ class Relay:
         found = [each for each in await asyncio.gather(*(self._look(request, url) for url in urls)) if each]
         if not found:
             raise Unanswered(
-                503, "run_over", "no rollout instance has the run open now; see headrace run show"
+                503, "run_over", "no rollout instance has the run open now; see headrace run get"
             )
         if "status" in found[0]:
             return JSONResponse(found[0]["told"], found[0]["status"])
