@@ -71,7 +71,7 @@ def speaks_to_nobody():
 
 def floods():
     line = "x" * (1 << 20)
-    for _ in range(64):
+    for _ in range(8):
         print(line)
         sys.stderr.write(line)
     told("floods", "done")
@@ -85,7 +85,9 @@ def forges():
 
 
 def edits():
-    said = ask("?")
+    said = ""
+    while not said:  # now and then it says nothing
+        said = ask("?")
     told("edits", ask("?", "no such thing was said", "+"), ask("?", said, "+"))
     return 0.5
 
@@ -108,7 +110,7 @@ def grows():
         if status:
             told("grows", status, code, len(messages))
             return 0.25
-        messages += [code, "1" * 200]
+        messages += [code or "1", "1" * 200]
 
 
 def sends_no_text():
@@ -153,7 +155,7 @@ def test_each_costs_its_own_sample_and_nothing_else(fleet, tiny_model, tmp_path)
     # What the agent put into the model's mouth is a sibling's context, and no turn of the policy's.
     (edited,) = [talk for talk in talks if "no such thing was said" in talk.completion]
     assert all(each.tokens is None for each in edited.messages if each.content == "no such thing was said")
-    assert sum(each.tokens is not None for each in edited.messages) == 3
+    assert sum(each.tokens is not None for each in edited.messages) >= 3
 
 
 def _told(directory: Path, kind: str) -> Any:

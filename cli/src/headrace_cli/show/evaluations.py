@@ -46,7 +46,9 @@ def source(found: EvaluationRun) -> str:
     if not found.checkpoint_run:
         return found.model
     policy = (found.spec.get("checkpoint") or {}).get("policy")
-    return f"{found.checkpoint_run} at step {found.checkpoint_step}" + (f", policy {policy}" if policy else "")
+    return f"{found.checkpoint_run} at step {found.checkpoint_step}" + (
+        f", policy {policy}" if policy else ""
+    )
 
 
 def result_table(found: EvaluationRun) -> RenderableType:
