@@ -134,7 +134,9 @@ class _FleetCollector(Collector):
             wanted.add_metric([kind], count)
         yield wanted
         sessions = CounterMetricFamily(
-            "headrace_run_sessions", "Sessions that ended, by what became of them", labels=["run", "outcome"]
+            "headrace_run_sessions_total",
+            "Sessions that ended, by what became of them",
+            labels=["run", "outcome"],
         )
         for run in runs:
             for outcome, count in sorted(self._reads.sessions_ended(run.id).items()):
