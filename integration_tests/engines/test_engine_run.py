@@ -76,3 +76,33 @@ def test_a_quantised_rollout_that_drafts_learns_with_what_it_is_off(tmp_path):
         assert all(1e-4 < each < 0.3 for each in off), off
         before, *_, after = run.evaluations
         assert after.score > before.score
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LONGEST_S + 120)
+@pytest.mark.skipif(ENGINE != "vllm", reason="vLLM's engines beside each other; `make nightly` runs it")
+def test_two_policies_of_one_conversation_have_an_engine_each(tmp_path):
+    """Two vLLM engines of one instance: each takes its own policy's weights, and sleeps between its turns."""
+    model = tmp_path / "model"
+    run_python("-m", "headrace_modelkit.presets.tiny", model, "--head-dim", "32")
+    spec = yaml.safe_load((ROOT / "examples" / "agents" / "hint_policies.yaml").read_text())
+    spec["model"]["path"] = str(model)
+    spec["environment"] |= {"tasks": [f"{ROOT / 'examples' / 'agents' / 'hint.py'}:Hint"], "count": 8}
+    spec["policies"]["guesser"]["optimizer"] = {"lr": 1e-9}  # only one of the two moves
+    spec["rollout"] = yaml.safe_load((ROOT / "examples" / "tiny-vllm.yaml").read_text())["rollout"]
+    spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
+    spec |= {
+        "steps": 3,
+        "evaluation": {"every": 0},
+        "data": {"heldout": 4},
+        "placement": {"mode": "collocated"},
+    }
+    with Fleet(tmp_path / "data", "--engine", "vllm") as fleet:
+        run = fleet.succeed(fleet.submit(spec), LONGEST_S)
+        assert audit(fleet, run).trained
+        for step in fleet.client.metrics(run.id):
+            assert step.figures["policy/tokens"] > 0 and step.figures["guesser/tokens"] > 0
+            # With the other's weights, or those of a version before, it would be more than this by far.
+            assert all(
+                step.figures[f"{each}/log_prob_mismatch_mean"] < 1e-3 for each in ("policy", "guesser")
+            )

@@ -156,6 +156,9 @@ def test_sessions_keep_to_their_rollout_and_one_that_dies_loses_its_own_alone(ow
         run = fleet.succeed(run)
         rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
         assert rewards.count(1.0) == len(kept), "what the other one had was learned from"
+        told = [step.figures for step in fleet.client.metrics(run.id)]
+        assert sum(figures.get("sessions_lost", 0) for figures in told) >= len(lost), told
+        assert sum(figures.get("sessions_taken", 0) for figures in told) >= SESSIONS, told
         assert len(audit(fleet, run).trained) == 2 * SESSIONS and address.startswith(fleet.url)
 
 

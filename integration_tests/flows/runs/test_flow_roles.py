@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from harness.ledger import audit
+from harness.processes import run_python
+from harness.waiting import wait_for
 from headrace.client import HeadraceError
 from safetensors.torch import load_file
 
@@ -99,6 +102,86 @@ def test_two_policies_learn_in_one_conversation_each_from_its_own_role(fleet, ti
         max(float((own[name] - began[name]).abs().max()) for name in began) for own in (speaker, guesser)
     ]
     assert moved[0] > 1e-4 > moved[1] > 0
+    again = fleet.succeed(fleet.submit(spec | {"steps": STEPS + 1, "from_checkpoint": {"run": run.id}}))
+    assert audit(fleet, again).live[-1].step == STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def backwards(tmp_path_factory) -> Path:
+    """A tiny model of another shape, whose tokenizer numbers its characters backwards."""
+    directory = tmp_path_factory.mktemp("models") / "backwards"
+    run_python("-m", "headrace_modelkit.presets.tiny", directory, "--head-dim", "32", "--seed", "1")
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary.values()) + 3
+    tokenizer["model"]["vocab"] = {
+        piece: number if number < 3 else last - number for piece, number in vocabulary.items()
+    }
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return directory
+
+
+def test_policies_with_tokenizers_of_their_own_are_made_ahead_exported_evaluated_and_gone_on_from(
+    fleet, tiny_model, backwards, tmp_path
+):
+    """The guesser is another model; answers are of one version before. Its checkpoint is used as any other."""
+    spec = example("hint_policies", "Hint", tiny_model, export=True, checkpoint={"interval_steps": 1})
+    spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
+    spec["policies"]["guesser"] = {
+        "model": {"path": str(backwards), "dtype": "float32"},
+        "optimizer": {"lr": 1e-6},
+    }
+    spec["optimizer"] = {"lr": 1e-6}  # a version more or less hardly changes a log-prob
+    spec["algorithm"]["max_staleness"] = 1
+    spec["placement"] = {"mode": "disaggregated"}
+    run = fleet.succeed(fleet.submit(spec))
+    found = audit(fleet, run)
+    assert max(each.max_staleness for each in found.live) == 1
+    for step in fleet.client.metrics(run.id):
+        # Ids of the other's text would be scored as quite another text: 1 or more a token.
+        off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
+        assert max(off) < 0.01 and step.figures["guesser/tokens"] > 0, off
+    talks = fleet.client.trajectories(run.id, limit=100)
+    guesses = {talk.messages[2].content for talk in talks if len(talk.messages) == 4}
+    assert guesses and all(each.endswith("=") for each in guesses), "it reads text, not the other's ids"
+
+    directory = tmp_path / "exported"
+    done = fleet.headrace("run", "export", run.id, "--to", directory)
+    assert done.returncode == 0, done.stderr
+    for below in ("", "guesser"):
+        for name in ("model.safetensors", "tokenizer.json"):
+            own = Path(run.export_path) / below / name
+            assert (directory / below / name).read_bytes() == own.read_bytes()
+    numbers = [
+        json.loads((directory / below / "tokenizer.json").read_text())["model"]["vocab"]
+        for below in ("", "guesser")
+    ]
+    assert numbers[0] != numbers[1]
+
+    suite = {"source": "copy_digits", "options": {"digits": 3}, "heldout": 4}
+    asked = {
+        "suite": {"name": "items", "options": suite},
+        "prompt": {"template": "{question}", "chat": False},
+        "sampling": {"max_new_tokens": 4},
+    }
+    answers = []
+    for policy in ("", "guesser"):
+        checkpoint = {"run": run.id, "policy": policy}
+        exported = {"path": str(directory / policy), "dtype": "float32"}
+        for source in ({"checkpoint": checkpoint}, {"model": exported}):
+            judged = fleet.client.evaluate(asked | source)
+            ended = wait_for(
+                lambda id=judged.id: now if (now := fleet.client.evaluation(id)).ended else None, judged.id
+            )
+            assert ended.state == "SUCCEEDED", ended.reason
+            answers.append([each.completion for each in fleet.client.trajectories(ended.id)])
+    assert answers[0] == answers[1] and answers[2] == answers[3] and answers[0] != answers[2]
+    with pytest.raises(HeadraceError) as refused:
+        fleet.client.evaluate(asked | {"checkpoint": {"run": run.id, "policy": "gueser"}})
+    (problem,) = refused.value.problems
+    assert problem.key == "checkpoint.policy" and "did you mean guesser?" in problem.fix
+
     again = fleet.succeed(fleet.submit(spec | {"steps": STEPS + 1, "from_checkpoint": {"run": run.id}}))
     assert audit(fleet, again).live[-1].step == STEPS + 1
 

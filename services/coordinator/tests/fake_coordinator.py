@@ -161,6 +161,9 @@ class FakeCoordinator:
         found = [event for event in reversed(self.log[run_id]) if event.id < before]
         return found[:size], found[size - 1].id if len(found) > size else None
 
+    def sessions_ended(self, run_id):
+        return {"taken": 3, "lost": 1}
+
     def instances_wanted(self):
         return {"rollout": 2, "trainer": 1}
 

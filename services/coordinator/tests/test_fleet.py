@@ -42,3 +42,15 @@ async def test_a_supervisors_table_is_compared_at_every_connection(fleet):
     fleet.supervised(table(second, "a1"))  # it opened before the end of the first was noticed
     assert fleet.alive("a1") and not fleet.alive("b1")
     assert list(fleet.event_log.state.instances) == ["a1"]
+
+
+async def test_a_step_tells_what_became_of_sessions_since_the_last_one(fleet):
+    """A client that asks again for its lost session is the same loss."""
+    sessions = fleet.online["a-run"]
+    sessions.end({"taken": 2, "stale": 1})
+    for lost in ("here-1", "here-1", "here-2"):
+        sessions.lose(lost)
+    assert sessions.figures() == {"sessions_lost": 2.0, "sessions_stale": 1.0, "sessions_taken": 2.0}
+    sessions.end({"taken": 3})
+    assert sessions.figures() == {"sessions_taken": 3.0} and sessions.figures() == {}
+    assert sessions.ended == {"taken": 5, "stale": 1, "lost": 2}

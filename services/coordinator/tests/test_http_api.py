@@ -230,6 +230,7 @@ async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, run_id):
         'headrace_devices{state="LEASED"} 1.0',
         f'headrace_run_reward_mean{{run="{run_id}"}} 0.25',
         f'headrace_run_stage_seconds{{run="{run_id}",stage="generate"}} 1.0',
+        f'headrace_run_sessions_total{{outcome="lost",run="{run_id}"}} 1.0',
         'headrace_http_requests_total{method="POST",route="/v1/runs",status="201"}',
     ):
         assert line in answer.text

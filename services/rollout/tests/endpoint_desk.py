@@ -95,7 +95,7 @@ class Desk:
         fields = {"most_turns": 0, "most_tokens": 200, "asked": True, **more}
         template = TurnTemplate(codec, PromptSection(chat=True))
         terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)
-        session = Session(SlotKey(1, 2), 1, talk, terms, speaker, lambda ids: None, greedy=False)
+        session = Session(SlotKey(1, 2), 1, talk, terms, speaker, greedy=False)
         self.endpoint._sessions[session.api_key] = session
         return session, speaker
 

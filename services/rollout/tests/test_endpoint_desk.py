@@ -198,6 +198,7 @@ async def test_sessions_without_a_reward_and_groups_that_stay_short_are_dropped_
     finally:
         run.desk.look.__globals__["time"] = time
     assert run.desk.counts == {"unrewarded": 1, "incomplete": 1} and not run.desk._open
+    assert run.desk.news() == {"unrewarded": 1, "incomplete": 1} and run.desk.news() == {}
     await run.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, 404)
 
 

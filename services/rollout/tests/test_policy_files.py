@@ -11,7 +11,7 @@ from headrace_schema.sections.generating import ModelSection
 from safetensors.torch import save_file
 
 
-def test_the_runs_own_policy_is_read_from_a_checkpoint_that_holds_others_too(tiny_directory, tmp_path):
+def test_each_policy_is_read_from_a_checkpoint_that_holds_several(tiny_directory, tmp_path):
     write_tiny(tmp_path / "other", seed=5)
     own, other = (
         dict(state_tensors(load_model(ModelSection(path=str(path), dtype="float32"))))
@@ -25,3 +25,8 @@ def test_the_runs_own_policy_is_read_from_a_checkpoint_that_holds_others_too(tin
     manifest, body = read_policy(config, str(checkpoint), "")
     wanted, weights = read_policy(config, "", "")
     assert manifest.digest == wanted.digest and body == weights
+    tutor, theirs = read_policy(config, str(checkpoint), "", "tutor")
+    initial, begun = read_policy(
+        RolloutConfig.model_validate({"model": {"path": str(tmp_path / "other"), "dtype": "float32"}}), "", ""
+    )
+    assert tutor.digest == initial.digest and theirs == begun

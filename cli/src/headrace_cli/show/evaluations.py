@@ -45,7 +45,10 @@ def source(found: EvaluationRun) -> str:
     """What was evaluated."""
     if not found.checkpoint_run:
         return found.model
-    return f"{found.checkpoint_run} at step {found.checkpoint_step}"
+    policy = (found.spec.get("checkpoint") or {}).get("policy")
+    return f"{found.checkpoint_run} at step {found.checkpoint_step}" + (
+        f", policy {policy}" if policy else ""
+    )
 
 
 def result_table(found: EvaluationRun) -> RenderableType:

@@ -46,6 +46,9 @@ class EvaluatedCheckpoint(Section):
     step: CountOrZero | None = Field(
         default=None, description="step of the checkpoint; default: the newest one when it is submitted"
     )
+    policy: str = Field(
+        default="", description="one of the policies of the run (policies.NAME); default: the run's own one"
+    )
 
 
 class AnswerSection(Section):

@@ -165,20 +165,29 @@ class SampleAssignment(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "prefills", "stages", "lost_pools")
+    __slots__ = ("chunks", "partials", "revoked", "prefills", "stages", "lost_pools", "sessions")
+    class SessionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
     prefills: _containers.RepeatedCompositeFieldContainer[Prefill]
     stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
     lost_pools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+    sessions: _containers.ScalarMap[str, int]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ..., sessions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("began_ago", "lasted")
@@ -317,10 +326,12 @@ class InstallPolicyRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ..., files: _Optional[_Union[PolicyFiles, _Mapping]] = ..., in_flight: _Optional[bool] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class PolicyFiles(_message.Message):
-    __slots__ = ("checkpoint",)
+    __slots__ = ("checkpoint", "policy")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
-    def __init__(self, checkpoint: _Optional[str] = ...) -> None: ...
+    policy: str
+    def __init__(self, checkpoint: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class InstallPolicyResponse(_message.Message):
     __slots__ = ("version", "transport", "bytes_moved", "transfer_time", "pause_time", "fallbacks")

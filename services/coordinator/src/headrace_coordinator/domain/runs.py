@@ -63,6 +63,8 @@ class SuiteEvaluation(msgspec.Struct):
     checkpoint_step: int | None = None
     checkpoint_directory: str = ""
     """Of the checkpoint itself; empty: the model's own weights."""
+    policy: str = ""
+    """Which of the policies that it holds; empty: the run's own one."""
     digest: str = ""
     """Of the weights; empty: not read yet."""
     answers: int = 0

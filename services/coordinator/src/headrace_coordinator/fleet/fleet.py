@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.deaths import Deaths
 from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown
 from headrace_coordinator.fleet.lease_manager import LeaseManager
+from headrace_coordinator.fleet.online import OnlineSessions
 from headrace_coordinator.fleet.sessions import (
     FleetSettings,
     ForeignInstance,
@@ -63,8 +65,8 @@ class Fleet:
         self._silent_since: dict[str, float] = {}
         self._suspects: dict[str, set[str]] = {}
         """Who says of whom that it is lost, by the incarnation that says so."""
-        self.endpoints: dict[str, dict[str, str]] = {}
-        """Of online runs: where clients reach each rollout, by run and incarnation."""
+        self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
+        """Of online runs, by run."""
         self._last_exit = float("-inf")
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()

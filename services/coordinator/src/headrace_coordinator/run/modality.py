@@ -161,7 +161,7 @@ class Online(Texts):
     def rollouts_opened(self) -> None:
         workers = self._workers
         found = {each.incarnation: each.endpoint_url for each in workers.rollouts if each.endpoint_url}
-        workers.fleet.endpoints[workers.run] = found
+        workers.fleet.online[workers.run].urls = found
 
 
 class Episodes(Modality):

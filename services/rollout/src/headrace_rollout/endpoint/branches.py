@@ -64,10 +64,6 @@ class Branches:
         """Where the request goes on, or begins. Raises ValueError for what the template cannot show."""
         return self._behind(request) or self._anew(request)
 
-    def opens(self, place: Place) -> bool:
-        """Whether it is the first turn of the session's first branch."""
-        return place.branch is self._branches[0] and not place.branch.marks
-
     def take(self, place: Place) -> None:
         """Marks its branch as busy, until whoever takes it is done."""
         place.branch.busy = True

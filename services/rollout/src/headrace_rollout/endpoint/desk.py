@@ -82,6 +82,7 @@ class Desk:
         """What the ids of its sessions begin with: where the endpoint is."""
         self.counts: Counter[str] = Counter()
         """Sessions that are over: how many were taken, unrewarded, stale, untrained, incomplete and withdrawn."""
+        self._told: Counter[str] = Counter()
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
@@ -105,7 +106,7 @@ class Desk:
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         key = SlotKey(secrets.randbelow(_KEYS), 0)
         talk = Conversation((), [])
-        session = Session(key, 1, talk, self.terms, self, lambda ids: None, greedy=False, mark=self.mark)
+        session = Session(key, 1, talk, self.terms, self, greedy=False, mark=self.mark)
         self._open[session.id] = Open(session, group, time.monotonic())
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")
@@ -158,6 +159,11 @@ class Desk:
             "answering": self._speaker is not None,
             "ended": dict(self.counts),
         }
+
+    def news(self) -> dict[str, int]:
+        """What became of the sessions that ended since this was asked last."""
+        found, self._told = self.counts - self._told, self.counts.copy()
+        return dict(found)
 
     # --- the policy
 

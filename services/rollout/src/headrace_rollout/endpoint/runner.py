@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -49,10 +48,7 @@ class AgentRunner(ConversationRunner):
     async def _talk(
         self, sample: ConversationSample, environment: Environment, talk: Conversation
     ) -> Finish | None:
-        check = partial(self._check_opening, sample)
-        session = Session(
-            sample.key, sample.attempt, talk, self._terms, self._speaker, check, greedy=sample.greedy
-        )
+        session = Session(sample.key, sample.attempt, talk, self._terms, self._speaker, greedy=sample.greedy)
         given = {
             "item": json.loads(sample.start.options_json or "{}"),
             "base_url": await self._endpoint.url(),

@@ -95,7 +95,6 @@ class Session:
         talk: Conversation,
         terms: Terms,
         speaker: Says,
-        check_opening: Callable[[Sequence[int]], None],
         *,
         greedy: bool,
         mark: str = "",
@@ -112,7 +111,7 @@ class Session:
         self.over = asyncio.Event()
         """Set when requests of a halted session need not wait any longer: nobody waits for their answers."""
         self._key, self._attempt, self._greedy = key, attempt, greedy
-        self._terms, self._speaker, self._check_opening = terms, speaker, check_opening
+        self._terms, self._speaker = terms, speaker
         self._branches = Branches(talk, terms.codec, terms.template)
         self.answered_at = time.monotonic()
         self._requests = self._numbers = 0
@@ -294,12 +293,6 @@ class Session:
             place = self._branches.place(request)
         except ValueError as error:
             raise Refusal(400, "invalid_request", f"messages: {error}", "messages") from error
-        if self._branches.opens(place):
-            try:
-                self._check_opening(place.prompt_ids)
-            except Exception as error:
-                self._halt(error)
-                raise Refusal(400, "invalid_request", str(error), "messages") from error
         if not place.context:
             raise Refusal(
                 400, "invalid_request", "messages: nothing is said in them; give content", "messages"

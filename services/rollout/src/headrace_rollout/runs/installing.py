@@ -77,7 +77,9 @@ class PolicyInstaller:
             if installed is not None and installed.number == version.number:
                 version.digest = installed.digest
                 return rollout_pb2.InstallPolicyResponse(version=version)
-            manifest, body = await asyncio.to_thread(read_policy, run.config, checkpoint, version.digest)
+            manifest, body = await asyncio.to_thread(
+                read_policy, run.config, checkpoint, version.digest, request.files.policy
+            )
             read_s = time.perf_counter() - started
             version.digest = manifest.digest
             policy = Policy(version.number, version.digest)

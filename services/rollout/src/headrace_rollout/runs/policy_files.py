@@ -15,7 +15,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.robot.directory import initial_policy, policy_of, policy_type
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
-from headrace_modelkit.weights import copy_out, own_name, read_weights, weight_layout
+from headrace_modelkit.weights import below, copy_out, own_name, read_weights, weight_layout
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
@@ -41,21 +41,23 @@ _DATA_TYPES = {
 
 
 def read_policy(
-    run: RolloutConfig, checkpoint: str, digest: str
+    run: RolloutConfig, checkpoint: str, digest: str, policy: str = ""
 ) -> tuple[common_pb2.WeightManifest, memoryview]:
     """The weights of a checkpoint's directory, or of the model itself where `checkpoint` is empty.
+
+    Of the policies that a checkpoint holds it is the one of this name; "" is the run's own one.
 
     Raises ServiceError MODEL_NOT_READABLE, also where they are not those of `digest` (empty: not compared).
     """
     config = run.model
     model: nn.Module
     try:
-        if (policy := policy_of(config)) is not None:
-            model, dtype = initial_policy(config, run.seed), policy_type(policy, config)
+        if (robot := policy_of(config)) is not None:
+            model, dtype = initial_policy(config, run.seed), policy_type(robot, config)
         else:
             model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
         if checkpoint:
-            _load_checkpoint(model, Path(checkpoint))
+            _load_checkpoint(model, Path(checkpoint), policy)
     except ModelNotReadable as error:
         raise _unreadable(str(error)) from error
     manifest, body = _body(model, dtype)
@@ -67,13 +69,13 @@ def read_policy(
     return manifest, body
 
 
-def _load_checkpoint(model: nn.Module, directory: Path) -> None:
+def _load_checkpoint(model: nn.Module, directory: Path, policy: str) -> None:
     """One tensor at a time: the whole is in memory once, in the model's types."""
     try:
         files = sorted(directory.glob(CHECKPOINT_WEIGHTS))
         if not files:
             raise FileNotFoundError(f"no {CHECKPOINT_WEIGHTS} is there")
-        read_weights(model, _OwnPolicy(TensorFiles(files)))
+        read_weights(model, _OnePolicy(TensorFiles(files), policy))
     except (OSError, SafetensorError, TornTensor) as error:
         message = (
             f"checkpoint: {directory} cannot be read: {error}; it may have been pruned: take a newer one"
@@ -83,23 +85,24 @@ def _load_checkpoint(model: nn.Module, directory: Path) -> None:
         raise _unreadable(f"checkpoint: {directory}: {error}; give the model of the run") from error
 
 
-class _OwnPolicy(Tensors):
-    """Those of the run's own policy, which a checkpoint may hold beside others'."""
+class _OnePolicy(Tensors):
+    """Those of one policy, which a checkpoint may hold beside others'."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Tensors, policy: str) -> None:
+        self._tensors, self._policy = tensors, policy
 
     @override
     def names(self) -> Iterable[str]:
-        return [name for name in self._tensors.names() if not own_name(name)[0]]
+        found = (own_name(name) for name in self._tensors.names())
+        return [name for policy, name in found if policy == self._policy]
 
     @override
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors.shape(name)
+        return self._tensors.shape(below(self._policy, name))
 
     @override
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self._tensors.read(name, box)
+        return self._tensors.read(below(self._policy, name), box)
 
 
 def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.requests import check_number
 from typing_extensions import override
@@ -11,7 +13,7 @@ from headrace_rollout.endpoint.desk import Place
 from headrace_rollout.engines.samples import SlotKey, TrajectoryUpdate
 from headrace_rollout.runs.opened import OnlineRun
 from headrace_rollout.streams.base import Serving
-from headrace_rollout.streams.generation import Generation
+from headrace_rollout.streams.generation import Generation, Produced
 
 
 class OnlineStream(Generation):
@@ -39,6 +41,13 @@ class OnlineStream(Generation):
         self._desk.offer(places)
         if self._engine.paused:  # What came behind the pause comes back at once too.
             self._desk.stop(self)
+
+    @override
+    def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
+        response = super()._respond(outputs)
+        if response is not None:
+            response.sessions.update(self._desk.news())
+        return response
 
     def _emit(self, update: TrajectoryUpdate) -> None:
         self._inbox.put_nowait([update])

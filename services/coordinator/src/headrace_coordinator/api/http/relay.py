@@ -71,10 +71,7 @@ class Relay:
             session = _session(request, path, body)
             places: Sequence[str] = [url for url in urls if is_at(session, url)] if session else []
             if session and not places:
-                message = (
-                    f"session {session} is lost: the rollout instance that had it is gone; begin a new one"
-                )
-                raise Unanswered(404, "session_lost", message)
+                raise self._lost(request, session, "is gone")
             places = places or await self._in_order(request, urls, body)
             return await self._passed_on(request, path, body, places, session)
         except Unanswered as unanswered:
@@ -95,18 +92,20 @@ class Relay:
             except httpx.ConnectError:
                 continue  # It began nothing there.
             except httpx.TransportError as error:
-                lost = (
-                    f"session {session} is lost" if session else "the session that this request began is lost"
-                )
-                message = f"{lost}: the rollout instance that had it has gone away; begin a new one"
-                raise Unanswered(404, "session_lost", message) from error
+                raise self._lost(request, session, "has gone away") from error
             kept = {name: found.headers[name] for name in _KEPT if name in found.headers}
             return StreamingResponse(_pieces(found), found.status_code, kept)
         if session:
-            message = f"session {session} is lost: the rollout instance that had it is gone; begin a new one"
-            raise Unanswered(404, "session_lost", message)
+            raise self._lost(request, session, "is gone")
         message = "no rollout instance has the run open now; see headrace run get"
         raise Unanswered(503, "run_over", message)
+
+    def _lost(self, request: Request, session: str, how: str) -> Unanswered:
+        """What a client is told whose session went with its instance; counted in the run's figures."""
+        self._coordinator.fleet.online[request.path_params["run"]].lose(session)
+        which = f"session {session}" if session else "the session that this request began"
+        message = f"{which} is lost: the rollout instance that had it {how}; begin a new one"
+        return Unanswered(404, "session_lost", message)
 
     async def _in_order(self, request: Request, urls: Sequence[str], body: bytes) -> Sequence[str]:
         """Where a new session may begin, the best place first."""

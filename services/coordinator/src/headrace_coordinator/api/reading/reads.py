@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from itertools import islice
 from typing import TypeVar
 
@@ -74,8 +75,14 @@ class Reads:
         if not (run.spec.get("agent") or {}).get("online"):
             raise Refused("NOT_FOUND", f"run {run_id} is not online: no client speaks with it (agent.online)")
         granted = run.grant.rollouts if run.grant is not None else ()
-        urls = self._fleet.endpoints.get(run_id, {})
+        online = self._fleet.online.get(run_id)
+        urls = online.urls if online else {}
         return [urls[each] for each in granted if each in urls and self._fleet.alive(each)]
+
+    def sessions_ended(self, run_id: str) -> Mapping[str, int]:
+        """How many sessions of an online run ended since this coordinator began, by what became of them."""
+        online = self._fleet.online.get(run_id)
+        return online.ended if online else {}
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""

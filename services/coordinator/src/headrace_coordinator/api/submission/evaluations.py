@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.problems import Impossible, explain, problem
+from headrace_schema.openings import policy_model
+from headrace_schema.problems import Impossible, choose, explain, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.policies import PolicySection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
@@ -39,7 +41,7 @@ def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[Ru
     model, checkpoint, digest = asked.model, None, ""
     if origin is not None:
         run, checkpoint = _checkpoint(asked, origin)
-        theirs = ModelSection.model_validate(run.spec["model"])
+        theirs = _their_model(run, asked.checkpoint.policy if asked.checkpoint else "")
         model = model or theirs
         # In another type the same masters are other weights; of several policies the digest is of all.
         if theirs.dtype == model.dtype and not run.spec.get("policies"):
@@ -47,6 +49,21 @@ def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[Ru
     assert model is not None
     name = model.path or str((model.policy or {}).get("kind", ""))
     return _run_spec(asked, model, suite), Evaluated(asked, suite, name, checkpoint, digest)
+
+
+def _their_model(run: RunView, policy: str) -> ModelSection:
+    """The model of a run's policy; "" is its own one. Raises Impossible for a policy that it does not have."""
+    policies = {
+        name: PolicySection.model_validate(each) for name, each in (run.spec.get("policies") or {}).items()
+    }
+    own = ModelSection.model_validate(run.spec["model"])
+    if not policy:
+        return own
+    if policy not in policies:
+        reason = f"run {run.id} has no policy {policy!r} beside its own"
+        fix = choose(policy, policies, extra="leave it out for the run's own policy")
+        raise Impossible([problem("checkpoint.policy", reason, fix)])
+    return policy_model(own, policies[policy])
 
 
 def _checkpoint(asked: EvaluationSpec, origin: Origin) -> tuple[RunView, CheckpointView]:
@@ -85,6 +102,8 @@ def suite_evaluation(submission: Submission) -> SuiteEvaluation | None:
         made.checkpoint_run, made.checkpoint_step = origin.id, checkpoint.step
         made.checkpoint_directory = str(Path(origin.run_directory) / "checkpoints" / checkpoint.name)
         made.digest = evaluated.digest
+        assert evaluated.asked.checkpoint is not None
+        made.policy = evaluated.asked.checkpoint.policy
     return made
 
 

@@ -100,7 +100,7 @@ class SuiteLoop(RunLoop):
             common.PolicyVersion(number=VERSION, digest=evaluation.digest),
             common.WeightManifest(),
             common.WeightSource(),
-            rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory),
+            rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory, policy=evaluation.policy),
         )
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "evaluating")

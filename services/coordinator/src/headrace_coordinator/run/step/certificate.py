@@ -138,7 +138,11 @@ def step_view(
         filtered=sum(slot.reason == FILTERED for slot in slots),
         refilled=certificate.refilled,
         max_staleness=certificate.max_staleness,
-        figures={**response.figures, **weight_figures(context.workers.rollouts)},
+        figures={
+            **response.figures,
+            **weight_figures(context.workers.rollouts),
+            **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
+        },
     )
 
 

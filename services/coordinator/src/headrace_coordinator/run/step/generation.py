@@ -197,6 +197,8 @@ class Generation:
         self._time_stages(worker, response)  # Before anything is waited for: its times count back from now.
         if isinstance(response, rollout.GenerateResponse):
             self._time_prefills(worker, response)
+            if response.sessions:
+                self._context.fleet.online[self._context.run_id].end(response.sessions)
         if self._context.modality.takes_losses(worker, response):
             over.set()
         if messages := [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]:

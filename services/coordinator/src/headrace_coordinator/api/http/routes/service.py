@@ -15,7 +15,7 @@ from headrace_schema.problems import as_views
 from headrace_schema.resources.fleet import HealthView
 from headrace_schema.resources.views import RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace_coordinator.api.http.errors import invalid
@@ -88,12 +88,12 @@ def _exposition(reads: Reads) -> bytes:
 
 
 class _FleetCollector(Collector):
-    """Gauges, made from views when they are asked for."""
+    """Figures made from views when they are asked for."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """All families."""
         (runs, _), instances = self._reads.runs(RUNS_SHOWN), self._reads.instances()
         states = GaugeMetricFamily("headrace_runs", "Runs by state", labels=["state"])
@@ -133,6 +133,15 @@ class _FleetCollector(Collector):
         for kind, count in self._reads.instances_wanted().items():
             wanted.add_metric([kind], count)
         yield wanted
+        sessions = CounterMetricFamily(
+            "headrace_run_sessions_total",
+            "Sessions that ended, by what became of them",
+            labels=["run", "outcome"],
+        )
+        for run in runs:
+            for outcome, count in sorted(self._reads.sessions_ended(run.id).items()):
+                sessions.add_metric([run.id, outcome], count)
+        yield sessions
         yield from _run_families(runs)
 
 
