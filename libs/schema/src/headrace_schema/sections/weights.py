@@ -31,6 +31,13 @@ class WeightsSection(Section):
         "where the whole is quicker, so that both stay measured",
     )
 
+    lora: Literal["auto", "adapter", "merged"] = Field(
+        default="auto",
+        description="what is published of a run with trainer.lora. adapter: A and B alone; the frozen weights reach "
+        "each host once, and rollouts merge. merged: whole weights. auto: adapter where nothing else learns (not of "
+        "experts, robot policies and several policies)",
+    )
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if len(set(self.transports)) != len(self.transports):

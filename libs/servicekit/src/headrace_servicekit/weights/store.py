@@ -314,15 +314,23 @@ class PendingWeights:
         self.publish(version, manifest)
         return version, manifest
 
-    def manifest(self, digests: Mapping[str, str] | None = None) -> common_pb2.WeightManifest:
-        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them."""
+    def manifest(
+        self, digests: Mapping[str, str] | None = None, adapter: common_pb2.AdapterBase | None = None
+    ) -> common_pb2.WeightManifest:
+        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them.
+
+        `adapter`: they are adapters of this base.
+        """
         for entry in self.entries:
             known = digests.get(entry.name) if digests is not None else None
             part = self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
             entry.digest = known or digest_bytes(part)
             part.release()
         return common_pb2.WeightManifest(
-            entries=self.entries, digest=manifest_digest(self.entries), size_bytes=self._size
+            entries=self.entries,
+            digest=manifest_digest(self.entries, adapter),
+            size_bytes=self._size,
+            adapter=adapter,
         )
 
     def publish(

@@ -59,7 +59,11 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.GetManifestResponse:
         """Returns the manifest of a held version."""
         stored = self._store.get(request.run, request.number)
-        return weights_pb2.GetManifestResponse(version=stored.version, manifest=stored.manifest)
+        return weights_pb2.GetManifestResponse(
+            version=stored.version,
+            manifest=stored.manifest,
+            source=self._store.source(request.run, request.number),
+        )
 
     async def FetchWeights(
         self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -220,7 +224,8 @@ def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.Weigh
             raise _invalid(f"tensor {entry.name}: offset or size does not follow from its type and shape")
     if manifest.size_bytes != sum(entry.size_bytes for entry in manifest.entries):
         raise _invalid(f"the manifest says {manifest.size_bytes} bytes, its entries say otherwise")
-    if manifest.digest != manifest_digest(manifest.entries) or version.digest != manifest.digest:
+    own = manifest_digest(manifest.entries, manifest.adapter)
+    if manifest.digest != own or version.digest != manifest.digest:
         raise _mismatch(f"version {version.number}: its digest is not that of the manifest's entries")
 
 

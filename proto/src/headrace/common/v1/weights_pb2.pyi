@@ -16,12 +16,14 @@ class GetManifestRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("version", "manifest")
+    __slots__ = ("version", "manifest", "source")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.PolicyVersion
     manifest: _common_pb2.WeightManifest
-    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ...) -> None: ...
+    source: _common_pb2.WeightSource
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
     __slots__ = ("run", "number", "offset_bytes", "relay")

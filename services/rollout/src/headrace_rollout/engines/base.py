@@ -82,6 +82,8 @@ class WeightView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    adapter: tuple[WeightView, WeightView, float] | None = None
+    """A, B and their scale: `data` is a frozen weight, which they have yet to change."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,47 @@ class WeightEntry:
 class Weights:
     """A verified version: `body` is mapped here; `path`, if any, is the same body for other processes of this host.
 
-    The bytes stay as they are for as long as `body` is referenced.
+    The bytes stay as they are for as long as `body` is referenced. With `adapter`, they are those of the frozen
+    weights below it.
     """
 
     entries: tuple[WeightEntry, ...]
     body: memoryview
     path: Path | None = None
+    adapter: Adapter | None = None
 
     def views(self) -> list[WeightView]:
-        """The tensors, in order."""
+        """The tensors, in order; those with an adapter are merged into new memory."""
+        parts = self.parts()
+        if self.adapter is None:
+            return parts
+        from headrace_rollout.engines.merging import merged_view
+
+        return [merged_view(part) if part.adapter else part for part in parts]
+
+    def parts(self) -> list[WeightView]:
+        """The tensors, in order; adapters stand beside those that they change."""
+        beside = {view.name: view for view in self.adapter.weights.parts()} if self.adapter else {}
         return [
             WeightView(
-                entry.name, entry.dtype, entry.shape, self.body[entry.offset : entry.offset + entry.size]
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                self.body[entry.offset : entry.offset + entry.size],
+                (beside[name], beside[f"{entry.name}.lora_B"], self.adapter.scale)
+                if self.adapter and (name := f"{entry.name}.lora_A") in beside
+                else None,
             )
             for entry in self.entries
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Adapters of low rank: "W.lora_A" (R, I) and "W.lora_B" (O, R) in fp32 make W + scale · B A of a weight W."""
+
+    weights: Weights
+    scale: float
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ class ThreadedHolder(PolicyHolder, ABC):
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
+        # On the host adapters are merged beside the work, on a GPU where the weights are.
+        views = await asyncio.to_thread(weights.views) if self._held.device == HOST else weights.parts()
 
         def act() -> float:
             authority()
@@ -134,7 +136,7 @@ class ThreadedHolder(PolicyHolder, ABC):
             if goes_on:
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
-            seconds = self._held.install(policy, weights.views())
+            seconds = self._held.install(policy, views)
             if not goes_on:
                 self._begin_with(policy)
             if self._memory is MemoryState.COLD:

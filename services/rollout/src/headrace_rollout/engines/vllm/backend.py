@@ -27,7 +27,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import (
+    AdapterFile,
+    Backend,
+    BackendFailed,
+    Request,
+    Start,
+    Tokens,
+    rows_of,
+)
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
@@ -160,9 +168,11 @@ class VllmBackend(Backend):
         await self._obey(self._engine.start_weight_update())
 
     @override
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
-        info = {"path": str(path), "entries": rows}
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
+        beside = adapter.as_json() if adapter else None
+        info = {"path": str(path), "entries": rows_of(entries), "adapter": beside}
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:

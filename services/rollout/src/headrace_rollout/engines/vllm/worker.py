@@ -6,19 +6,16 @@ layouts are mapped by vLLM's loader of the model. Knows no run and no version nu
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
 from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
@@ -33,14 +30,11 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
+from headrace_rollout.engines.hosted.files import read_tensors
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
 OWNER_S = 1.0
-Entry = list[Any]
-"""[name, torch dtype's name, shape, offset, size, digest], as it travels to a worker."""
 
 
 @dataclass
@@ -50,10 +44,11 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there
 
 @dataclass
 class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A body and where its tensors lie."""
+    """A body and where its tensors lie, and adapters that change them; see `read_tensors`."""
 
     path: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[list[Any]] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -90,15 +85,11 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
-        with open(update_info.path, "rb") as file:
-            # Closed with the last tensor over it: the loader keeps some until their layer is whole.
-            body = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        for name, _, _, offset, size, digest in update_info.entries:
-            self.arrived[name] = digest_bytes(body[offset : offset + size])
-            if digest and self.arrived[name] != digest:
-                raise ValueError(f"tensor {name} arrived with digest {self.arrived[name]}, not {digest}")
+        tensors = read_tensors(
+            update_info.path, update_info.entries, update_info.adapter, self.arrived, self.device
+        )
         self._half = True
-        taken = self.model.load_weights(_tensors(body, update_info.entries))
+        taken = self.model.load_weights(tensors)
         if taken is not None and (missing := self._wanted - set(taken)):
             raise ValueError(
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
@@ -169,14 +160,6 @@ def _expand(
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
     values = torch.where(input_val == replace_from, replace_to, input_val)
     output.copy_(values.repeat_interleave(counts))
-
-
-def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype, shape, offset, size, _ in entries:
-        kind = getattr(torch, dtype)
-        part = body[offset : offset + size]
-        tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
-        yield name, tensor.view(shape)
 
 
 def _end_with_owner() -> None:
