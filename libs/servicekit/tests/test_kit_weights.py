@@ -301,11 +301,11 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
         await serve_store(store)
     name = base_name(RUN)
     version, manifest = publish(producer, NUMBER, run=name)
-    wanted = common_pb2.AdapterBase(name=name, digest=version.digest, scale=2.0)
+    wanted = common_pb2.AdapterBase(digest=version.digest, scale=2.0)
     sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
 
     async def take(store, base=wanted, sources=sources, ways=("grpc",)):
-        return await receive_base(store, base, sources, token=None, transports=byte_transports(ways))
+        return await receive_base(store, RUN, base, sources, token=None, transports=byte_transports(ways))
 
     publish(receiver, NUMBER, seed=1, run=name)
     first = await take(receiver)
@@ -314,7 +314,7 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
     assert (await take(receiver, sources=[])).bytes_moved == 0
     mapped = await take(stores("d"), ways=("delta", "shm"))
     assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body
-    other = common_pb2.AdapterBase(name=name, digest="another", scale=2.0)
+    other = common_pb2.AdapterBase(digest="another", scale=2.0)
     with pytest.raises(ServiceError, match=f"base another.*has the base {version.digest}") as refused:
         await take(receiver, other)
     assert refused.value.reason == "BASE_NOT_HELD"

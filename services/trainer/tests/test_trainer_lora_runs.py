@@ -16,6 +16,7 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_servicekit.weights.bases import base_name
 from headrace_trainer.session.publishing import published_tensors
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -109,7 +110,7 @@ async def test_adapters_are_published_alone_and_are_with_their_base_the_merged_v
             await client.close_run()
     below = published.manifest.adapter
     described = await weights_pb2_grpc.WeightServiceStub(client.channel).GetManifest(
-        weights_pb2.GetManifestRequest(run=below.name, number=1)
+        weights_pb2.GetManifestRequest(run=base_name(client.run), number=1)
     )
     assert described.version.digest == below.digest and below.scale == 2.0
     assert published.manifest.size_bytes < described.manifest.size_bytes / 4

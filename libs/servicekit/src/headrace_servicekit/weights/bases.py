@@ -17,7 +17,7 @@ from headrace_servicekit.weights.transports import Transport
 
 NUMBER = 1
 """Of every base."""
-ASK_S = 30.0
+ASK_S = 10.0
 _WHOLE = ("shm", "grpc")
 """Transports of a version that has none before it."""
 
@@ -38,6 +38,7 @@ class Base:
 
 async def receive_base(
     store: WeightStore,
+    run: str,
     wanted: common_pb2.AdapterBase,
     sources: Sequence[common_pb2.WeightSource],
     *,
@@ -49,14 +50,15 @@ async def receive_base(
     One with another digest is dropped. Raises ServiceError BASE_NOT_HELD where no source has it, and what
     `receive_weights` raises.
     """
-    held = store.find(wanted.name, NUMBER)
+    name = base_name(run)
+    held = store.find(name, NUMBER)
     if held is not None and held.version.digest == wanted.digest:
         return Base(held, 0, [])
-    store.keep(wanted.name, set())
+    store.keep(name, set())
     failures = []
     for source in sources:
         try:
-            found = await _described(wanted.name, source, token)
+            found = await _described(name, source, token)
         except grpc.aio.AioRpcError as error:
             failures.append(f"{source.incarnation}: {message_of(error)}")
             continue
@@ -65,9 +67,9 @@ async def receive_base(
             continue
         ways = [way for way in transports if way.name in _WHOLE]
         received = await receive_weights(
-            store, wanted.name, found.version, found.manifest, [found.source], token=token, transports=ways
+            store, name, found.version, found.manifest, [found.source], token=token, transports=ways
         )
-        return Base(store.get(wanted.name, NUMBER), received.bytes_moved, received.fallbacks)
+        return Base(store.get(name, NUMBER), received.bytes_moved, received.fallbacks)
     raise ServiceError(
         grpc.StatusCode.FAILED_PRECONDITION,
         "BASE_NOT_HELD",

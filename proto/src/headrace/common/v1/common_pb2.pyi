@@ -199,14 +199,12 @@ class WeightManifest(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., adapter: _Optional[_Union[AdapterBase, _Mapping]] = ...) -> None: ...
 
 class AdapterBase(_message.Message):
-    __slots__ = ("name", "digest", "scale")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest", "scale")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
-    name: str
     digest: str
     scale: float
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class WeightSource(_message.Message):
     __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases")

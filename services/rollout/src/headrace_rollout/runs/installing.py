@@ -62,7 +62,7 @@ class PolicyInstaller:
         manifest, ways, base = request.manifest, run.transports, None
         if manifest.HasField("adapter"):
             base = await receive_base(
-                self._store, manifest.adapter, request.sources, token=self._token, transports=ways
+                self._store, run.name, manifest.adapter, request.sources, token=self._token, transports=ways
             )
         received = await receive_weights(
             self._store,

@@ -24,7 +24,7 @@ class RunVersions:
     """
 
     def __init__(self, store: WeightStore, run: str, rank: Rank) -> None:
-        self._run, self._lora = run, rank.config.trainer.lora
+        self._lora = rank.config.trainer.lora
         names, layout = rank.kind.checkpoint_names(), rank.backend.weight_layout()
         adapters = rank.adapter_layout() if rank.config.weights.lora != "merged" else []
         shapes = {name: shape for name, _, shape in layout}
@@ -52,7 +52,7 @@ class RunVersions:
             digest = _staged(rounds, self._base, NUMBER, "base")
             self._base.publish(Version(NUMBER, 0, 0, digest))
             scale = self._lora.alpha / self._lora.rank
-            self._below = common_pb2.AdapterBase(name=base_name(self._run), digest=digest, scale=scale)
+            self._below = common_pb2.AdapterBase(digest=digest, scale=scale)
         return _staged(rounds, self._own, number, "adapters", self._below)
 
     def publish(self, version: Version) -> tuple[StoredWeights, float]:
