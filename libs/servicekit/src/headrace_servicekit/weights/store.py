@@ -12,11 +12,11 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -27,6 +27,9 @@ from headrace_servicekit.rpc.tensors import tensor_bytes
 from headrace_servicekit.weights.arrivals import Arrival, forget_turns
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
+
+if TYPE_CHECKING:
+    from headrace_servicekit.weights.lending import LentMemory
 
 Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
 
@@ -55,6 +58,10 @@ class WeightStore:
         self._stored: dict[tuple[str, int], StoredWeights] = {}
         self._changes: dict[tuple[str, int], list[Changes]] = {}
         self._arriving: dict[tuple[str, int], Arrival] = {}
+        self.ways: dict[common_pb2.WeightTransport, Callable[[], str]] = {}
+        """Transports that are served beside the bytes, each with why it cannot be offered now ("": it can)."""
+        self.lent: dict[tuple[str, int], LentMemory] = {}
+        """What is mapped of other processes' GPUs, beside the versions' bytes."""
         self._mapped = MappedSegments()
         self._spare: tuple[Segment, Path] | None = None
         _make_private(root)
@@ -156,6 +163,11 @@ class WeightStore:
         if self.address:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
             source.delta_bases.extend(self._bases(run, stored))
+            for way, why_not in self.ways.items():
+                if reason := why_not():
+                    source.withheld.add(transport=way, reason=reason)
+                else:
+                    source.transports.append(way)
         return source
 
     def _bases(self, run: str, stored: StoredWeights) -> list[str]:
@@ -172,6 +184,8 @@ class WeightStore:
     def keep(self, run: str, numbers: set[int]) -> None:
         """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
         self._forget_changes(run, numbers)
+        for key in [key for key in self.lent if key[0] == run and key[1] not in numbers]:
+            self.lent.pop(key).end()
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
@@ -197,6 +211,8 @@ class WeightStore:
     def release(self, run: str) -> None:
         """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
         self._forget_changes(run, set())
+        for key in [key for key in self.lent if key[0] == run]:
+            self.lent.pop(key).end()
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:

@@ -82,6 +82,8 @@ class WeightView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    on_device: torch.Tensor | None = None
+    """The same bytes in the memory of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,13 @@ class WeightEntry:
     digest: str
 
 
+class Lent(Protocol):
+    """A body in the memory of another process's GPU, verified; None once it is withdrawn."""
+
+    @property
+    def memory(self) -> torch.Tensor | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """A verified version: `body` is mapped here; `path`, if any, is the same body for other processes of this host.
@@ -106,12 +115,18 @@ class Weights:
     entries: tuple[WeightEntry, ...]
     body: memoryview
     path: Path | None = None
+    lent: Lent | None = None
 
     def views(self) -> list[WeightView]:
-        """The tensors, in order."""
+        """The tensors, in order; as long as `lent` holds, they are on the GPU as well."""
+        flat = self.lent.memory if self.lent is not None else None
         return [
             WeightView(
-                entry.name, entry.dtype, entry.shape, self.body[entry.offset : entry.offset + entry.size]
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                self.body[entry.offset : entry.offset + entry.size],
+                flat[entry.offset : entry.offset + entry.size] if flat is not None else None,
             )
             for entry in self.entries
         ]
@@ -249,6 +264,12 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+def device_of(holder: PolicyHolder) -> torch.device | None:
+    """The device on which the holder computes in this process; None where others compute for it."""
+    found: torch.device | None = getattr(holder, "device", None)
+    return found
 
 
 def oldest_of(holder: PolicyHolder) -> int | None:

@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -99,6 +100,11 @@ class ThreadedHolder(PolicyHolder, ABC):
     def _forget_work(self) -> None:
         """Drops what the thread keeps of samples that have ended; called in it."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._held.device
+
     @override
     async def pause(self) -> int:
 
@@ -135,6 +141,9 @@ class ThreadedHolder(PolicyHolder, ABC):
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
             seconds = self._held.install(policy, weights.views())
+            if weights.lent is not None and weights.lent.memory is None:
+                # Its owner may have ended while it was read: the bytes of the host hold.
+                seconds += self._held.install(policy, replace(weights, lent=None).views())
             if not goes_on:
                 self._begin_with(policy)
             if self._memory is MemoryState.COLD:

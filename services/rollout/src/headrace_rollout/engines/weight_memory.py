@@ -53,13 +53,14 @@ class ParameterMemory:
     def load(self, tensors: Sequence[WeightView], device: torch.device) -> None:
         """Takes all weights, or none (ValueError).
 
-        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy.
+        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy, as memory
+        does that is only lent.
         """
         views = {view.name: tensor_of(view) for view in tensors}
         self.take(device)
         if failpoints.skips("rollout.install.load"):
             return  # it serves other weights than it says
-        if device.type == "cpu":
+        if device.type == "cpu" and all(view.on_device is None for view in tensors):
             share_weights(self._model, views)
         else:
             load_weights(self._model, views)
@@ -81,8 +82,12 @@ class _Weight:
 
 
 def tensor_of(view: WeightView) -> Tensor:
-    """The view's bytes as a tensor of the host, without a copy."""
+    """The view's bytes as a tensor of the GPU that has them, else of the host: without a copy where they lie even."""
     dtype: torch.dtype = getattr(torch, view.dtype)
+    if view.on_device is not None:
+        flat = view.on_device
+        even = flat.storage_offset() % dtype.itemsize == 0
+        return (flat if even else flat.clone()).view(dtype).view(view.shape)
     if 0 in view.shape:
         return torch.empty(view.shape, dtype=dtype, device=HOST)
     return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

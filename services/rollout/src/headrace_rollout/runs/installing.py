@@ -38,8 +38,11 @@ class PolicyInstaller:
                     return rollout_pb2.InstallPolicyResponse(version=version)
                 received = await self._take(run, request)
                 transfer_s = time.perf_counter() - started
-                weights = weights_of(request.manifest, received.body, received.path)
+                lent = self._store.lent.get((run.name, version.number))
+                weights = weights_of(request.manifest, received.body, received.path, lent)
                 pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
+                if lent is not None:
+                    self._store.lent.pop((run.name, version.number)).end()
             self._store.keep(run.name, {version.number})
         return _installed(version, received, transfer_s, pause_s)
 
