@@ -132,16 +132,6 @@ async def test_a_member_that_is_lost_hangs_nobody(source, receivers, fault):
     assert source.store.get(RUN, 1).version == source.version
 
 
-async def test_a_receiver_that_comes_while_it_runs_takes_another_way(source, receivers):
-    first = await receivers(1)
-    await asyncio.to_thread(source.groups.there.wait, 30)
-    late = await said((await receivers(1))[0])
-    assert (late["way"], late["whole"]) == ("GRPC", True)
-    assert "a broadcast of version 1 runs already" in late["failed"][0]
-    source.groups.go_on.set()
-    assert (await said(first[0]))["way"] == "COLLECTIVE"
-
-
 async def test_a_version_that_is_dropped_while_it_is_sent_arrives_whole(source, receivers):
     (child,) = await receivers(1)
     await asyncio.to_thread(source.groups.there.wait, 30)
@@ -190,3 +180,20 @@ async def test_an_expected_receiver_that_does_not_come_is_not_waited_for_long(so
     source.groups.go_on.set()
     received = await take(source, own_store, source.told(2))
     assert received.transport == common_pb2.WEIGHT_TRANSPORT_COLLECTIVE
+
+
+async def test_a_receiver_that_comes_while_it_runs_takes_another_way(source, receivers, own_store):
+    (first,) = await receivers(1)
+    await asyncio.to_thread(source.groups.there.wait, 30)
+    late = await take(source, own_store, source.told(1))
+    source.groups.go_on.set()
+    assert late.transport == common_pb2.WEIGHT_TRANSPORT_GRPC
+    assert "a broadcast of version 1 runs already" in late.fallbacks[0]
+    assert (await said(first))["way"] == "COLLECTIVE"
+
+
+async def test_a_version_that_was_lost_is_named(source, own_store):
+    told = source.told(1)
+    source.store.keep(RUN, set())
+    with pytest.raises(ServiceError, match=r"collective from trainer: .*is not in this weight store"):
+        await take(source, own_store, told)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -45,9 +46,7 @@ class Broadcasts:
 
     def serve(self, host: str) -> tuple[int, Any]:
         """Port of a new rendezvous store, and the store, which lives while it is referenced."""
-        store = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STALL_S)
-        )
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STALL_S))
         return store.port, store
 
     def join(
@@ -55,9 +54,7 @@ class Broadcasts:
     ) -> Group:
         """Meets the others at the store of `host`; rank 0 sends. Raises RuntimeError where one does not come."""
         limit = timedelta(seconds=STALL_S)
-        store = dist.PrefixStore(
-            key, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        )
+        store = PrefixStore(key, TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
         if backend == NCCL:
             device = self._device()
             if device is None or device.type != "cuda":
@@ -66,10 +63,11 @@ class Broadcasts:
             options._timeout = limit
             with torch.cuda.device(device):
                 return Group(dist.ProcessGroupNCCL(store, rank, size, options), rank, size, device)
-        chosen = dist.ProcessGroupGloo._Options()
-        chosen._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        gloo: Any = dist.ProcessGroupGloo
+        chosen = gloo._Options()
+        chosen._devices = [gloo.create_device(hostname=own_host)]
         chosen._timeout = limit
-        return Group(dist.ProcessGroupGloo(store, rank, size, chosen), rank, size, None)
+        return Group(gloo(store, rank, size, chosen), rank, size, None)
 
 
 class Group:

@@ -149,20 +149,27 @@ class DeviceCopies:
 
 
 class DeviceMaps:
-    """What a process's engine maps, on the device where it computes."""
+    """What an engine maps, on the device where it computes; `opens`: in this process, and not in its own."""
 
-    def __init__(self, device: Callable[[], torch.device | None], layer: Layer | None = None) -> None:
-        self._device, self._layer = device, layer or Cuda()
+    def __init__(
+        self,
+        device: Callable[[], torch.device | None],
+        layer: Layer | None = None,
+        *,
+        opens: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._device, self._layer, self._opens = device, layer or Cuda(), opens
 
     def why_not(self) -> str:
         """Why nothing can be mapped here; empty where it can."""
-        return "" if self._layer.name(self._device()) else "the engine's process computes on no GPU"
+        return "" if self._layer.name(self._device()) else "the engine maps no memory of a GPU here"
 
-    def open(self, handle: Handle, places: Sequence[Place], sums: Sequence[int]) -> Tensor:
-        """The verified bytes. Raises RuntimeError, ValueError with the place of a tensor that is another one."""
-        device = self._device()
-        if device is None:
-            raise RuntimeError(self.why_not())
+    def open(self, handle: Handle, places: Sequence[Place], sums: Sequence[int]) -> Tensor | None:
+        """The verified bytes; None where others open them. Raises RuntimeError, ValueError with the place of a tensor that is another one."""
+        if (reason := self.why_not()) or (device := self._device()) is None:
+            raise RuntimeError(reason)
+        if not self._opens():
+            return None
         flat = self._layer.open(handle, device)
         wanted = max(offset + size for offset, size in places)
         if len(flat) < wanted:
@@ -171,6 +178,15 @@ class DeviceMaps:
             if found != told:
                 raise ValueError(index)
         return flat
+
+
+def tensor_at(flat: Tensor, dtype: str, shape: Sequence[int], offset: int, size: int) -> Tensor:
+    """A tensor of a body; a view, unless it lies at an odd place."""
+    kind: torch.dtype = getattr(torch, dtype)
+    part = flat[offset : offset + size]
+    return (
+        (part if part.storage_offset() % kind.itemsize == 0 else part.clone()).view(kind).view(tuple(shape))
+    )
 
 
 def sums_of(flat: Tensor, places: Sequence[Place]) -> list[int]:

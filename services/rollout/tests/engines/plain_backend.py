@@ -22,6 +22,7 @@ class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
+    maps_device_memory = False
     capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
 
     def __init__(self, config: EngineConfig) -> None:
@@ -103,7 +104,7 @@ class PlainBackend:
         self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update(self, path: Path, entries: Sequence[WeightEntry], lent=None) -> dict[str, str]:
         await self._answers("update")
         body = memoryview(path.read_bytes())  # noqa: ASYNC240
         for entry in entries:

@@ -212,7 +212,7 @@ class TestLentMemory:
         received = await borrowed(trainer, store, maps)
         why = {
             "source": "the source computes on no GPU now",
-            "engine": "the engine's process computes on no GPU",
+            "engine": "the engine maps no memory of a GPU here",
         }
         assert received.transport == KINDS["grpc"]
         assert received.fallbacks == [f"cuda_ipc from trainer: {why[side]}"]

@@ -231,7 +231,8 @@ class Collective:
             receivers=source.receivers,
         )
         async with dial(source.address, token=attempt.token) as channel:
-            call: Any = weights_pb2_grpc.WeightServiceStub(channel).JoinBroadcast(request)
+            stub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+            call: Any = stub.JoinBroadcast(request)
             try:
                 async with asyncio.timeout(SEAT_S):
                     seat = await call.read()

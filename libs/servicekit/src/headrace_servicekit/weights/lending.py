@@ -41,7 +41,10 @@ class Lender(Protocol):
 
 
 class Mapper(Protocol):
-    """The receiver's; `open` blocks, and raises RuntimeError, or ValueError with the index of a wrong tensor."""
+    """The receiver's; `open` blocks, and raises RuntimeError, or ValueError with the index of a wrong tensor.
+
+    It returns None where the engine's own processes map.
+    """
 
     def why_not(self) -> str: ...
 
@@ -84,9 +87,10 @@ class MemorySource:
         try:
             given = {name: getattr(handle, name) for name in HandleFields.__dataclass_fields__}
             yield weights_pb2.ShareDeviceMemoryResponse(**given, sums=sums)
-            while self._lender.lends(key):
+            while True:
                 await asyncio.sleep(WITHDRAWN_S)
-            raise unavailable("the source has given up its GPU")
+                if not self._lender.lends(key):
+                    raise unavailable("the source has given up its GPU")
         finally:
             self._lender.give_back(key)
 
@@ -138,10 +142,11 @@ class DeviceMemory:
         try:
             async with asyncio.timeout(LEND_S):
                 told = await began
-            fields = {name: getattr(told, name) for name in HandleFields.__dataclass_fields__}
+            lent.handle = {name: getattr(told, name) for name in HandleFields.__dataclass_fields__}
+            lent.sums = list(told.sums)
             places = places_of(wanted.manifest)
             lent.memory = await asyncio.to_thread(
-                self._mapper.open, HandleFields(**fields), places, list(told.sums)
+                self._mapper.open, HandleFields(**lent.handle), places, lent.sums
             )
         except BaseException as error:
             lent.end()
@@ -161,20 +166,26 @@ class DeviceMemory:
 
 
 class LentMemory:
-    """Mapped memory of another process; `memory` is None once it is given back, or the source has withdrawn it."""
+    """Memory of another process: what maps it, and, where this process computes, the mapped bytes.
+
+    `held` is False, and `memory` None, once it is given back or the source has withdrawn it.
+    """
 
     def __init__(self, holding: asyncio.Task[None]) -> None:
         self.memory: Any = None
+        self.held = True
+        self.handle: dict[str, Any] = {}
+        self.sums: list[int] = []
         self._holding = holding
         holding.add_done_callback(self._ended)
 
     def end(self) -> None:
         """Gives it back."""
-        self.memory = None
+        self.held, self.memory = False, None
         self._holding.cancel()
 
     def _ended(self, holding: asyncio.Task[None]) -> None:
-        self.memory = None
+        self.held, self.memory = False, None
         if not holding.cancelled():
             holding.exception()
 
@@ -188,7 +199,8 @@ async def _hold(
     """Keeps the call open until it is cancelled or the source ends it."""
     try:
         async with dial(address, token=token) as channel:
-            async for response in weights_pb2_grpc.WeightServiceStub(channel).ShareDeviceMemory(request):
+            stub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+            async for response in stub.ShareDeviceMemory(request):
                 began.set_result(response)
     except grpc.aio.AioRpcError as error:
         if not began.done():

@@ -5,11 +5,11 @@ Knows no tensors, no gRPC and no run: only prompts as ids, samples, distribution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_schema.sections.generating import ModelSection
 
@@ -99,10 +99,23 @@ class WeightEntry:
 
 
 class Lent(Protocol):
-    """A body in the memory of another process's GPU, verified; None once it is withdrawn."""
+    """A body in the memory of another process's GPU.
+
+    `memory`: the verified bytes, where the engine computes in this process; `handle` and `sums` are for its own ones.
+    """
+
+    @property
+    def held(self) -> bool:
+        """Whether its owner still lends it."""
 
     @property
     def memory(self) -> torch.Tensor | None: ...
+
+    @property
+    def handle(self) -> Mapping[str, Any]: ...
+
+    @property
+    def sums(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,9 +279,14 @@ class Engine(PolicyHolder, Protocol):
         """Log-probs of the ids from each start on, and the version that scored."""
 
 
-def device_of(holder: PolicyHolder) -> torch.device | None:
-    """The device on which the holder computes in this process; None where others compute for it."""
+def device_of(holder: PolicyHolder, *, maps: bool = False) -> torch.device | None:
+    """The device on which the holder computes in this process, or, with `maps`, where it maps memory that is lent.
+
+    None where it does neither: an engine of another package need not say it.
+    """
     found: torch.device | None = getattr(holder, "device", None)
+    if found is None and maps:
+        found = getattr(holder, "maps_on", None)
     return found
 
 

@@ -141,7 +141,7 @@ class ThreadedHolder(PolicyHolder, ABC):
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
             seconds = self._held.install(policy, weights.views())
-            if weights.lent is not None and weights.lent.memory is None:
+            if weights.lent is not None and not weights.lent.held:
                 # Its owner may have ended while it was read: the bytes of the host hold.
                 seconds += self._held.install(policy, replace(weights, lent=None).views())
             if not goes_on:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit import devices as gpu
+from headrace_modelkit.device_memory import tensor_at
 from headrace_modelkit.weights import load_weights, share_weights, state_tensors
 from headrace_servicekit import failpoints
 from torch import Tensor, nn
@@ -85,9 +86,7 @@ def tensor_of(view: WeightView) -> Tensor:
     """The view's bytes as a tensor of the GPU that has them, else of the host: without a copy where they lie even."""
     dtype: torch.dtype = getattr(torch, view.dtype)
     if view.on_device is not None:
-        flat = view.on_device
-        even = flat.storage_offset() % dtype.itemsize == 0
-        return (flat if even else flat.clone()).view(dtype).view(view.shape)
+        return tensor_at(view.on_device, view.dtype, view.shape, 0, len(view.data))
     if 0 in view.shape:
         return torch.empty(view.shape, dtype=dtype, device=HOST)
     return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

@@ -142,7 +142,8 @@ class OpenedRun:
         def device() -> torch.device | None:
             return device_of(self.engine)
 
-        return byte_transports(chosen.transports, links, Broadcasts(device), DeviceMaps(device))
+        maps = DeviceMaps(lambda: device_of(self.engine, maps=True), opens=lambda: device() is not None)
+        return byte_transports(chosen.transports, links, Broadcasts(device), maps)
 
     @property
     def max_context_tokens(self) -> int:

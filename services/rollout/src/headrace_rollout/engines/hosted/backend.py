@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
 from headrace_rollout.engines.samples import Distribution, Routes
 
 if TYPE_CHECKING:
@@ -123,8 +123,13 @@ class Backend(Protocol):
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         """Gets ready to take a version; nothing is lost if it is refused here."""
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process."""
+    maps_device_memory: bool = False
+    """Whether `update` reads a version from memory that is lent on a GPU."""
+
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
+    ) -> dict[str, str]:
+        """Takes tensors from a file of this host, or of a GPU that can be had; returns the digest of each that arrived, in every process."""
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""

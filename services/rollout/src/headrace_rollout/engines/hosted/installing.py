@@ -81,7 +81,9 @@ class Installer:
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
         with file_of(weights) as path:
-            arrived = await self._call("update", self._backend.update(path, weights.entries))
+            arrived = await self._call("update", self._backend.update(path, weights.entries, weights.lent))
+        if weights.lent is not None and not weights.lent.held:
+            raise BackendFailed("the memory of the trainer's GPU was withdrawn while it was read")
         for entry in weights.entries:
             if entry.digest and arrived.get(entry.name) != entry.digest:
                 raise BackendFailed(f"tensor {entry.name} arrived with digest {arrived.get(entry.name)}")

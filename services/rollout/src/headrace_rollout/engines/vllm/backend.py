@@ -26,7 +26,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
@@ -54,6 +54,7 @@ class VllmBackend(Backend):
     """An engine whose front end is vLLM's AsyncLLM in this process."""
 
     name = "vllm"
+    maps_device_memory = True
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
@@ -160,9 +161,13 @@ class VllmBackend(Backend):
         await self._obey(self._engine.start_weight_update())
 
     @override
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
+    ) -> dict[str, str]:
         rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
-        info = {"path": str(path), "entries": rows}
+        info: dict[str, Any] = {"path": str(path), "entries": rows}
+        if lent is not None and lent.held:
+            info |= {"handle": dict(lent.handle), "sums": list(lent.sums)}
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_modelkit.device_memory import DeviceMaps, Handle, tensor_at
 from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
 from typing_extensions import override
@@ -54,6 +55,9 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     path: str = ""
     entries: list[Entry] = field(default_factory=list)
+    handle: dict[str, Any] = field(default_factory=dict)
+    """Of the same body in the memory of a GPU, with the sums of its tensors; empty where none is lent."""
+    sums: list[int] = field(default_factory=list)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -90,6 +94,15 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
+        tensors = self._lent(update_info) or self._of_file(update_info)
+        self._half = True
+        taken = self.model.load_weights(tensors)
+        if taken is not None and (missing := self._wanted - set(taken)):
+            raise ValueError(
+                f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
+            )
+
+    def _of_file(self, update_info: SharedFile) -> Iterator[tuple[str, Tensor]]:
         with open(update_info.path, "rb") as file:
             # Closed with the last tensor over it: the loader keeps some until their layer is whole.
             body = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
@@ -97,12 +110,23 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
             self.arrived[name] = digest_bytes(body[offset : offset + size])
             if digest and self.arrived[name] != digest:
                 raise ValueError(f"tensor {name} arrived with digest {self.arrived[name]}, not {digest}")
-        self._half = True
-        taken = self.model.load_weights(_tensors(body, update_info.entries))
-        if taken is not None and (missing := self._wanted - set(taken)):
-            raise ValueError(
-                f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
-            )
+        return _tensors(body, update_info.entries)
+
+    def _lent(self, update_info: SharedFile) -> Iterator[tuple[str, Tensor]] | None:
+        """The tensors in the memory of the trainer's GPU, with the source's sums; None where they cannot be had."""
+        if not update_info.handle:
+            return None
+        entries = update_info.entries
+        places = [(offset, size) for _, _, _, offset, size, _ in entries]
+        try:
+            handle = Handle(**update_info.handle)
+            flat = DeviceMaps(lambda: self.device).open(handle, places, update_info.sums)
+        except (RuntimeError, ValueError) as error:
+            warnings.warn(f"weights: cuda_ipc: {error}; the mapped file is read", stacklevel=1)
+            return None
+        assert flat is not None
+        self.arrived = {name: digest for name, _, _, _, _, digest in entries}
+        return ((n, tensor_at(flat, d, s, o, size)) for n, d, s, o, size, _ in entries)
 
     @override
     def finish_weight_update(self) -> None:
