@@ -165,7 +165,10 @@ class DeviceMaps:
         return "" if self._layer.name(self._device()) else "the engine maps no memory of a GPU here"
 
     def open(self, handle: Handle, places: Sequence[Place], sums: Sequence[int]) -> Tensor | None:
-        """The verified bytes; None where others open them. Raises RuntimeError, ValueError with the place of a tensor that is another one."""
+        """The verified bytes; None where others open them.
+
+        Raises RuntimeError, and ValueError with the index of a tensor that is another one.
+        """
         if (reason := self.why_not()) or (device := self._device()) is None:
             raise RuntimeError(reason)
         if not self._opens():

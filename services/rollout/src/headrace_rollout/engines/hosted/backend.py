@@ -129,7 +129,10 @@ class Backend(Protocol):
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
     ) -> dict[str, str]:
-        """Takes tensors from a file of this host, or of a GPU that can be had; returns the digest of each that arrived, in every process."""
+        """Takes tensors from a file of this host, or of a GPU that can be had.
+
+        Returns the digest of each that arrived, in every process.
+        """
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""
