@@ -1,7 +1,7 @@
 """A version between two processes with GPUs, without services: what gpu_check measures of it.
 
-`python benchmarks/_gpu_weights.py lend|send SIZE` gives one of SIZE bytes from the first GPU and prints how it is had, a
-line; `map|receive DEVICE SIZE` reads that line and prints its figures.
+`python benchmarks/_gpu_weights.py lend|send SIZE` gives one of SIZE bytes from the first GPU and prints how it is had,
+a line; `map|receive DEVICE SIZE` reads that line and prints its figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def lend(size: int) -> None:
 def map_lent(name: str, size: int) -> dict[str, float]:
     """Maps it, checks its sum, and copies it on the device."""
     told = json.loads(sys.stdin.readline())
-    fields = {k: bytes.fromhex(v) if k.endswith("handle") else v for k, v in told["handle"].items()}
+    fields: dict[str, Any] = {
+        k: bytes.fromhex(v) if k.endswith("handle") else v for k, v in told["handle"].items()
+    }
     device = torch.device(name)
     began = time.perf_counter()
     flat = DeviceMaps(lambda: device).open(Handle(**fields), [(0, size)], told["sums"])

@@ -22,7 +22,6 @@ class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
-    maps_device_memory = False
     capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
 
     def __init__(self, config: EngineConfig) -> None:
@@ -104,7 +103,7 @@ class PlainBackend:
         self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry], lent=None) -> dict[str, str]:
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
         await self._answers("update")
         body = memoryview(path.read_bytes())  # noqa: ASYNC240
         for entry in entries:
@@ -114,6 +113,9 @@ class PlainBackend:
             )
         load_weights(self._model, self._loaded)
         return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
+
+    async def update_lent(self, lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:
         self._loaded = {}

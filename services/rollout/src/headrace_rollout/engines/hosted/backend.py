@@ -89,6 +89,8 @@ class Backend(Protocol):
     """One engine, started again after `stop`."""
 
     name: str
+    maps_device_memory: bool = False
+    """Whether there is an `update_lent`."""
     capabilities: Capabilities
 
     @property
@@ -123,16 +125,12 @@ class Backend(Protocol):
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         """Gets ready to take a version; nothing is lost if it is refused here."""
 
-    maps_device_memory: bool = False
-    """Whether `update` reads a version from memory that is lent on a GPU."""
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process."""
 
-    async def update(
-        self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
-    ) -> dict[str, str]:
-        """Takes tensors from a file of this host, or of a GPU that can be had.
-
-        Returns the digest of each that arrived, in every process.
-        """
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """As `update`, from memory that is lent on a GPU where it can be had; with `maps_device_memory`."""
+        return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""

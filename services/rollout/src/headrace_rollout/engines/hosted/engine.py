@@ -71,7 +71,7 @@ class HostedEngine(Engine):
             self._deadlines.command_s,
         )
         self._thread = LoopThread(backend.name)
-        self._maps = backend.maps_device_memory
+        self._maps = getattr(backend, "maps_device_memory", False)
         self._turn = asyncio.Lock()
 
     @property

@@ -16,7 +16,7 @@ from headrace_servicekit.process.worker_pipes import JSON_CODEC
 from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from typing_extensions import override
 
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution
@@ -139,9 +139,7 @@ class SglangBackend(Backend):
         await self._call("begin_install")
 
     @override
-    async def update(
-        self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
-    ) -> dict[str, str]:
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
         rows = [[each.name, each.dtype, list(each.shape), each.offset, each.size] for each in entries]
         digests: dict[str, str] = await self._call("update", path=str(path), entries=rows)
         return digests

@@ -161,13 +161,15 @@ class VllmBackend(Backend):
         await self._obey(self._engine.start_weight_update())
 
     @override
-    async def update(
-        self, path: Path, entries: Sequence[WeightEntry], lent: Lent | None = None
-    ) -> dict[str, str]:
-        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
-        info: dict[str, Any] = {"path": str(path), "entries": rows}
-        if lent is not None and lent.held:
-            info |= {"handle": dict(lent.handle), "sums": list(lent.sums)}
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        return await self._update({"path": str(path), "entries": _rows(entries)})
+
+    @override
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        gpu = {"handle": dict(lent.handle), "sums": list(lent.sums)}
+        return await self._update({"path": str(path), "entries": _rows(entries), **gpu})
+
+    async def _update(self, info: dict[str, Any]) -> dict[str, str]:
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
@@ -312,3 +314,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _rows(entries: Sequence[WeightEntry]) -> list[list[Any]]:
+    return [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
