@@ -29,9 +29,9 @@ def body_of(size: int) -> Any:
 def lend(size: int) -> None:
     """Lends a copy until standard input ends."""
     copies = DeviceCopies(lambda: FIRST)
-    handle, sums = copies.lend("version", memoryview(body_of(size).numpy()), [(0, size)])
+    copy, handle = copies.lend("version", memoryview(body_of(size).numpy()), [(0, size)])
     told = {key: value.hex() if isinstance(value, bytes) else value for key, value in asdict(handle).items()}
-    print(json.dumps({"handle": told, "sums": sums}), flush=True)
+    print(json.dumps({"handle": told, "sums": copy.sums}), flush=True)
     sys.stdin.read()
 
 

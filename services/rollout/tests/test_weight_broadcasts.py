@@ -27,7 +27,7 @@ LAYOUT = [(f"layers.{i}", common_pb2.DATA_TYPE_UINT8, (7 << 20, 1)) for i in ran
 
 
 class Held(Broadcasts):
-    """A source that stops before its third bucket until it is let go."""
+    """A source that stops before its third bucket until `go_on` is set."""
 
     def __init__(self):
         super().__init__()

@@ -24,6 +24,8 @@ GLOO, NCCL = "gloo", "nccl"
 BUCKET_BYTES = {GLOO: 8 << 20, NCCL: 64 << 20}
 STALL_S = 5.0
 """A member that moves nothing for so long is lost, and the broadcast with it."""
+FORMING_S = 30.0
+"""NCCL connects its members in their first exchange."""
 _POLL_S = 0.0002
 
 
@@ -75,6 +77,7 @@ class Group:
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device | None) -> None:
         self._group, self._rank, self._size, self._device = group, rank, size, device
+        self._limit_s = FORMING_S
         self._bucket = BUCKET_BYTES[NCCL if device is not None else GLOO]
 
     def send(self, body: memoryview, goes_on: Callable[[int], bool]) -> None:
@@ -84,7 +87,7 @@ class Group:
             sent: list[Any] = []
             for offset in range(0, len(body), self._bucket):
                 if not goes_on(min(offset + self._bucket, len(body))):
-                    raise RuntimeError("the broadcast was given up")
+                    raise RuntimeError("the broadcast was ended")
                 part = whole[offset : offset + self._bucket]
                 if self._device is not None:
                     with torch.cuda.device(self._device):
@@ -128,12 +131,13 @@ class Group:
 
     def _await(self, work: Any) -> None:
         """Waits on the host: of a dead peer's collective NCCL's own wait tells nothing."""
-        deadline = time.monotonic() + STALL_S
+        deadline = time.monotonic() + self._limit_s
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nothing moved for {STALL_S:g} s")
+                raise RuntimeError(f"nothing moved for {self._limit_s:g} s")
             time.sleep(_POLL_S)
         work.wait()
+        self._limit_s = STALL_S
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

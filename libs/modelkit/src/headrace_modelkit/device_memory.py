@@ -90,7 +90,10 @@ class Cuda:
 
 
 @dataclass(eq=False)
-class _Copy:
+class DeviceCopy:
+    """A body on the GPU, with each tensor's sum."""
+
+    key: Hashable
     flat: Tensor
     sums: list[int]
     users: int = 0
@@ -101,17 +104,15 @@ class DeviceCopies:
 
     def __init__(self, device: Callable[[], torch.device | None], layer: Layer | None = None) -> None:
         self._device, self._layer = device, layer or Cuda()
-        self._copies: dict[Hashable, _Copy] = {}
+        self._copies: dict[Hashable, DeviceCopy] = {}
         self._lock = threading.Lock()
 
     def why_not(self) -> str:
         """Why nothing can be lent now; empty where it can."""
         return "" if self._layer.name(self._device()) else "the source computes on no GPU now"
 
-    def lend(
-        self, key: Hashable, body: memoryview, places: Sequence[Place]
-    ) -> tuple[Handle, tuple[int, ...]]:
-        """The body's copy, made at the first call, and each tensor's sum. Raises RuntimeError."""
+    def lend(self, key: Hashable, body: memoryview, places: Sequence[Place]) -> tuple[DeviceCopy, Handle]:
+        """The body's copy, made at the first call, and a handle of it. Raises RuntimeError."""
         with self._lock:
             if (reason := self.why_not()) or (device := self._device()) is None:
                 raise RuntimeError(reason)
@@ -124,23 +125,21 @@ class DeviceCopies:
                     wanted = len(body) + SPARE_BYTES
                     raise RuntimeError(f"the GPU has {free} bytes free, and a copy wants {wanted}")
                 flat = torch.frombuffer(body, dtype=torch.uint8).to(device, copy=True)
-                copy = self._copies[key] = _Copy(flat, sums_of(flat, places))
+                copy = self._copies[key] = DeviceCopy(key, flat, sums_of(flat, places))
             handle = self._layer.share(copy.flat)
             copy.users += 1
-            return handle, tuple(copy.sums)
+            return copy, handle
 
-    def lends(self, key: Hashable) -> bool:
-        """Whether the copy is there."""
-        return key in self._copies
+    def lends(self, copy: DeviceCopy) -> bool:
+        """Whether the copy was not dropped."""
+        return self._copies.get(copy.key) is copy
 
-    def give_back(self, key: Hashable) -> None:
+    def give_back(self, copy: DeviceCopy) -> None:
         """One reader less; the last one's end frees the memory."""
         with self._lock:
-            copy = self._copies.get(key)
-            if copy is not None:
-                copy.users -= 1
-                if copy.users <= 0:
-                    del self._copies[key]
+            copy.users -= 1
+            if not copy.users and self.lends(copy):
+                del self._copies[copy.key]
 
     def drop(self) -> None:
         """Frees all: the GPU is not this process's any more."""

@@ -181,7 +181,7 @@ class TestLentMemory:
         store.keep(RUN, set())
         await settled(lambda: not trainer.copies._copies)
 
-    async def test_a_source_that_gives_up_its_gpu_withdraws_it(self, trainer, store):
+    async def test_a_source_without_its_gpu_withdraws_it(self, trainer, store):
         await borrowed(trainer, store)
         lent = store.lent[RUN, 1]
         trainer.copies.drop()

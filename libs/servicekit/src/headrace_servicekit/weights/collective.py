@@ -31,6 +31,8 @@ from headrace_servicekit.weights.transports import Attempt, Found, Links, Wanted
 GATHER_S = 1.0
 """How long a broadcast waits for the receivers that are expected, from the first one on."""
 SEAT_S = 10.0
+PIECE_S = 40.0
+"""Longer than a process group's own waits: what never returns from them, as from a stopped process, is left behind."""
 LAST_S = 10.0
 """From the end of the source's part to the last piece here."""
 _Made = TypeVar("_Made")
@@ -272,7 +274,11 @@ class Collective:
             found = pieces()
             coming = asyncio.ensure_future(beside(lambda: next(found, None)))
             try:
-                while (piece := await coming) is not None:
+                while True:
+                    async with asyncio.timeout(PIECE_S):
+                        piece = await coming
+                    if piece is None:
+                        return
                     coming = asyncio.ensure_future(beside(lambda: next(found, None)))
                     for start in range(0, len(piece), CHUNK_BYTES):
                         arrival.add(piece[start : start + CHUNK_BYTES])

@@ -33,11 +33,11 @@ class Lender(Protocol):
 
     def why_not(self) -> str: ...
 
-    def lend(self, key: Any, body: memoryview, places: Places) -> tuple[Any, tuple[int, ...]]: ...
+    def lend(self, key: Any, body: memoryview, places: Places) -> tuple[Any, Any]: ...
 
-    def lends(self, key: Any) -> bool: ...
+    def lends(self, copy: Any) -> bool: ...
 
-    def give_back(self, key: Any) -> None: ...
+    def give_back(self, copy: Any) -> None: ...
 
 
 class Mapper(Protocol):
@@ -79,20 +79,20 @@ class MemorySource:
         key = request.run, request.number
         stored = self._store.get(*key)
         try:
-            handle, sums = await asyncio.to_thread(
+            copy, handle = await asyncio.to_thread(
                 self._lender.lend, key, stored.body, places_of(stored.manifest)
             )
         except RuntimeError as error:
             raise unavailable(str(error)) from error
         try:
             given = {name: getattr(handle, name) for name in HandleFields.__dataclass_fields__}
-            yield weights_pb2.ShareDeviceMemoryResponse(**given, sums=sums)
+            yield weights_pb2.ShareDeviceMemoryResponse(**given, sums=copy.sums)
             while True:
                 await asyncio.sleep(WITHDRAWN_S)
-                if not self._lender.lends(key):
-                    raise unavailable("the source has given up its GPU")
+                if not self._lender.lends(copy):
+                    raise unavailable("the GPU is not the source's any more")
         finally:
-            self._lender.give_back(key)
+            self._lender.give_back(copy)
 
 
 class DeviceMemory:
