@@ -10,8 +10,9 @@ import torch
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.device_memory import Cuda, DeviceCopies, DeviceMaps, Handle, sums_of
-from headrace_modelkit.weights import copy_out, weight_layout
-from headrace_rollout.engines.base import Policy
+from headrace_modelkit.weights import copy_out, state_tensors, weight_layout
+from headrace_rollout.engines.base import Policy, WeightView
+from headrace_rollout.engines.weight_memory import ParameterMemory
 from headrace_rollout.wire import weights_of
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
@@ -232,3 +233,17 @@ def test_a_sum_finds_what_changed_and_what_moved():
         change(other)
         assert sums_of(other, [(3, 50)]) != [whole]
     assert sums_of(flat.clone(), [(3, 50)]) == [whole]
+
+
+def test_lent_memory_is_copied_and_comes_before_the_hosts():
+    model, other = make_model(1), make_model(2)
+    views = []
+    for name, tensor in state_tensors(other):
+        flat = tensor.detach().clone().reshape(-1).view(torch.uint8)
+        shape, of_host = tuple(tensor.shape), memoryview(bytes(len(flat)))
+        views.append(WeightView(name, "float32", shape, of_host, flat))
+    ParameterMemory(model).load(views, CPU)
+    for view in views:
+        view.on_device.zero_()
+    wanted = dict(state_tensors(other))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in state_tensors(model))
