@@ -115,6 +115,7 @@ class PlainBackend:
         return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
 
     async def update_lent(self, lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        assert lent.memory is not None
         return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:

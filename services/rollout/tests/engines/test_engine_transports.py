@@ -11,7 +11,7 @@ from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.device_memory import Cuda, DeviceCopies, DeviceMaps, Handle, sums_of
 from headrace_modelkit.weights import copy_out, state_tensors, weight_layout
-from headrace_rollout.engines.base import Policy, WeightView
+from headrace_rollout.engines.base import Policy, Refused, WeightView, device_of
 from headrace_rollout.engines.weight_memory import ParameterMemory
 from headrace_rollout.wire import weights_of
 from headrace_servicekit.rpc.errors import ServiceError
@@ -149,6 +149,35 @@ async def test_an_engine_serves_on_where_every_transport_fails(rig, trainer, sto
         await receive_weights(store, RUN, version, manifest, [source], token=None)
     assert store.find(RUN, 1) is None
     await rig.serves(rig.model_b)
+
+
+class Withdrawn:
+    """Memory whose owner ends as it is read: other bytes."""
+
+    handle, sums, held = {}, (), True
+
+    def __init__(self, size):
+        self.size = size
+
+    @property
+    def memory(self):
+        self.held = False
+        return torch.zeros(self.size, dtype=torch.uint8)
+
+
+async def test_memory_that_was_withdrawn_while_it_was_read_is_not_trusted(rig, trainer):
+    await rig.install(rig.model_b)
+    version, manifest = trainer.publish(rig.model_a)
+    body = trainer.store.get(RUN, 1).body
+    weights = weights_of(manifest, body, None, Withdrawn(len(body)))
+    rig.number += 1
+    if device_of(rig.engine) is not None:
+        await rig.engine.install(Policy(rig.number, version.digest), weights)
+        await rig.serves(rig.model_a)
+    else:
+        with pytest.raises(Refused, match="was withdrawn while it was read; version .* serves on"):
+            await rig.engine.install(Policy(rig.number, version.digest), weights)
+        await rig.serves(rig.model_b)
 
 
 async def borrowed(trainer, store, maps=None):

@@ -140,8 +140,10 @@ class ThreadedHolder(PolicyHolder, ABC):
             if goes_on:
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
-            seconds = self._held.install(policy, weights.views())
-            if weights.lent is not None and not weights.lent.held:
+            views = weights.views()
+            seconds = self._held.install(policy, views)
+            lent = weights.lent if any(view.on_device is not None for view in views) else None
+            if lent is not None and not lent.held:
                 # Its owner may have ended while it was read: the bytes of the host hold.
                 seconds += self._held.install(policy, replace(weights, lent=None).views())
             if not goes_on:

@@ -81,12 +81,13 @@ class Installer:
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
         with file_of(weights) as path:
-            if weights.lent is not None and weights.lent.held:
-                update = self._backend.update_lent(weights.lent, path, weights.entries)
+            lent = weights.lent if weights.lent is not None and weights.lent.held else None
+            if lent is not None:
+                update = self._backend.update_lent(lent, path, weights.entries)
             else:
                 update = self._backend.update(path, weights.entries)
             arrived = await self._call("update", update)
-        if weights.lent is not None and not weights.lent.held:
+        if lent is not None and not lent.held:
             raise BackendFailed("the memory of the trainer's GPU was withdrawn while it was read")
         for entry in weights.entries:
             if entry.digest and arrived.get(entry.name) != entry.digest:
