@@ -175,7 +175,7 @@ async def test_memory_that_was_withdrawn_while_it_was_read_is_not_trusted(rig, t
         await rig.engine.install(Policy(rig.number, version.digest), weights)
         await rig.serves(rig.model_a)
     else:
-        with pytest.raises(Refused, match="was withdrawn while it was read; version .* serves on"):
+        with pytest.raises(Refused, match=r"was withdrawn while it was read; version .* serves on"):
             await rig.engine.install(Policy(rig.number, version.digest), weights)
         await rig.serves(rig.model_b)
 
