@@ -78,12 +78,15 @@ class MemorySource:
         """One response; the memory is lent until the call ends. Raises ServiceError NOT_FOUND, UNAVAILABLE."""
         key = request.run, request.number
         stored = self._store.get(*key)
+        places = places_of(stored.manifest)
+        lending = asyncio.ensure_future(asyncio.to_thread(self._lender.lend, key, stored.body, places))
         try:
-            copy, handle = await asyncio.to_thread(
-                self._lender.lend, key, stored.body, places_of(stored.manifest)
-            )
+            copy, handle = await asyncio.shield(lending)
         except RuntimeError as error:
             raise unavailable(str(error)) from error
+        except asyncio.CancelledError:  # The caller has gone, and the thread makes the copy all the same.
+            lending.add_done_callback(self._unused)
+            raise
         try:
             given = {name: getattr(handle, name) for name in HandleFields.__dataclass_fields__}
             yield weights_pb2.ShareDeviceMemoryResponse(**given, sums=copy.sums)
@@ -93,6 +96,10 @@ class MemorySource:
                     raise unavailable("the GPU is not the source's any more")
         finally:
             self._lender.give_back(copy)
+
+    def _unused(self, lending: asyncio.Future[tuple[Any, Any]]) -> None:
+        if lending.exception() is None:
+            self._lender.give_back(lending.result()[0])
 
 
 class DeviceMemory:
