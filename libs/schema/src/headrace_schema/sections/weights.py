@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace_schema.sections.base import Count, Section
 
-TransportName = Literal["shm", "delta", "grpc"]
+TransportName = Literal["cuda_ipc", "shm", "collective", "delta", "grpc"]
 
 
 class WeightsSection(Section):
@@ -16,9 +16,11 @@ class WeightsSection(Section):
 
     transports: list[TransportName] = Field(
         default=["shm", "delta", "grpc"],
-        description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. delta: what has "
-        "changed against the version that the rollout holds. grpc: the whole. One that fails leads to the next for "
-        "the same version, and the run's events say so; shm comes before the others in any order",
+        description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. cuda_ipc: as "
+        "shm, and a copy on the trainer's GPU is mapped beside it for the swap. collective: a broadcast to all hosts "
+        "at once by a process group, NCCL or Gloo. delta: what has changed against the version that the rollout holds. "
+        "grpc: the whole. One that fails, or cannot be had, leads to the next for the same version, and the run's "
+        "events say so; ways within a host come before the others in any order",
     )
     delta: Literal["auto", "always"] = Field(
         default="auto",

@@ -207,7 +207,7 @@ class AdapterBase(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class WeightSource(_message.Message):
-    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases")
+    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHM_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,8 @@ class WeightSource(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     DELTA_BASES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     shm_path: str
@@ -224,7 +226,17 @@ class WeightSource(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[WeightTransport]
     relay: bool
     delta_bases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ...) -> None: ...
+    receivers: int
+    withheld: _containers.RepeatedCompositeFieldContainer[WithheldTransport]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ..., receivers: _Optional[int] = ..., withheld: _Optional[_Iterable[_Union[WithheldTransport, _Mapping]]] = ...) -> None: ...
+
+class WithheldTransport(_message.Message):
+    __slots__ = ("transport", "reason")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transport: WeightTransport
+    reason: str
+    def __init__(self, transport: _Optional[_Union[WeightTransport, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SamplingDistribution(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "log_prob_kind")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.adapters import check_adapters
+from headrace_modelkit.device_memory import tensor_at
 from headrace_modelkit.lora import merged_weight
 from torch import Tensor
 
@@ -37,8 +38,10 @@ def merge_into(weight: Tensor, view: WeightView) -> Tensor:
 
 
 def tensor_of(view: WeightView) -> Tensor:
-    """The view's bytes as a tensor of the host, without a copy."""
+    """The view's bytes as a tensor of the GPU that has them, else of the host: without a copy where they lie even."""
     dtype: torch.dtype = getattr(torch, view.dtype)
+    if view.on_device is not None:
+        return tensor_at(view.on_device, view.dtype, view.shape, 0, len(view.data))
     if 0 in view.shape:
         return torch.empty(view.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

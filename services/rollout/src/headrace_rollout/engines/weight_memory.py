@@ -54,15 +54,15 @@ class ParameterMemory:
     def load(self, tensors: Sequence[WeightView], device: torch.device) -> None:
         """Takes all weights, or none (ValueError).
 
-        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy, and adapters
-        are merged there.
+        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy, as memory
+        does that is only lent, and adapters are merged there.
         """
         views = {view.name: tensor_of(view) for view in tensors}
         adapted = [view for view in tensors if view.adapter]
         self.take(device)
         if failpoints.skips("rollout.install.load"):
             return  # it serves other weights than it says
-        if device.type == "cpu" and not adapted:
+        if device.type == "cpu" and not adapted and all(view.on_device is None for view in tensors):
             share_weights(self._model, views)
             return
         load_weights(self._model, views)

@@ -40,7 +40,10 @@ class PolicyInstaller:
                     return rollout_pb2.InstallPolicyResponse(version=version)
                 received, weights = await self._take(run, request)
                 transfer_s = time.perf_counter() - started
+                lent = self._store.lent.get((run.name, version.number))
                 pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
+                if lent is not None:
+                    self._store.lent.pop((run.name, version.number)).end()
             self._store.keep(run.name, {version.number})
         return _installed(version, received, transfer_s, pause_s)
 
@@ -73,9 +76,10 @@ class PolicyInstaller:
             token=self._token,
             transports=ways,
         )
-        weights = weights_of(manifest, received.body, received.path)
         if base is None:
-            return received, weights
+            lent = self._store.lent.get((run.name, request.version.number))
+            return received, weights_of(manifest, received.body, received.path, lent)
+        weights = weights_of(manifest, received.body, received.path)  # few bytes: the host's are merged
         from headrace_rollout.engines.merging import adapted
 
         below = weights_of(base.stored.manifest, base.stored.body, base.stored.path)

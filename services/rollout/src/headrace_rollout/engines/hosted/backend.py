@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
 from headrace_rollout.engines.samples import Distribution, Routes
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class Backend(Protocol):
     """One engine, started again after `stop`."""
 
     name: str
+    maps_device_memory: bool = False
+    """Whether there is an `update_lent`."""
     capabilities: Capabilities
 
     @property
@@ -150,6 +152,10 @@ class Backend(Protocol):
 
         With `adapter` the tensors are frozen ones, and what is taken is both merged, by `merging.merged_files`.
         """
+
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """As `update`, from memory that is lent on a GPU where it can be had; with `maps_device_memory`."""
+        return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""

@@ -78,11 +78,18 @@ class Installer:
             policy, weights = self._held
             await self._call("begin_install", self._backend.begin_install(policy.number, weights.entries))
             # Its file may have another name or none by now; the bytes are still mapped.
-            await self._put(policy, replace(weights, path=None, adapter=_unnamed(weights.adapter)))
+            await self._put(policy, replace(weights, path=None, lent=None, adapter=_unnamed(weights.adapter)))
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
         with file_of(weights) as path, _adapter_file(weights.adapter) as adapter:
-            arrived = await self._call("update", self._backend.update(path, weights.entries, adapter))
+            lent = weights.lent if weights.lent is not None and weights.lent.held else None
+            if lent is not None:
+                update = self._backend.update_lent(lent, path, weights.entries)
+            else:
+                update = self._backend.update(path, weights.entries, adapter)
+            arrived = await self._call("update", update)
+        if lent is not None and not lent.held:
+            raise BackendFailed("the memory of the trainer's GPU was withdrawn while it was read")
         beside = weights.adapter.weights.entries if weights.adapter else ()
         for entry in (*weights.entries, *beside):
             if entry.digest and arrived.get(entry.name) != entry.digest:

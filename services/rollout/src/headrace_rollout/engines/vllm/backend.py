@@ -26,7 +26,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import (
     AdapterFile,
     Backend,
@@ -62,6 +62,7 @@ class VllmBackend(Backend):
     """An engine whose front end is vLLM's AsyncLLM in this process."""
 
     name = "vllm"
+    maps_device_memory = True
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
@@ -172,7 +173,14 @@ class VllmBackend(Backend):
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
     ) -> dict[str, str]:
         beside = adapter.as_json() if adapter else None
-        info = {"path": str(path), "entries": rows_of(entries), "adapter": beside}
+        return await self._update({"path": str(path), "entries": rows_of(entries), "adapter": beside})
+
+    @override
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        gpu = {"handle": dict(lent.handle), "sums": list(lent.sums)}
+        return await self._update({"path": str(path), "entries": rows_of(entries), **gpu})
+
+    async def _update(self, info: dict[str, Any]) -> dict[str, str]:
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
@@ -317,3 +325,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _rows(entries: Sequence[WeightEntry]) -> list[list[Any]]:
+    return [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]

@@ -10,12 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_modelkit.device_memory import DeviceMaps, Handle, tensor_at
 from torch import Tensor
 from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
@@ -49,6 +51,9 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str = ""
     entries: list[list[Any]] = field(default_factory=list)
     adapter: dict[str, Any] | None = None
+    handle: dict[str, Any] = field(default_factory=dict)
+    """Of the same body in the memory of a GPU, with the sums of its tensors; empty where none is lent."""
+    sums: list[int] = field(default_factory=list)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -85,7 +90,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
-        tensors = read_tensors(
+        tensors = self._lent(update_info) or read_tensors(
             update_info.path, update_info.entries, update_info.adapter, self.arrived, self.device
         )
         self._half = True
@@ -94,6 +99,22 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
             raise ValueError(
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
             )
+
+    def _lent(self, update_info: SharedFile) -> Iterator[tuple[str, Tensor]] | None:
+        """The tensors in the memory of the trainer's GPU, with the source's sums; None where they cannot be had."""
+        if not update_info.handle:
+            return None
+        entries = update_info.entries
+        places = [(offset, size) for _, _, _, offset, size, _ in entries]
+        try:
+            handle = Handle(**update_info.handle)
+            flat = DeviceMaps(lambda: self.device).open(handle, places, update_info.sums)
+        except (RuntimeError, ValueError) as error:
+            warnings.warn(f"weights: cuda_ipc: {error}; the mapped file is read", stacklevel=1)
+            return None
+        assert flat is not None
+        self.arrived = {name: digest for name, _, _, _, _, digest in entries}
+        return ((n, tensor_at(flat, d, s, o, size)) for n, d, s, o, size, _ in entries)
 
     @override
     def finish_weight_update(self) -> None:
