@@ -150,7 +150,7 @@ class Backend(Protocol):
     ) -> dict[str, str]:
         """Takes tensors from a file of this host; returns the digest of each that arrived, in every process.
 
-        With `adapter` the tensors are frozen ones, and what is taken is both merged, by `merging.merged_files`.
+        With `adapter` the tensors are frozen ones, and what is taken is both merged, by `files.read_tensors`.
         """
 
     async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
