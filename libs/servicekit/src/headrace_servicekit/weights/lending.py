@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import grpc
@@ -51,20 +51,6 @@ class Mapper(Protocol):
     def open(self, handle: Any, places: Places, sums: Sequence[int]) -> Any: ...
 
 
-@dataclass(frozen=True)
-class HandleFields:
-    """What another process needs to map a storage; see ShareDeviceMemoryResponse."""
-
-    device: str
-    handle: bytes
-    storage_bytes: int
-    storage_offset_bytes: int
-    counter_handle: bytes
-    counter_offset: int
-    event_handle: bytes
-    event_sync: bool
-
-
 class MemorySource:
     """Lends the versions of a store."""
 
@@ -88,8 +74,7 @@ class MemorySource:
             lending.add_done_callback(self._unused)
             raise
         try:
-            given = {name: getattr(handle, name) for name in HandleFields.__dataclass_fields__}
-            yield weights_pb2.ShareDeviceMemoryResponse(**given, sums=copy.sums)
+            yield weights_pb2.ShareDeviceMemoryResponse(**asdict(handle), sums=copy.sums)
             while True:
                 await asyncio.sleep(WITHDRAWN_S)
                 if not self._lender.lends(copy):
@@ -149,12 +134,12 @@ class DeviceMemory:
         try:
             async with asyncio.timeout(LEND_S):
                 told = await began
-            lent.handle = {name: getattr(told, name) for name in HandleFields.__dataclass_fields__}
             lent.sums = list(told.sums)
+            lent.handle = {
+                each.name: getattr(told, each.name) for each in told.DESCRIPTOR.fields if each.name != "sums"
+            }
             places = places_of(wanted.manifest)
-            lent.memory = await asyncio.to_thread(
-                self._mapper.open, HandleFields(**lent.handle), places, lent.sums
-            )
+            lent.memory = await asyncio.to_thread(self._mapper.open, told, places, lent.sums)
         except BaseException as error:
             lent.end()
             if isinstance(error, ValueError):
