@@ -200,6 +200,46 @@ def weight_sync(bench: Bench) -> Finding:
     return Finding({"bytes": float(size), **legs}, wrong)
 
 
+def lent_memory(bench: Bench) -> Finding:
+    """`cuda_ipc` between two processes: a version's copy on a GPU, mapped and summed by another process."""
+    if bench.cpu:
+        return Finding(skipped="a CPU has no memory to lend; the contract suite has a stand-in")
+    return _between(["lend"], ["map", "cuda:0"], 2**28)
+
+
+def broadcast(bench: Bench) -> Finding:
+    """`collective` by NCCL: two processes with a GPU each. Two members on one GPU are refused by NCCL."""
+    if bench.cpu:
+        return Finding(skipped="NCCL needs GPUs; broadcasts over Gloo have tests of their own")
+    return _between(["send"], ["receive", "cuda:1"], 2**28)
+
+
+def _between(giver: list[str], taker: list[str], size: int) -> Finding:
+    """What `_gpu_weights` finds with a process that gives a version and one that takes it."""
+    script = str(Path(__file__).with_name("_gpu_weights.py"))
+    children = [
+        subprocess.Popen(
+            [sys.executable, script, *own, str(size)], stdin=source, stdout=subprocess.PIPE, text=True
+        )
+        for own, source in ((giver, subprocess.PIPE), (taker, subprocess.PIPE))
+    ]
+    first, second = children
+    assert first.stdout and first.stdin and second.stdout and second.stdin
+    try:
+        second.stdin.write(first.stdout.readline())
+        second.stdin.close()
+        figures: dict[str, float] = json.loads(second.stdout.readline() or "{}")
+        first.stdin.close()
+        ended = [child.wait(30) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    wrong = [] if ended == [0, 0] else [f"the processes ended with {ended}"]
+    if not figures.get("whole"):
+        wrong.append("what arrived is not what was sent")
+    return Finding(figures, tuple(wrong))
+
+
 def serving(bench: Bench) -> Finding:
     """The engine by itself against the rollout service, by streams at once."""
     figures: dict[str, Any] = {}

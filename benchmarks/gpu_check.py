@@ -53,6 +53,8 @@ CHECKS = (
     Check("collocated", 150, needs="vllm"),
     Check("largest", 90),
     Check("weight_sync", 30),
+    Check("lent_memory", 60),
+    Check("broadcast", 60, gpus=2),
     Check("serving", 120, needs="vllm"),
     Check("prefixes", 60),
     Check("killed_rank", 90, gpus=2),

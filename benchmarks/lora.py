@@ -7,7 +7,8 @@ the machine has guests.
 
 Prints one JSON line with `step_ratio`, seconds of a step with adapters over those of all weights (medians),
 `memory_ratio`, the same of the process's peak of resident memory above what it was before the model was read, and both
-sides' own figures.
+sides' own figures. Of a version of a run with adapters, published merged or alone: bytes (`version_bytes_ratio`) and
+seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `merge_s`, in which a rollout merges.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
-    parser.add_argument("--kind", choices=[*KINDS], help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=[*KINDS, "version"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.kind == "version":
+        print(json.dumps(version(options.model, options.steps, options.threads)))
+        return
     if options.kind:
         print(json.dumps(measure(options.model, options.kind, options.steps, options.threads)))
         return
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model = options.model or random_model(Path(folder))
-        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in KINDS}
+        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in (*KINDS, "version")}
     say(f"at the end: {machine()}")
     own = {f"{kind}_{name}": value for kind, figures in found.items() for name, value in figures.items()}
     emit("lora", ratios(found) | own)
@@ -55,9 +59,12 @@ def main() -> None:
 def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
     """Adapters over all weights."""
     adapters, whole = found["lora"], found["whole"]
+    version = found["version"]
     return {
         "step_ratio": adapters["step_s"] / whole["step_s"],
         "memory_ratio": adapters["peak_gb"] / whole["peak_gb"],
+        "version_bytes_ratio": version["adapter_bytes"] / version["merged_bytes"],
+        "version_stage_ratio": version["adapter_stage_s"] / version["merged_stage_s"],
     }
 
 
@@ -107,6 +114,55 @@ def measure(model: Path, kind: str, steps: int, threads: int) -> dict[str, float
         seconds.append(time.monotonic() - started)
     trainer_group.leave()
     return {"step_s": median(seconds[WARM_UP:]), "peak_gb": (peak_bytes() - before) / 1e9}
+
+
+def version(model: Path, steps: int, threads: int) -> dict[str, float]:
+    """Bytes of a version with adapters, published merged or alone, median seconds of its cast, and of a merge."""
+    import torch
+    from headrace_rollout.engines.merging import adapted
+    from headrace_rollout.wire import weights_of
+    from headrace_schema.openings import TrainerConfig
+    from headrace_servicekit.weights import StoredWeights, WeightStore
+    from headrace_servicekit.weights.bases import NUMBER, base_name
+    from headrace_trainer.group.forming import join_trainer_group
+    from headrace_trainer.group.rank import Rank
+    from headrace_trainer.group.rounds import Rounds
+    from headrace_trainer.learning.step import Version
+    from headrace_trainer.session.versions import RunVersions
+
+    torch.set_num_threads(threads)
+    own = {"path": str(model), "dtype": "bfloat16"}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-", dir="/dev/shm") as folder:
+        store = WeightStore(Path(folder), "trainer")
+        for lora in ("merged", "adapter"):
+            config = {"model": own, "algorithm": {}, "trainer": {"lora": {}}, "weights": {"lora": lora}}
+            trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
+            rank = Rank(TrainerConfig.model_validate(config), trainer_group)
+            rounds = Rounds(rank, holds_lease=lambda: True, deadlines=False)
+            rounds.restore("", 1, None)
+            versions, seconds = RunVersions(store, lora, rank), []
+            for number in range(1, WARM_UP + steps + 1):
+                digest = versions.stage(rounds, number)
+                stored, staged_s = versions.publish(Version(number, number - 1, number, digest))
+                seconds.append(staged_s)
+            figures[f"{lora}_bytes"] = stored.manifest.size_bytes
+            figures[f"{lora}_stage_s"] = median(seconds[WARM_UP:])
+            trainer_group.leave()
+
+        def weights(found: StoredWeights) -> Any:
+            return weights_of(found.manifest, found.body)
+
+        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), 2.0)
+        seconds = []
+        for _ in range(WARM_UP + steps):
+            started = time.monotonic()
+            whole.views()
+            seconds.append(time.monotonic() - started)
+        figures["merge_s"] = median(seconds[WARM_UP:])
+        del whole
+        store.close()
+    return figures
 
 
 def peak_bytes() -> int:

@@ -1,15 +1,15 @@
 """How long new weights take from the optimizer into an engine: `python benchmarks/weight_sync.py`.
 
-A trainer and three rollouts, processes with one core each and a model of 135 million parameters in bf16 (270 MB),
+A trainer and four rollouts, processes with one core each and a model of 135 million parameters in bf16 (270 MB),
 spoken to over gRPC as the coordinator speaks to them. Each step is a real one of AdamW at 1e-6: BeginStep, Learn,
 CommitStep, RecordStep, PublishPolicy, InstallPolicy. What is timed begins when the optimizer is done: cast to bf16
 into the weight store with its digests, PublishPolicy, InstallPolicy until its reply, which says that every tensor's
-digest was verified and the engine holds the version. One rollout takes it from shared memory, two that do as if they
-were other hosts whole by gRPC and by its changes, in turns.
+digest was verified and the engine holds the version. One rollout takes it from shared memory, three that do as if they
+were other hosts whole by gRPC, by a Gloo broadcast (of one receiver), and by its changes, in turns.
 
 Prints one JSON line: `shm_vs_bound`, what has to be done at least (a cast of fp32 weights, one hash and one memcpy of
-the bf16 ones, one thread, measured in each step too) over the time of the sync by shared memory; `shm_vs_memcpy` and
-`grpc_vs_memcpy`, the memcpy alone over the time of the sync, from the fastest of the measured steps each;
+the bf16 ones, one thread, measured in each step too) over the time of the sync by shared memory; `shm_vs_memcpy`,
+`grpc_vs_memcpy` and `collective_vs_memcpy`, the memcpy alone over the time of the sync, of the fastest step each;
 `delta_bytes_vs_full`, bytes moved for changes over those of the whole, of the largest step; `pause_ms`, the longest
 that an engine stood still for a swap, at the median step; `delta_encode_mb_s` and `delta_apply_mb_s`, megabytes of
 weights whose changes one thread finds and applies in a second; and the seconds that they come from.
@@ -36,8 +36,8 @@ from _harness import emit, machine, say, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 
 TRAINER_LEASE, FIRST_ROLLOUT_LEASE = 11, 12
-SHM, GRPC, DELTA = "shm", "grpc", "delta"
-WAYS = (SHM, GRPC, DELTA)
+SHM, GRPC, DELTA, COLLECTIVE = "shm", "grpc", "delta", "collective"
+WAYS = (SHM, GRPC, DELTA, COLLECTIVE)
 GOALS = {"shm_vs_bound": 0.6, "shm_vs_memcpy": 0.25, "grpc_vs_memcpy": 0.1}
 BOUNDS = {"pause_ms": 10.0, "delta_bytes_vs_full": 0.03}
 SAMPLES, PROMPT, ANSWER = 4, 8, 4
@@ -253,6 +253,7 @@ def kinds() -> dict[str, Any]:
         SHM: common_pb2.WEIGHT_TRANSPORT_SHM,
         GRPC: common_pb2.WEIGHT_TRANSPORT_GRPC,
         DELTA: common_pb2.WEIGHT_TRANSPORT_DELTA,
+        COLLECTIVE: common_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
     }
 
 
@@ -261,7 +262,8 @@ def only(published: Any, transport: str) -> Any:
     found = type(published)()
     found.CopyFrom(published)
     del found.source.transports[:]
-    found.source.transports.append(kinds()[SHM if transport == SHM else GRPC])
+    found.source.transports.append(kinds()[GRPC if transport == DELTA else transport])
+    found.source.receivers = 1
     return found
 
 
@@ -347,7 +349,7 @@ def figures(syncs: Sequence[Sync], size: int) -> dict[str, float]:
     fastest = {transport: min(sync.total(transport) for sync in syncs) for transport in WAYS}
     return {
         "shm_vs_bound": bound_s / fastest[SHM],
-        **{f"{transport}_vs_memcpy": memcpy_s / fastest[transport] for transport in (SHM, GRPC)},
+        **{f"{transport}_vs_memcpy": memcpy_s / fastest[transport] for transport in (SHM, GRPC, COLLECTIVE)},
         "delta_bytes_vs_full": max(sync.moved[DELTA] for sync in syncs) / size,
         "pause_ms": 1e3 * median(max(sync.pause.values()) for sync in syncs),
         "memcpy_s": memcpy_s,

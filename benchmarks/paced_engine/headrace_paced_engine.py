@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import Backend, Request, Start, Tokens
 from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.registry import Options, Plugin
@@ -67,7 +67,7 @@ class _Collector:
         return found
 
 
-class PacedBackend:
+class PacedBackend(Backend):
     """Its process is a child that sleeps."""
 
     name = "paced"

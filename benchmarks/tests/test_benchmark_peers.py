@@ -84,5 +84,15 @@ def test_prefix_speedup_is_of_the_medians():
 
 
 def test_lora_ratios_are_adapters_over_all_weights():
-    found = {"whole": {"step_s": 4.0, "peak_gb": 2.0}, "lora": {"step_s": 3.0, "peak_gb": 0.5}}
-    assert lora.ratios(found) == {"step_ratio": 0.75, "memory_ratio": 0.25}
+    version = {"adapter_bytes": 1, "merged_bytes": 4, "adapter_stage_s": 0.1, "merged_stage_s": 0.2}
+    found = {
+        "whole": {"step_s": 4.0, "peak_gb": 2.0},
+        "lora": {"step_s": 3.0, "peak_gb": 0.5},
+        "version": version,
+    }
+    assert lora.ratios(found) == {
+        "step_ratio": 0.75,
+        "memory_ratio": 0.25,
+        "version_bytes_ratio": 0.25,
+        "version_stage_ratio": 0.5,
+    }

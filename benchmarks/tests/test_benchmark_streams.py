@@ -4,7 +4,7 @@ import chunk_stream
 import pytest
 import weight_sync
 from chunk_stream import INLINE, MESSAGE, ONE, PIPELINED, REFERENCE, best_of, rate
-from weight_sync import DELTA, GRPC, SHM, Sync
+from weight_sync import COLLECTIVE, DELTA, GRPC, SHM, Sync
 
 
 def test_one_outstanding_is_the_inverse_of_the_median_and_pipelined_the_median_of_the_steps():
@@ -36,9 +36,9 @@ def test_a_system_is_taken_at_its_best_round_and_a_figure_at_its_worse_pattern()
 
 
 def sync(memcpy, cast, install, pause=0.01):
-    parts = {SHM: install, GRPC: 3 * install, DELTA: 2 * install}
-    moved = {SHM: 0, GRPC: 1000, DELTA: round(1000 * memcpy)}
-    pauses = {SHM: pause, GRPC: 2 * pause, DELTA: pause}
+    parts = {SHM: install, GRPC: 3 * install, DELTA: 2 * install, COLLECTIVE: 4 * install}
+    moved = {SHM: 0, GRPC: 1000, DELTA: round(1000 * memcpy), COLLECTIVE: 1000}
+    pauses = {SHM: pause, GRPC: 2 * pause, DELTA: pause, COLLECTIVE: pause}
     return Sync(memcpy, 2 * memcpy, cast, 0.0, parts, parts, pauses, moved)
 
 

@@ -26,6 +26,18 @@ def test_rollouts_take_what_has_changed_and_every_so_often_the_whole(fleet, spec
     assert all(step["weights_pause_seconds"] > 0 < step["weights_seconds"] for step in steps)
 
 
+def test_rollouts_take_part_in_a_broadcast(fleet, spec_of):
+    weights = {"transports": ["cuda_ipc", "collective", "grpc"]}
+    run = fleet.succeed(fleet.submit(spec_of(**CHANGES | {"weights": weights})))
+    assert len(audit(fleet, run).trained) == STEPS * BATCH and run.recoveries == 0
+    steps = [step.figures for step in fleet.client.metrics(run.id)]
+    assert len({step["weights_bytes"] for step in steps}) == 1 and steps[0]["weights_bytes"] > 0
+    texts = [str(event.data.get("text")) for event in fleet.events(run)]
+    told = [text.partition("in another way: ")[2] for text in texts if "in another way" in text]
+    # The only way that failed, and once for each rollout: this machine has no GPU.
+    assert set(told) == {"cuda_ipc from trainer-0: the source computes on no GPU now"}, told
+
+
 def test_a_run_goes_on_by_the_whole_where_changes_fail(own_fleet, spec_of):
     with own_fleet(HEADRACE_FAILPOINTS="weights.delta=error@2+") as fleet:
         run = fleet.succeed(fleet.submit(spec_of(**CHANGES)))

@@ -297,6 +297,11 @@ def weights_target(service, published):
         "FetchChanges": lambda: [
             weights_pb2.FetchChangesRequest(base_digest=published.version.digest, **fields)
         ],
+        # Of a version that is not there: a broadcast without its other members takes seconds to fail.
+        "JoinBroadcast": lambda: [
+            weights_pb2.JoinBroadcastRequest(run=RUN, number=99, host="127.0.0.1", receivers=1)
+        ],
+        "ShareDeviceMemory": lambda: [weights_pb2.ShareDeviceMemoryRequest(**fields)],
     }
     return Target(service, WEIGHTS, valid)
 

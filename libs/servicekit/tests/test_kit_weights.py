@@ -8,7 +8,8 @@ from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights.transfer import WeightServicer, receive_weights
+from headrace_servicekit.weights.bases import NUMBER, base_name, receive_base
+from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
 from weight_parts import LAYOUT, RUN, publish
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -292,3 +293,36 @@ async def test_tensors_without_elements_travel_too(stores, serve_store):
     source = producer.source(RUN, 1)
     source.shm_nonce = ""
     assert (await receive(receiver, version, manifest, source)).transport == GRPC
+
+
+async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_again(stores, serve_store):
+    producer, receiver, empty = stores("a"), stores("b", root="other"), stores("c")
+    for store in (producer, empty):
+        await serve_store(store)
+    name = base_name(RUN)
+    version, manifest = publish(producer, NUMBER, run=name)
+    wanted = common_pb2.AdapterBase(digest=version.digest, scale=2.0)
+    sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
+
+    async def take(store, base=wanted, sources=sources, ways=("grpc",)):
+        return await receive_base(store, RUN, base, sources, token=None, transports=byte_transports(ways))
+
+    publish(receiver, NUMBER, seed=1, run=name)
+    first = await take(receiver)
+    assert (first.bytes_moved, first.fallbacks) == (manifest.size_bytes, [])
+    assert bytes(first.stored.body) == bytes(producer.get(name, NUMBER).body)
+    assert (await take(receiver, sources=[])).bytes_moved == 0
+    mapped = await take(stores("d"), ways=("delta", "shm"))
+    assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body
+    other = common_pb2.AdapterBase(digest="another", scale=2.0)
+    with pytest.raises(ServiceError, match=f"base another.*has the base {version.digest}") as refused:
+        await take(receiver, other)
+    assert refused.value.reason == "BASE_NOT_HELD"
+
+
+def test_the_digest_of_adapters_is_of_their_base_and_scale_too(stores):
+    _, manifest = publish(stores("a"))
+    bases = [
+        common_pb2.AdapterBase(digest=digest, scale=scale) for digest in ("x", "y") for scale in (1.0, 2.0)
+    ]
+    assert len({manifest_digest(manifest.entries, base) for base in (*bases, None)}) == 5

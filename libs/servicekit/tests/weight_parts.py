@@ -11,8 +11,8 @@ LAYOUT = [
 ]
 
 
-def publish(store, number=1, seed=0, parent=0, ordinal=0):
-    pending = store.begin(RUN, number, LAYOUT)
+def publish(store, number=1, seed=0, parent=0, ordinal=0, run=RUN):
+    pending = store.begin(run, number, LAYOUT)
     rng = np.random.default_rng(seed)
     for name, _, _ in LAYOUT:
         view = pending.buffer(name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain import events as ev
 from headrace_simulation.fleet.network import SimulatedInstanceClient
+from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.fleet.trainer import Trainer
 from scene import Scene, ends, trained_once
 
@@ -137,3 +140,44 @@ def test_prefill_that_rollouts_tell_of_is_a_part_of_generating(called):
         assert devices and devices == {
             d for d, stages in step.view["devices"].items() if "generate" in stages
         }
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "collocated"])
+def test_rollouts_generate_while_the_trainer_copies_its_state_where_they_have_devices_of_their_own(
+    monkeypatch, mode
+):
+    """And no step begins at the trainer before the copy is taken."""
+    save, begin, install = Trainer.SaveCheckpoint, Trainer.BeginStep, Rollout.InstallPolicy
+    told = []
+
+    async def slow(self, request):
+        told.append("save")
+        await asyncio.sleep(5)
+        told.append("saved")
+        return await save(self, request)
+
+    async def begun(self, request):
+        told.append("begin")
+        return await begin(self, request)
+
+    async def installed(self, request):
+        told.append("install")
+        return await install(self, request)
+
+    monkeypatch.setattr(Trainer, "SaveCheckpoint", slow)
+    monkeypatch.setattr(Trainer, "BeginStep", begun)
+    monkeypatch.setattr(Rollout, "InstallPolicy", installed)
+    scene = Scene(
+        nothing,
+        steps=3,
+        placement={"mode": mode, "flow": None, "memory": None, "share": False},
+        checkpoint={"enabled": True, "interval_steps": 1},
+    )
+    (state,) = ends(scene).values()
+    assert state == "SUCCEEDED"
+    (run,) = {event.run for event in scene.log(ev.StepCommitted)}
+    assert trained_once(scene, run)
+    first = told.index("save")
+    second = first + told[first:].index("saved")
+    assert ("install" in told[first:second]) == (mode == "disaggregated")
+    assert "begin" not in told[first:second]

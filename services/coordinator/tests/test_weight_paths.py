@@ -13,7 +13,11 @@ def rollout(name, host):
 
 def asked(receivers, holders=()):
     found = sources_of(receivers, holders, ORIGIN, "head")
-    assert all(sources[-1] is ORIGIN for sources in found.values())
+    hosts = {each.host for each in receivers} - {"head"}
+    assert all(
+        (sources[-1].incarnation, sources[-1].receivers) == ("trainer", max(1, len(hosts)))
+        for sources in found.values()
+    )
     return {who: [(each.incarnation, each.relay) for each in sources[:-1]] for who, sources in found.items()}
 
 

@@ -18,3 +18,14 @@ def weights_of_model(model, dtype: torch.dtype = torch.float32) -> Weights:
         entries.append(WeightEntry(name, kind_name, shape, len(body), len(data), digest_bytes(data)))
         body += data
     return Weights(tuple(entries), memoryview(bytes(body)))
+
+
+def weights_of_tensors(tensors: dict[str, torch.Tensor]) -> Weights:
+    """These tensors in one body, with their digests."""
+    entries, body = [], bytearray()
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        entries.append(WeightEntry(name, kind, tuple(tensor.shape), len(body), len(data), digest_bytes(data)))
+        body += data
+    return Weights(tuple(entries), memoryview(bytes(body)))

@@ -12,10 +12,10 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.logprobs import token_log_probs
 from headrace_modelkit.weights import load_weights
 from headrace_rollout.engines.base import Policy
+from headrace_rollout.engines.merging import tensor_of
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers import joining
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
-from headrace_rollout.engines.weight_memory import tensor_of
 from model_weights import weights_of_model
 
 

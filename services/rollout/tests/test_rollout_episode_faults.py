@@ -23,7 +23,7 @@ from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, decode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.store import reap_dead_stores
+from headrace_servicekit.weights.segments import reap_dead_stores
 from rollout_calls import HEADER, RUN, refused
 
 TASK = "robots.py:make_env"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.engines import ENGINES
+from headrace_rollout.engines.hosted.backend import rows_of
 from headrace_rollout.engines.sglang.loader import load_version, request_tensor
 from headrace_servicekit.contract import check_plugin
 from headrace_servicekit.registry import PluginError
@@ -39,8 +40,7 @@ def load(model, weights, directory):
     file.write_bytes(weights.body)
     answers = directory / "answers"
     answers.mkdir(exist_ok=True)
-    rows = [[each.name, each.dtype, list(each.shape), each.offset, each.size] for each in weights.entries]
-    load_version(model, [("version", request_tensor(file, rows, answers))])
+    load_version(model, [("version", request_tensor(file, rows_of(weights.entries), answers))])
     (answer,) = answers.iterdir()
     return json.loads(answer.read_text())
 

@@ -9,11 +9,15 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from headrace.common.v1 import weights_pb2, weights_pb2_grpc
+from headrace_modelkit.adapters import merged
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_servicekit.weights.bases import base_name
+from headrace_trainer.session.publishing import published_tensors
 from peft import PeftModel
 from safetensors.torch import load_file
 from trainer_calls import TrainerClient
@@ -88,6 +92,35 @@ async def test_a_checkpoint_holds_merged_weights_adapters_and_their_moments_alon
     assert float(optimizer["adapter/alpha"]) == 8.0
     state = json.loads((saved / "state.json").read_text())
     assert state["base_model"]["name"] == str(tiny_directory) and state["base_model"]["digest"]
+
+
+async def test_adapters_are_published_alone_and_are_with_their_base_the_merged_version(
+    client: TrainerClient, make_lora
+):
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for lora in ("merged", "auto"):
+        config = make_lora(model={"dtype": "bfloat16"}) | {"weights": {"lora": lora}}
+        version = await client.train((await client.open(config)).version, 2)
+        published = await client.publish(version.number)
+        body = memoryview(bytearray(await client.body(version.number)))
+        found[lora] = published_tensors(published.manifest, body)
+        assert published.manifest.digest == version.digest
+        if lora == "merged":
+            assert not published.manifest.HasField("adapter")
+            await client.close_run()
+    below = published.manifest.adapter
+    described = await weights_pb2_grpc.WeightServiceStub(client.channel).GetManifest(
+        weights_pb2.GetManifestRequest(run=base_name(client.run), number=1)
+    )
+    assert described.version.digest == below.digest and below.scale == 2.0
+    assert published.manifest.size_bytes < described.manifest.size_bytes / 4
+    with open(described.source.shm_path, "rb") as file:  # noqa: ASYNC230
+        base = published_tensors(described.manifest, memoryview(bytearray(file.read())))
+    whole = dict(merged(base.items(), found["auto"], below.scale))
+    assert whole.keys() == found["merged"].keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in found["merged"].items())
+    changed = [name for name, tensor in base.items() if not torch.equal(tensor, whole[name])]
+    assert len(changed) == len(found["auto"]) // 2 == 14
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,11 @@ def copy_out(model: nn.Module, name: str, out: memoryview, dtype: torch.dtype) -
         flat.view(tensor.shape).copy_(tensor.detach())
 
 
+def published_tensor(model: nn.Module, name: str) -> Tensor:
+    """The model's own memory of one tensor of the layout. Raises KeyError on other names."""
+    return _names_of(model).find(_named(model), name)[1].detach()
+
+
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copies a whole version into the model, cast to the model's types; by the checkpoint's names or the model's.
 

@@ -105,6 +105,7 @@ class TrainerConfig(Opening):
     sampling: SamplingSection = SamplingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     placement: PlacementSection = PlacementSection()
+    weights: WeightsSection = WeightsSection()
     policies: dict[str, PolicySection] = Field(default_factory=dict)
     played: dict[str, str] = Field(default_factory=dict)
     """Which of `policies` plays a role, by role."""

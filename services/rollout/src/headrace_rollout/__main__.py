@@ -36,7 +36,7 @@ async def mount(instance: Instance) -> Close:
         "engines": installed_engines(),
         "engine_features": ENGINES.features(installed_engines()),
         "engine_options": ENGINES.capabilities(LOG.warning),
-        "transports": ["shm", "grpc"],
+        "transports": ["cuda_ipc", "shm", "collective", "delta", "grpc"],
     }
     caches = MovedCaches(instance.weights.directory, instance.token)
     instance.add_service(

@@ -22,6 +22,7 @@ from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_servicekit.session_marks import mark_of
+from headrace_servicekit.weights.bases import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
@@ -122,7 +123,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await self._endpoint.close()
             await run.close()
             run.retention.clear()
-            self._instance.weights.keep(run.name, set())
+            for name in (run.name, base_name(run.name)):
+                self._instance.weights.keep(name, set())
 
     async def Generate(
         self, request_iterator: AsyncIterator[rollout_pb2.GenerateRequest], context: Context
@@ -243,6 +245,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run.stop_waiting()
         return rollout_pb2.AbortResponse(aborted_count=stopped)
 
+    def _release_weights(self, run: OpenedRun) -> None:
+        for name in (run.name, base_name(run.name)):
+            self._instance.weights.release(name)
+
     async def Suspend(
         self, request: rollout_pb2.SuspendRequest, context: Context
     ) -> rollout_pb2.SuspendResponse:
@@ -250,7 +256,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(request.header, lease=False)
         run = self._opened(request.header)
         with refusals():
-            self._instance.weights.release(run.name)
+            self._release_weights(run)
             freed = await run.engine.suspend()
         return rollout_pb2.SuspendResponse(
             released_bytes=freed.released_bytes, free_memory_bytes=freed.free_bytes
@@ -319,7 +325,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return host_memory()
         used = 0
         if not self._leases and not keep:
-            self._instance.weights.release(run.name)
+            self._release_weights(run)
             used = (await run.engine.release()).used_bytes
         return await asyncio.to_thread(memory_on, devices, used)
 

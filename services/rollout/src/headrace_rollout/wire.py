@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.requests import check_number, json_object
 from headrace_servicekit.rpc.routes import pack_routes, unpack_routes
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
-from headrace_rollout.engines.base import Refused, WeightEntry, Weights
+from headrace_rollout.engines.base import Lent, Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
     BEGINS,
     GIVEN,
@@ -302,7 +302,9 @@ def keys_of(messages: Iterable[common_pb2.SlotKey]) -> list[SlotKey]:
     return [SlotKey(message.prompt_ordinal, message.sample_index) for message in messages]
 
 
-def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path | None = None) -> Weights:
+def weights_of(
+    manifest: common_pb2.WeightManifest, body: memoryview, path: Path | None = None, lent: Lent | None = None
+) -> Weights:
     """A verified body with what its manifest says; `path` is its file, for other processes."""
     entries = [
         WeightEntry(
@@ -315,7 +317,7 @@ def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path
         )
         for entry in manifest.entries
     ]
-    return Weights(tuple(entries), body, path)
+    return Weights(tuple(entries), body, path, lent=lent)
 
 
 def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistribution:

@@ -11,11 +11,19 @@ import torch
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import load_weights
 from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import BackendFailed, Deadlines, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import (
+    AdapterFile,
+    BackendFailed,
+    Deadlines,
+    Request,
+    Start,
+    Tokens,
+    rows_of,
+)
 from headrace_rollout.engines.hosted.engine import HostedEngine
+from headrace_rollout.engines.hosted.files import read_tensors
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
-from headrace_servicekit.rpc.digests import digest_bytes
 
 
 class PlainBackend:
@@ -103,16 +111,19 @@ class PlainBackend:
         self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
         await self._answers("update")
-        body = memoryview(path.read_bytes())  # noqa: ASYNC240
-        for entry in entries:
-            part = bytearray(body[entry.offset : entry.offset + entry.size])
-            self._loaded[entry.name] = torch.frombuffer(part, dtype=getattr(torch, entry.dtype)).view(
-                entry.shape
-            )
+        digests: dict[str, str] = {}
+        beside = adapter.as_json() if adapter else None
+        self._loaded = dict(read_tensors(str(path), rows_of(entries), beside, digests))
         load_weights(self._model, self._loaded)
-        return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
+        return digests
+
+    async def update_lent(self, lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        assert lent.memory is not None
+        return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:
         self._loaded = {}

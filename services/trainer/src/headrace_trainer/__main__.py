@@ -27,6 +27,7 @@ async def mount(instance: Instance) -> Close:
     import torch
     from headrace.common.v1 import weights_pb2_grpc
     from headrace.trainer.v1 import trainer_pb2_grpc
+    from headrace_modelkit.broadcasting import Broadcasts
     from headrace_servicekit.weights import WeightServicer
 
     from headrace_trainer.algorithms import ALGORITHMS
@@ -48,7 +49,7 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities["episode_algorithm_features"] = EPISODE_ALGORITHMS.features(
         EPISODE_ALGORITHMS.names()
     )
-    instance.capabilities["transports"] = ["shm", "grpc"]
+    instance.capabilities["transports"] = ["cuda_ipc", "shm", "collective", "delta", "grpc"]
     instance.add_service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
         servicer,
@@ -56,7 +57,7 @@ async def mount(instance: Instance) -> Close:
     )
     instance.add_service(
         weights_pb2_grpc.add_WeightServiceServicer_to_server,
-        WeightServicer(instance.weights),
+        WeightServicer(instance.weights, Broadcasts(servicer.own_device), servicer.copies),
         "headrace.common.v1.WeightService",
     )
     return servicer.close

@@ -10,6 +10,7 @@ from functools import partial
 
 import grpc
 import grpc.aio
+import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_modelkit.devices import DeviceNotSeen, torch_devices
@@ -62,6 +63,8 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             on_lost=self._on_lost,
         )
         super().__init__(instance, trainer, ComputeThread())
+        self.copies = trainer.copies
+        """Versions on this rank's GPU that others map."""
         self._blobs = BlobReader(instance.config.shm_dir, instance.token)
         self._queue = self._new_queue(1)  # refuses everything until OpenRun makes the run's
         self._committing = False
@@ -71,6 +74,10 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         instance.open_runs.limit = 1
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
+
+    def own_device(self) -> torch.device | None:
+        """Where this rank computes; None while its memory is released."""
+        return self._trainer.own_device()
 
     # Runs and trainer groups
 

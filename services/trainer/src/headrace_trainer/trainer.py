@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from headrace_modelkit.device_memory import DeviceCopies
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
@@ -64,6 +66,8 @@ class Trainer:
         self._session: Session | None = None
         self._follower: threading.Thread | None = None
         self.device = LeasedDevice()
+        self.copies = DeviceCopies(self.own_device)
+        """Versions on this rank's GPU that others map."""
         self.suspended = False
         self._kept = False
         self._kind: RunKind | None = None
@@ -243,6 +247,10 @@ class Trainer:
             "unavailable",
         )
 
+    def own_device(self) -> torch.device | None:
+        """Where this rank computes; None without a trainer group, and while its memory is released."""
+        return self._ranks.device if self._ranks is not None and not self.suspended else None
+
     def suspend(self, *, keep: bool = False) -> tuple[int, Memory]:
         """Releases the device between rounds; bytes released, and what was measured on it then.
 
@@ -252,6 +260,7 @@ class Trainer:
         loaded = self._loaded
         self._kept = keep and loaded
         self.suspended = True  # First: a follower's vote says no from now on.
+        self.copies.drop()
         if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.ranks.device):
                 if not keep:

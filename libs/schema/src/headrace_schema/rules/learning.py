@@ -131,6 +131,8 @@ def reference(spec: RunSections) -> Iterator[KeyProblemView]:
 def lora(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of training adapters alone."""
     trainer, algorithm = spec.trainer, spec.algorithm
+    if spec.weights.lora == "adapter" and (reason := _published_whole(spec)):
+        yield problem("weights.lora", reason, "set weights.lora: auto")
     if trainer.lora is None or spec.workflow == "embodied":
         return
     fix = ", or remove trainer.lora"
@@ -143,6 +145,15 @@ def lora(spec: RunSections) -> Iterator[KeyProblemView]:
     if algorithm.name == "ppo" and algorithm.options.get("critic") == "model":
         reason = "a critic with a model of its own has no adapters, and all its weights would be trained"
         yield problem("algorithm.options.critic", reason, f"set algorithm.options.critic: head{fix}")
+
+
+def _published_whole(spec: RunSections) -> str:
+    """Why a run cannot publish adapters alone; empty: it may."""
+    if spec.trainer.lora is None:
+        return "the run trains no adapters: trainer.lora is not given"
+    if spec.workflow == "embodied":
+        return "a robot policy is published whole: its heads and normalisers change, too"
+    return "several policies are published whole" if spec.policies else ""
 
 
 def doubtful_adapter_rate(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace_schema.sections.base import Count, Section
 
-TransportName = Literal["shm", "delta", "grpc"]
+TransportName = Literal["cuda_ipc", "shm", "collective", "delta", "grpc"]
 
 
 class WeightsSection(Section):
@@ -16,9 +16,11 @@ class WeightsSection(Section):
 
     transports: list[TransportName] = Field(
         default=["shm", "delta", "grpc"],
-        description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. delta: what has "
-        "changed against the version that the rollout holds. grpc: the whole. One that fails leads to the next for "
-        "the same version, and the run's events say so; shm comes before the others in any order",
+        description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. cuda_ipc: as "
+        "shm, and a copy on the trainer's GPU is mapped beside it for the swap. collective: a broadcast to all hosts "
+        "at once by a process group, NCCL or Gloo. delta: what has changed against the version that the rollout holds. "
+        "grpc: the whole. One that fails, or cannot be had, leads to the next for the same version, and the run's "
+        "events say so; ways within a host come before the others in any order",
     )
     delta: Literal["auto", "always"] = Field(
         default="auto",
@@ -29,6 +31,13 @@ class WeightsSection(Section):
         default=16,
         description="versions of which one comes whole; with delta: auto also those of which one comes by its changes "
         "where the whole is quicker, so that both stay measured",
+    )
+
+    lora: Literal["auto", "adapter", "merged"] = Field(
+        default="auto",
+        description="what is published of a run with trainer.lora. adapter: A and B alone; the frozen weights reach "
+        "each host once, and rollouts merge. merged: whole weights. auto: adapter where nothing else learns (not of "
+        "experts, robot policies and several policies)",
     )
 
     @model_validator(mode="after")

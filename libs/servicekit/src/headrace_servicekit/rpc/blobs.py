@@ -24,7 +24,7 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.requests import invalid
-from headrace_servicekit.weights.store import raise_no_space
+from headrace_servicekit.weights.segments import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
 HELD_SHARE = 0.5

@@ -78,9 +78,16 @@ def set_digest(members: Iterable[tuple[int, int, int, str]]) -> str:
     return digest_bytes(_canonical(sorted(members)))
 
 
-def manifest_digest(entries: Iterable[common_pb2.WeightEntry]) -> str:
-    """Digest over names, types, shapes and digests of a manifest's entries, in their order."""
-    return digest_bytes(_canonical([[e.name, int(e.data_type), list(e.shape), e.digest] for e in entries]))
+def manifest_digest(
+    entries: Iterable[common_pb2.WeightEntry], adapter: common_pb2.AdapterBase | None = None
+) -> str:
+    """Digest over names, types, shapes and digests of a manifest's entries, in their order; `adapter`: of adapters on
+    this base, which is in the digest too.
+    """
+    own = digest_bytes(_canonical([[e.name, int(e.data_type), list(e.shape), e.digest] for e in entries]))
+    if adapter is None or not adapter.digest:
+        return own
+    return digest_bytes(_canonical([own, adapter.digest, adapter.scale]))
 
 
 def _canonical(rows: object) -> bytes:

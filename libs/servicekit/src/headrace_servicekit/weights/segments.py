@@ -1,19 +1,26 @@
 """Files on a tmpfs that are mapped once and hold one version after another: fresh pages cost more than the copy.
 
 Whoever reads a segment holds a shared lock on it for as long as anybody references its bytes; its writer takes it
-again only under the exclusive lock, and never while its own bytes are referenced. Knows no versions.
+again only under the exclusive lock, and never while its own bytes are referenced. Each store has a
+directory of them, locked while its process lives. Knows no versions.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import shutil
 import threading
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
+import grpc
 import numpy as np
+
+from headrace_servicekit.rpc.errors import ServiceError
 
 MAPPED_FILES = 4
 
@@ -130,3 +137,60 @@ class MappedSegments:
         for index, key in enumerate(idle):
             if index < excess or os.fstat(self._mapped[key].handle).st_nlink == 0:
                 del self._mapped[key]
+
+
+def reap_dead_stores(root: Path) -> list[str]:
+    """Removes the directories below `root` whose process is dead; returns their names."""
+    reaped = []
+    for directory in root.iterdir():
+        try:
+            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+            reaped.append(directory.name)
+        except BlockingIOError:
+            pass  # its process lives
+        finally:
+            os.close(handle)
+    return reaped
+
+
+def make_private(root: Path) -> None:
+    """The directory that a host's instances share. Raises ServiceError NO_SPACE."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise_no_space(error, root)
+
+
+def lock_new_directory(directory: Path) -> int:
+    """Creates and locks a directory; the loop covers a janitor that takes it between the two."""
+    while True:
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise ServiceError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "CONFLICT",
+                f"{directory} exists: another process uses the incarnation id {directory.name}",
+            ) from error
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if directory.exists() and os.fstat(handle).st_ino == directory.stat().st_ino:
+            return handle
+        os.close(handle)
+
+
+def raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
+    """ServiceError NO_SPACE when that is what the error says, else the error itself."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+        raise error
+    raise ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "NO_SPACE",
+        f"{directory} has no room for {size} bytes; enlarge that tmpfs or set --shm-dir (HEADRACE_SHM_DIR)",
+        directory=str(directory),
+    ) from error

@@ -7,16 +7,14 @@ of who may install what.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -26,7 +24,18 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import tensor_bytes
 from headrace_servicekit.weights.arrivals import Arrival, forget_turns
 from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
+from headrace_servicekit.weights.segments import (
+    MappedSegments,
+    Segment,
+    lock_new_directory,
+    make_private,
+    make_segment,
+    raise_no_space,
+    reap_dead_stores,
+)
+
+if TYPE_CHECKING:
+    from headrace_servicekit.weights.lending import LentMemory
 
 Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
 
@@ -55,13 +64,17 @@ class WeightStore:
         self._stored: dict[tuple[str, int], StoredWeights] = {}
         self._changes: dict[tuple[str, int], list[Changes]] = {}
         self._arriving: dict[tuple[str, int], Arrival] = {}
+        self.ways: dict[common_pb2.WeightTransport, Callable[[], str]] = {}
+        """Transports that are served beside the bytes, each with why it cannot be offered now ("": it can)."""
+        self.lent: dict[tuple[str, int], LentMemory] = {}
+        """What is mapped of other processes' GPUs, beside the versions' bytes."""
         self._mapped = MappedSegments()
         self._spare: tuple[Segment, Path] | None = None
-        _make_private(root)
+        make_private(root)
         reap_dead_stores(root)
         self._root = root
         self._directory = root / incarnation
-        self._lock = _lock_new_directory(self._directory)
+        self._lock = lock_new_directory(self._directory)
         self._nonce = secrets.token_hex(16)
         (self._directory / "nonce").write_text(self._nonce)
 
@@ -156,6 +169,11 @@ class WeightStore:
         if self.address:
             source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
             source.delta_bases.extend(self._bases(run, stored))
+            for way, why_not in self.ways.items():
+                if reason := why_not():
+                    source.withheld.add(transport=way, reason=reason)
+                else:
+                    source.transports.append(way)
         return source
 
     def _bases(self, run: str, stored: StoredWeights) -> list[str]:
@@ -172,6 +190,8 @@ class WeightStore:
     def keep(self, run: str, numbers: set[int]) -> None:
         """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
         self._forget_changes(run, numbers)
+        for key in [key for key in self.lent if key[0] == run and key[1] not in numbers]:
+            self.lent.pop(key).end()
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
@@ -197,6 +217,8 @@ class WeightStore:
     def release(self, run: str) -> None:
         """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
         self._forget_changes(run, set())
+        for key in [key for key in self.lent if key[0] == run]:
+            self.lent.pop(key).end()
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:
@@ -314,15 +336,23 @@ class PendingWeights:
         self.publish(version, manifest)
         return version, manifest
 
-    def manifest(self, digests: Mapping[str, str] | None = None) -> common_pb2.WeightManifest:
-        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them."""
+    def manifest(
+        self, digests: Mapping[str, str] | None = None, adapter: common_pb2.AdapterBase | None = None
+    ) -> common_pb2.WeightManifest:
+        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them.
+
+        `adapter`: they are adapters of this base.
+        """
         for entry in self.entries:
             known = digests.get(entry.name) if digests is not None else None
             part = self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
             entry.digest = known or digest_bytes(part)
             part.release()
         return common_pb2.WeightManifest(
-            entries=self.entries, digest=manifest_digest(self.entries), size_bytes=self._size
+            entries=self.entries,
+            digest=manifest_digest(self.entries, adapter),
+            size_bytes=self._size,
+            adapter=adapter,
         )
 
     def publish(
@@ -391,59 +421,3 @@ def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
             grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "a weight layout without a single byte"
         )
     return entries
-
-
-def reap_dead_stores(root: Path) -> list[str]:
-    """Removes the directories below `root` whose process is dead; returns their names."""
-    reaped = []
-    for directory in root.iterdir():
-        try:
-            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-            reaped.append(directory.name)
-        except BlockingIOError:
-            pass  # its process lives
-        finally:
-            os.close(handle)
-    return reaped
-
-
-def _make_private(root: Path) -> None:
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise_no_space(error, root)
-
-
-def _lock_new_directory(directory: Path) -> int:
-    """Creates and locks a directory; the loop covers a janitor that takes it between the two."""
-    while True:
-        try:
-            directory.mkdir(mode=0o700)
-        except FileExistsError as error:
-            raise ServiceError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                "CONFLICT",
-                f"{directory} exists: another process uses the incarnation id {directory.name}",
-            ) from error
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if directory.exists() and os.fstat(handle).st_ino == directory.stat().st_ino:
-            return handle
-        os.close(handle)
-
-
-def raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
-    """ServiceError NO_SPACE when that is what the error says, else the error itself."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-        raise error
-    raise ServiceError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "NO_SPACE",
-        f"{directory} has no room for {size} bytes; enlarge that tmpfs or set --shm-dir (HEADRACE_SHM_DIR)",
-        directory=str(directory),
-    ) from error

@@ -25,6 +25,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
 from headrace_servicekit.weights.arrivals import Turn, host_turn, pieces
 from headrace_servicekit.weights.changed import ChangedElements
+from headrace_servicekit.weights.collective import BroadcastSource, Collective, Groups
+from headrace_servicekit.weights.lending import DeviceMemory, Lender, Mapper, MemorySource
 from headrace_servicekit.weights.pulling import WholeBody, unavailable
 from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
 from headrace_servicekit.weights.transports import Attempt, Found, Links, Transport, Wanted
@@ -51,15 +53,23 @@ class ReceivedWeights:
 class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     """headrace.common.v1.WeightService over a store."""
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(
+        self, store: WeightStore, groups: Groups | None = None, lender: Lender | None = None
+    ) -> None:
         self._store = store
+        self._memory = MemorySource(store, lender) if lender is not None else None
+        self._broadcasts = BroadcastSource(store, groups) if groups is not None else None
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.GetManifestResponse:
         """Returns the manifest of a held version."""
         stored = self._store.get(request.run, request.number)
-        return weights_pb2.GetManifestResponse(version=stored.version, manifest=stored.manifest)
+        return weights_pb2.GetManifestResponse(
+            version=stored.version,
+            manifest=stored.manifest,
+            source=self._store.source(request.run, request.number),
+        )
 
     async def FetchWeights(
         self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -79,6 +89,24 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             raise _invalid(f"offset {request.offset_bytes} is no end of a response")
         for offset in offsets:
             yield await changes.response(offset)
+
+    async def JoinBroadcast(
+        self, request: weights_pb2.JoinBroadcastRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.JoinBroadcastResponse]:
+        """A seat in a broadcast of a held version; the stream ends with it."""
+        if self._broadcasts is None:
+            raise _not_served("broadcasts")
+        async for seat in self._broadcasts.join(request):
+            yield seat
+
+    async def ShareDeviceMemory(
+        self, request: weights_pb2.ShareDeviceMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.ShareDeviceMemoryResponse]:
+        """Lends the copy of a held version on this process's GPU until the call ends."""
+        if self._memory is None:
+            raise _not_served("memory of a GPU to lend")
+        async for lent in self._memory.share(request):
+            yield lent
 
 
 class SharedMemory:
@@ -109,10 +137,19 @@ class SharedMemory:
         """There is no other way to compare with."""
 
 
-def byte_transports(names: Sequence[str] = ("shm", "grpc"), links: Links | None = None) -> list[Transport]:
-    """The transports of these names that move bytes of a host's memory, in the order given."""
+def byte_transports(
+    names: Sequence[str] = ("shm", "grpc"),
+    links: Links | None = None,
+    groups: Groups | None = None,
+    mapper: Mapper | None = None,
+) -> list[Transport]:
+    """The transports of these names, in the order given; `groups` and `mapper` are what torch does for two of them."""
     links = links or Links()
     known: list[Transport] = [SharedMemory(), WholeBody(links), ChangedElements(links)]
+    if groups is not None:
+        known.append(Collective(groups, links))
+    if mapper is not None:
+        known.append(DeviceMemory(mapper, _map_shared))
     found = {transport.name: transport for transport in known}
     return [found[name] for name in names if name in found]
 
@@ -220,7 +257,8 @@ def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.Weigh
             raise _invalid(f"tensor {entry.name}: offset or size does not follow from its type and shape")
     if manifest.size_bytes != sum(entry.size_bytes for entry in manifest.entries):
         raise _invalid(f"the manifest says {manifest.size_bytes} bytes, its entries say otherwise")
-    if manifest.digest != manifest_digest(manifest.entries) or version.digest != manifest.digest:
+    own = manifest_digest(manifest.entries, manifest.adapter)
+    if manifest.digest != own or version.digest != manifest.digest:
         raise _mismatch(f"version {version.number}: its digest is not that of the manifest's entries")
 
 
@@ -285,6 +323,10 @@ def _nothing_worked(
     if exhausted:
         return ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_SPACE", message)
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "WEIGHTS_UNAVAILABLE", message)
+
+
+def _not_served(what: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED", f"this instance has no {what}")
 
 
 def _invalid(message: str) -> ServiceError:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import grpc
 from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.metrics import WEIGHT_FALLBACKS
@@ -85,6 +86,13 @@ class Transport(Protocol):
 
     def took(self, wanted: Wanted, seconds: float) -> None:
         """A version came this way in so many seconds, from the request to the verified body."""
+
+
+def refuse_withheld(kind: common_pb2.WeightTransport, source: common_pb2.WeightSource) -> None:
+    """Raises ServiceError WITHHELD, with the source's reason, for a transport that it knows and cannot offer."""
+    for each in source.withheld:
+        if each.transport == kind:
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WITHHELD", each.reason)
 
 
 @dataclass

@@ -187,17 +187,27 @@ class WeightEntry(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightManifest(_message.Message):
-    __slots__ = ("entries", "digest", "size_bytes")
+    __slots__ = ("entries", "digest", "size_bytes", "adapter")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[WeightEntry]
     digest: str
     size_bytes: int
-    def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    adapter: AdapterBase
+    def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., adapter: _Optional[_Union[AdapterBase, _Mapping]] = ...) -> None: ...
+
+class AdapterBase(_message.Message):
+    __slots__ = ("digest", "scale")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    scale: float
+    def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class WeightSource(_message.Message):
-    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases")
+    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHM_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +216,8 @@ class WeightSource(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     DELTA_BASES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     shm_path: str
@@ -214,7 +226,17 @@ class WeightSource(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[WeightTransport]
     relay: bool
     delta_bases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ...) -> None: ...
+    receivers: int
+    withheld: _containers.RepeatedCompositeFieldContainer[WithheldTransport]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ..., receivers: _Optional[int] = ..., withheld: _Optional[_Iterable[_Union[WithheldTransport, _Mapping]]] = ...) -> None: ...
+
+class WithheldTransport(_message.Message):
+    __slots__ = ("transport", "reason")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transport: WeightTransport
+    reason: str
+    def __init__(self, transport: _Optional[_Union[WeightTransport, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SamplingDistribution(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "log_prob_kind")

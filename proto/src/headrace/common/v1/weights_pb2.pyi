@@ -16,12 +16,14 @@ class GetManifestRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("version", "manifest")
+    __slots__ = ("version", "manifest", "source")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.PolicyVersion
     manifest: _common_pb2.WeightManifest
-    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ...) -> None: ...
+    source: _common_pb2.WeightSource
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
     __slots__ = ("run", "number", "offset_bytes", "relay")
@@ -80,3 +82,63 @@ class WeightChange(_message.Message):
     large_moves: bytes
     whole: bytes
     def __init__(self, offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., changed: _Optional[int] = ..., gaps: _Optional[bytes] = ..., large_gaps: _Optional[bytes] = ..., moves: _Optional[bytes] = ..., large_moves: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
+
+class JoinBroadcastRequest(_message.Message):
+    __slots__ = ("run", "number", "host", "device", "receivers")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    number: int
+    host: str
+    device: str
+    receivers: int
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., receivers: _Optional[int] = ...) -> None: ...
+
+class JoinBroadcastResponse(_message.Message):
+    __slots__ = ("host", "port", "key", "rank", "size", "backend")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    key: str
+    rank: int
+    size: int
+    backend: str
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class ShareDeviceMemoryRequest(_message.Message):
+    __slots__ = ("run", "number")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    number: int
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class ShareDeviceMemoryResponse(_message.Message):
+    __slots__ = ("device", "handle", "storage_bytes", "storage_offset_bytes", "counter_handle", "counter_offset", "event_handle", "event_sync", "sums")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    handle: bytes
+    storage_bytes: int
+    storage_offset_bytes: int
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_sync: bool
+    sums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, device: _Optional[str] = ..., handle: _Optional[bytes] = ..., storage_bytes: _Optional[int] = ..., storage_offset_bytes: _Optional[int] = ..., counter_handle: _Optional[bytes] = ..., counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ..., event_sync: _Optional[bool] = ..., sums: _Optional[_Iterable[int]] = ...) -> None: ...

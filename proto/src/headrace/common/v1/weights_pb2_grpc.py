@@ -50,6 +50,16 @@ class WeightServiceStub:
                 request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
                 response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
                 _registered_method=True)
+        self.JoinBroadcast = channel.unary_stream(
+                '/headrace.common.v1.WeightService/JoinBroadcast',
+                request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastRequest.SerializeToString,
+                response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastResponse.FromString,
+                _registered_method=True)
+        self.ShareDeviceMemory = channel.unary_stream(
+                '/headrace.common.v1.WeightService/ShareDeviceMemory',
+                request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryRequest.SerializeToString,
+                response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer:
@@ -77,6 +87,22 @@ class WeightServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinBroadcast(self, request, context):
+        """Takes part in a broadcast of a published version: one response with a seat, and the stream's end once the broadcast
+        is over. LATE while one without the caller runs; UNAVAILABLE where another member was lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShareDeviceMemory(self, request, context):
+        """Lends a published version's copy on the source's GPU: one response, and the memory stays as it is for as long as
+        the stream is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +120,16 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.FetchChanges,
                     request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.FromString,
                     response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.SerializeToString,
+            ),
+            'JoinBroadcast': grpc.unary_stream_rpc_method_handler(
+                    servicer.JoinBroadcast,
+                    request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastRequest.FromString,
+                    response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastResponse.SerializeToString,
+            ),
+            'ShareDeviceMemory': grpc.unary_stream_rpc_method_handler(
+                    servicer.ShareDeviceMemory,
+                    request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryRequest.FromString,
+                    response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +214,60 @@ class WeightService:
             '/headrace.common.v1.WeightService/FetchChanges',
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinBroadcast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.common.v1.WeightService/JoinBroadcast',
+            headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastRequest.SerializeToString,
+            headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareDeviceMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.common.v1.WeightService/ShareDeviceMemory',
+            headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryRequest.SerializeToString,
+            headrace_dot_common_dot_v1_dot_weights__pb2.ShareDeviceMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

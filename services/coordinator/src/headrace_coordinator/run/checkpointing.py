@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import AsyncIterator, Container, Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.run_files import RunFiles
 
@@ -176,6 +178,26 @@ class Checkpointer:
         """Of the version that steps begin with."""
         base = self._context.state.lineage.base
         return base.ordinal if base else 0
+
+    def begin(self, timer: StepTimer) -> None:
+        """Starts a checkpoint of the head beside other work; the trainer begins no step before it has its copy."""
+
+        async def save() -> None:
+            with timer.stage("checkpoint"):
+                await self.save(wait=False)
+
+        self._context.snapshot = asyncio.ensure_future(save())
+
+    @contextlib.asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        """Nothing that `begin` started goes on afterwards."""
+        try:
+            yield
+        finally:
+            if (snapshot := self._context.snapshot) is not None:
+                snapshot.cancel()
+                await asyncio.gather(snapshot, return_exceptions=True)
+                self._context.snapshot = None
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head; with `wait`, until it is durable. After a failure the run goes on."""

@@ -99,6 +99,8 @@ class RunContext:
         self.recording = StepRecording(self)
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
+        self.snapshot: asyncio.Task[None] | None = None
+        """The start of a checkpoint, while rollouts work: until the trainer has its copy."""
         self.without_figure: set[tuple[str, int]] = set()
         """Evaluations that had too few answers, by kind and number of the version: they are not made again."""
         self.scorer_failed = False
@@ -117,6 +119,12 @@ class RunContext:
     def state(self) -> RunState:
         """The run's durable state."""
         return self.event_log.state.runs[self.run_id]
+
+    async def snapshot_taken(self) -> None:
+        """Returns once the checkpoint that was begun last has the trainer's copy. Raises what its start raised."""
+        if self.snapshot is not None:
+            await self.snapshot
+            self.snapshot = None
 
     def evaluation_due(self) -> bool:
         """Whether the head is to be evaluated, and has not been."""

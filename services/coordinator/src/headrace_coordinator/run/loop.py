@@ -66,6 +66,7 @@ class RunLoop:
         self._plan: ev.PlanAdopted | None = None
         """To be adopted at the boundary that it is the reason for."""
         self._steps = 0
+        self._save_due = False
         self._keeps_until = 0.0
 
     async def run(self) -> None:
@@ -106,21 +107,25 @@ class RunLoop:
     async def _live(self) -> Outcome:
         """Prepares, then makes steps until the last, or until the run is to pause or yield."""
         await self._prepare()
-        while True:
-            await self._regroup_if_due()
-            await self._follow_plan()
-            await self._check_disk()
-            await self._begin_recording()
-            await self._generate_ready()
-            await self._evaluate_if_due()
-            if self.context.finished:
-                return await finish(self.context, self._checkpointer)
-            await self._checkpointer.announce()
-            if boundary := self._at_boundary():
-                if boundary.state != run_states.QUEUED or await self._can_yield():
-                    return boundary
-                continue  # The trainers have the devices now: they were needed for saving.
-            await self._work_on()
+        async with self._checkpointer.beside():
+            while True:
+                await self._regroup_if_due()
+                await self._follow_plan()
+                await self._check_disk()
+                await self._begin_recording()
+                self._save_beside()
+                await self._generate_ready()
+                await self._evaluate_if_due()
+                if self.context.finished:
+                    await self.context.snapshot_taken()
+                    return await finish(self.context, self._checkpointer)
+                await self._checkpointer.announce()
+                if boundary := self._at_boundary():
+                    await self.context.snapshot_taken()
+                    if boundary.state != run_states.QUEUED or await self._can_yield():
+                        return boundary
+                    continue  # The trainers have the devices now: they were needed for saving.
+                await self._work_on()
 
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
@@ -176,6 +181,7 @@ class RunLoop:
             while pipeline.goes_on and not self._boundary_due():
                 await self._checkpointer.announce()
                 pipeline.install(self._published)
+                self._save_beside()
                 await self._step(pipeline)
         finally:
             await pipeline.stop()
@@ -200,9 +206,20 @@ class RunLoop:
         self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
         await self.context.recording.end()
-        if self._checkpointer.due():
+        self._save_due = self._checkpointer.due()
+        section = self.context.workers.section
+        if self._save_due and (
+            section.mode != "disaggregated" or section.share
+        ):  # rollouts wait for the devices
+            self._save_due = False
             with self._timer.stage("checkpoint"):
                 await self._checkpointer.save(wait=False)
+
+    def _save_beside(self) -> None:
+        """A checkpoint that is due: the trainer copies its state while rollouts install the version and generate."""
+        if self._save_due:
+            self._save_due = False
+            self._checkpointer.begin(self._timer)
 
     async def _regroup_if_due(self) -> None:
         """Between two steps: the trainer group gets the size that is wanted."""

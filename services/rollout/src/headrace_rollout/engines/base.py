@@ -5,11 +5,11 @@ Knows no tensors, no gRPC and no run: only prompts as ids, samples, distribution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_schema.sections.generating import ModelSection
 
@@ -82,6 +82,10 @@ class WeightView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    adapter: tuple[WeightView, WeightView, float] | None = None
+    """A, B and their scale: `data` is a frozen weight, which they have yet to change."""
+    on_device: torch.Tensor | None = None
+    """The same bytes in the memory of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +100,76 @@ class WeightEntry:
     digest: str
 
 
+class Lent(Protocol):
+    """A body in the memory of another process's GPU.
+
+    `memory`: the verified bytes, where the engine computes in this process; `handle` and `sums` are for its own ones.
+    """
+
+    @property
+    def held(self) -> bool:
+        """Whether its owner still lends it."""
+
+    @property
+    def memory(self) -> torch.Tensor | None: ...
+
+    @property
+    def handle(self) -> Mapping[str, Any]: ...
+
+    @property
+    def sums(self) -> Sequence[int]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """A verified version: `body` is mapped here; `path`, if any, is the same body for other processes of this host.
 
-    The bytes stay as they are for as long as `body` is referenced.
+    The bytes stay as they are for as long as `body` is referenced. With `adapter`, they are those of the frozen
+    weights below it.
     """
 
     entries: tuple[WeightEntry, ...]
     body: memoryview
     path: Path | None = None
+    adapter: Adapter | None = None
+    lent: Lent | None = None
 
     def views(self) -> list[WeightView]:
-        """The tensors, in order."""
+        """The tensors, in order; those with an adapter are merged into new memory."""
+        parts = self.parts()
+        if self.adapter is None:
+            return parts
+        from headrace_rollout.engines.merging import merged_view
+
+        return [merged_view(part) if part.adapter else part for part in parts]
+
+    def parts(self) -> list[WeightView]:
+        """The tensors, in order; adapters stand beside those that they change. As long as `lent` holds, they are on the
+        GPU as well.
+        """
+        flat = self.lent.memory if self.lent is not None else None
+        beside = {view.name: view for view in self.adapter.weights.parts()} if self.adapter else {}
         return [
             WeightView(
-                entry.name, entry.dtype, entry.shape, self.body[entry.offset : entry.offset + entry.size]
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                self.body[entry.offset : entry.offset + entry.size],
+                (beside[name], beside[f"{entry.name}.lora_B"], self.adapter.scale)
+                if self.adapter and (name := f"{entry.name}.lora_A") in beside
+                else None,
+                flat[entry.offset : entry.offset + entry.size] if flat is not None else None,
             )
             for entry in self.entries
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Adapters of low rank: "W.lora_A" (R, I) and "W.lora_B" (O, R) in fp32 make W + scale · B A of a weight W."""
+
+    weights: Weights
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -249,6 +304,17 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+def device_of(holder: PolicyHolder, *, maps: bool = False) -> torch.device | None:
+    """The device on which the holder computes in this process, or, with `maps`, where it maps memory that is lent.
+
+    None where it does neither: an engine of another package need not say it.
+    """
+    found: torch.device | None = getattr(holder, "device", None)
+    if found is None and maps:
+        found = getattr(holder, "maps_on", None)
+    return found
 
 
 def oldest_of(holder: PolicyHolder) -> int | None:

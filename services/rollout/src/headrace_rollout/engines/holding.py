@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -99,6 +100,11 @@ class ThreadedHolder(PolicyHolder, ABC):
     def _forget_work(self) -> None:
         """Drops what the thread keeps of samples that have ended; called in it."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._held.device
+
     @override
     async def pause(self) -> int:
 
@@ -125,6 +131,9 @@ class ThreadedHolder(PolicyHolder, ABC):
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
+        # On the host adapters are merged beside the work, on a GPU where the weights are.
+        beside_work = weights.adapter is not None and self._held.device == HOST
+        merged = await asyncio.to_thread(weights.views) if beside_work else None
 
         def act() -> float:
             authority()
@@ -134,7 +143,12 @@ class ThreadedHolder(PolicyHolder, ABC):
             if goes_on:
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
-            seconds = self._held.install(policy, weights.views())
+            views = weights.parts() if merged is None else merged
+            seconds = self._held.install(policy, views)
+            lent = weights.lent if any(view.on_device is not None for view in views) else None
+            if lent is not None and not lent.held:
+                # Its owner may have ended while it was read: the bytes of the host hold.
+                seconds += self._held.install(policy, replace(weights, lent=None).parts())
             if not goes_on:
                 self._begin_with(policy)
             if self._memory is MemoryState.COLD:

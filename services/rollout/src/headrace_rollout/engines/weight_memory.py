@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from headrace_modelkit import devices as gpu
-from headrace_modelkit.weights import load_weights, share_weights, state_tensors
+from headrace_modelkit.weights import load_weights, published_tensor, share_weights, state_tensors
 from headrace_servicekit import failpoints
 from torch import Tensor, nn
 
 from headrace_rollout.engines.base import WeightView
+from headrace_rollout.engines.merging import merge_into, tensor_of
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -53,16 +54,21 @@ class ParameterMemory:
     def load(self, tensors: Sequence[WeightView], device: torch.device) -> None:
         """Takes all weights, or none (ValueError).
 
-        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy.
+        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy, as memory
+        does that is only lent, and adapters are merged there.
         """
         views = {view.name: tensor_of(view) for view in tensors}
+        adapted = [view for view in tensors if view.adapter]
         self.take(device)
         if failpoints.skips("rollout.install.load"):
             return  # it serves other weights than it says
-        if device.type == "cpu":
+        if device.type == "cpu" and not adapted and all(view.on_device is None for view in tensors):
             share_weights(self._model, views)
-        else:
-            load_weights(self._model, views)
+            return
+        load_weights(self._model, views)
+        for view in adapted:
+            weight = published_tensor(self._model, view.name)
+            weight.copy_(merge_into(weight, view))
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,6 @@ class _Weight:
         new = nn.Parameter(tensor, requires_grad=False) if isinstance(first[name], nn.Parameter) else tensor
         for table, key in self.owners:
             table[key] = new
-
-
-def tensor_of(view: WeightView) -> Tensor:
-    """The view's bytes as a tensor of the host, without a copy."""
-    dtype: torch.dtype = getattr(torch, view.dtype)
-    if 0 in view.shape:
-        return torch.empty(view.shape, dtype=dtype, device=HOST)
-    return torch.frombuffer(view.data, dtype=dtype).view(view.shape)
 
 
 def resident_bytes() -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.bases import receive_base
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transfer import ReceivedWeights, receive_weights
 
@@ -36,10 +38,12 @@ class PolicyInstaller:
             with refusals():
                 if await run.engine.check_install(policy, in_flight=request.in_flight):
                     return rollout_pb2.InstallPolicyResponse(version=version)
-                received = await self._take(run, request)
+                received, weights = await self._take(run, request)
                 transfer_s = time.perf_counter() - started
-                weights = weights_of(request.manifest, received.body, received.path)
+                lent = self._store.lent.get((run.name, version.number))
                 pause_s = await _put(run, policy, weights, authority, in_flight=request.in_flight)
+                if lent is not None:
+                    self._store.lent.pop((run.name, version.number)).end()
             self._store.keep(run.name, {version.number})
         return _installed(version, received, transfer_s, pause_s)
 
@@ -49,21 +53,42 @@ class PolicyInstaller:
         """Takes and verifies a trainer's version beside the engine's work; a later `receive` finds it here."""
         version, started = request.version, time.perf_counter()
         async with self._changing:
-            received = await self._take(run, request)
+            received, _ = await self._take(run, request)
             installed = run.engine.policy
             self._store.keep(run.name, {version.number, installed.number if installed else version.number})
         return _installed(version, received, time.perf_counter() - started, 0.0)
 
-    async def _take(self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest) -> ReceivedWeights:
-        return await receive_weights(
+    async def _take(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
+    ) -> tuple[ReceivedWeights, Weights]:
+        """How a version came, and all of its weights: of adapters with the frozen ones, which come before the first."""
+        manifest, ways, base = request.manifest, run.transports, None
+        if manifest.HasField("adapter"):
+            base = await receive_base(
+                self._store, run.name, manifest.adapter, request.sources, token=self._token, transports=ways
+            )
+        received = await receive_weights(
             self._store,
             run.name,
             request.version,
-            request.manifest,
+            manifest,
             request.sources,
             token=self._token,
-            transports=run.transports,
+            transports=ways,
         )
+        if base is None:
+            lent = self._store.lent.get((run.name, request.version.number))
+            return received, weights_of(manifest, received.body, received.path, lent)
+        weights = weights_of(manifest, received.body, received.path)  # few bytes: the host's are merged
+        from headrace_rollout.engines.merging import adapted
+
+        below = weights_of(base.stored.manifest, base.stored.body, base.stored.path)
+        moved, failed = received.bytes_moved + base.bytes_moved, [*base.fallbacks, *received.fallbacks]
+        try:
+            whole = adapted(below, weights, manifest.adapter.scale)
+        except ValueError as error:
+            raise _mismatch(error) from error
+        return replace(received, bytes_moved=moved, fallbacks=failed), whole
 
     async def read_files(
         self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, authority: Authority
@@ -111,4 +136,8 @@ async def _put(
     try:
         return await run.engine.install(policy, weights, authority, in_flight=in_flight)
     except ValueError as error:
-        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
+        raise _mismatch(error) from error
+
+
+def _mismatch(error: ValueError) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error))

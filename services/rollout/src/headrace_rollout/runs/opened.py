@@ -23,10 +23,11 @@ from headrace_servicekit.weights.transfer import byte_transports
 from headrace_servicekit.weights.transports import Links, Transport
 from typing_extensions import override
 
-from headrace_rollout.engines.base import Engine, PolicyHolder
+from headrace_rollout.engines.base import Engine, PolicyHolder, device_of
 from headrace_rollout.wire import duration_of
 
 if TYPE_CHECKING:
+    import torch
     from headrace_modelkit.tokenizer import TextCodec
 
     from headrace_rollout.conversations.players import Player
@@ -133,7 +134,16 @@ class OpenedRun:
         """The ways in which versions come, which remember what they took."""
         chosen = self.config.weights
         links = Links(chosen.whole_every, always=chosen.delta == "always")
-        return byte_transports(chosen.transports, links)
+        if not {"collective", "cuda_ipc"} & set(chosen.transports):
+            return byte_transports(chosen.transports, links)
+        from headrace_modelkit.broadcasting import Broadcasts
+        from headrace_modelkit.device_memory import DeviceMaps
+
+        def device() -> torch.device | None:
+            return device_of(self.engine)
+
+        maps = DeviceMaps(lambda: device_of(self.engine, maps=True), opens=lambda: device() is not None)
+        return byte_transports(chosen.transports, links, Broadcasts(device), maps)
 
     @property
     def max_context_tokens(self) -> int:

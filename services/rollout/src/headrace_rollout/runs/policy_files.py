@@ -11,12 +11,23 @@ from pathlib import Path
 import grpc
 import torch
 from headrace.common.v1 import common_pb2
+from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.lora import A, B, adapter_of
 from headrace_modelkit.robot.directory import initial_policy, policy_of, policy_type
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
-from headrace_modelkit.weights import below, copy_out, own_name, read_weights, weight_layout
+from headrace_modelkit.weights import (
+    CheckpointNames,
+    below,
+    copy_out,
+    own_name,
+    read_weights,
+    state_tensors,
+    weight_layout,
+)
 from headrace_schema.openings import RolloutConfig
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import entries_of
@@ -26,6 +37,8 @@ from typing_extensions import override
 
 CHECKPOINT_WEIGHTS = "weights*.safetensors"
 """Files of a checkpoint that hold its weights: one of each rank that wrote it."""
+CHECKPOINT_MOMENTS, CHECKPOINT_ADAPTERS, ALPHA = "optimizer*.safetensors", "adapter", "alpha"
+"""Files that hold adapters, which are named adapter/NAME there, and the number that scales them."""
 _DATA_TYPES = {
     torch.float64: common_pb2.DATA_TYPE_FLOAT64,
     torch.float32: common_pb2.DATA_TYPE_FLOAT32,
@@ -62,11 +75,54 @@ def read_policy(
         raise _unreadable(str(error)) from error
     manifest, body = _body(model, dtype)
     if digest and manifest.digest != digest:
+        if checkpoint and digest == _adapters_digest(config, Path(checkpoint), dtype):
+            manifest.digest = digest  # the version is its adapters, which are merged here
+            return manifest, body
         raise _unreadable(
             f"checkpoint: the weights in {checkpoint or config.path} have digest {manifest.digest}, not {digest}: "
             "they are damaged, or model.dtype is not the run's; take another checkpoint"
         )
     return manifest, body
+
+
+def _adapters_digest(config: ModelSection, directory: Path, dtype: torch.dtype) -> str:
+    """Of the version of adapters alone, on the model's own weights, that a checkpoint is; empty where it is none.
+
+    Raises ServiceError MODEL_NOT_READABLE.
+    """
+    kind = f"{CHECKPOINT_ADAPTERS}/"
+    try:
+        files = TensorFiles(sorted(directory.glob(CHECKPOINT_MOMENTS)))
+        own = {name.removeprefix(kind): name for name in files.names() if name.startswith(kind)}
+        if (alpha := own.pop(ALPHA, None)) is None:
+            return ""
+        base = load_model(config)
+        weights = {name: tuple(tensor.shape) for name, tensor in state_tensors(base)}
+        names = names_alone(
+            CheckpointNames.of(base), weights, {name: files.shape(stored) for name, stored in own.items()}
+        )
+        if names is None:
+            return ""
+        parts = [f"{adapter_of(weight)}.{part}" for weight in weights for part in (A, B)]
+        found = {name: files.read(own[name]) for name in parts if name in own}
+        rank = next(iter(found.values())).shape[0]  # of an A, which comes first
+        scale = float(files.read(alpha)) / rank
+    except (OSError, SafetensorError, TornTensor, ModelNotReadable) as error:
+        raise _unreadable(f"checkpoint: {directory} cannot be read: {error}; take a newer one") from error
+    entries = []
+    for name, tensor in found.items():
+        [(published, part)] = names.split(name, tensor)
+        data = part.float().contiguous().numpy().tobytes()
+        entries.append(
+            common_pb2.WeightEntry(
+                name=published,
+                data_type=common_pb2.DATA_TYPE_FLOAT32,
+                shape=part.shape,
+                digest=digest_bytes(data),
+            )
+        )
+    base_digest = _body(base, dtype)[0].digest
+    return manifest_digest(entries, common_pb2.AdapterBase(digest=base_digest, scale=scale))
 
 
 def _load_checkpoint(model: nn.Module, directory: Path, policy: str) -> None:

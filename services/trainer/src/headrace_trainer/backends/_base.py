@@ -300,6 +300,12 @@ class AdaptingBackend(Protocol):
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""
 
+    def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, type, shape) of each, in that order; empty where more learns than adapters."""
+
+    def base_weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As `Backend.weights`, without what adapters add."""
+
     @property
     def base_model(self) -> ReferenceFacts | None:
         """The frozen weights that the leader has read; None where all weights learn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -129,11 +129,15 @@ class CommitRound(Round, frozen=True):
     critic_rate: float
 
 
+Gathered = Literal["merged", "all", "base", "adapters"]
+"""Weights with what they have of adapters, and behind these (all) the adapters once more; frozen weights; adapters."""
+
+
 class PublishRound(Round, frozen=True):
-    """Gathers every weight on the leader, and after them the adapters where it wants them too."""
+    """Gathers tensors whole on the leader."""
 
     governed = False
-    adapters: bool = False
+    what: Gathered
     published: bool = False
     """Weights may come in their published types."""
 

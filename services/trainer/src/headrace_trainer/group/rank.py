@@ -170,7 +170,7 @@ class Rank:
                 case messages.AddRound():
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
-                    self._collect(adapters=round.adapters, published=round.published)
+                    self._collect(round.what, published=round.published)
                 case messages.AbortRound():
                     self.backend.zero()
                 case messages.LeaveRound():
@@ -284,14 +284,15 @@ class Rank:
         assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
-    def _collect(self, *, adapters: bool, published: bool) -> None:
-        """Gathers every weight; the leader's `collect` takes them, the others only take part."""
+    def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Of a version of adapters alone; empty where the run's versions are whole."""
+        return self.backend.adapter_layout() if isinstance(self.backend, AdaptingBackend) else []
+
+    def _collect(self, what: messages.Gathered, *, published: bool) -> None:
+        """Gathers tensors; the leader's `collect` takes them, the others only take part."""
         parts = self.backend.by_name if isinstance(self.backend, PoliciesBackend) else {"": self.backend}
         weights = chain.from_iterable(
-            (
-                (below(name, tensor), value)
-                for tensor, value in _whole(part, adapters=adapters, published=published)
-            )
+            ((below(name, tensor), value) for tensor, value in _whole(part, what, published=published))
             for name, part in parts.items()
         )
         if self.collect is not None:
@@ -355,8 +356,13 @@ class Rank:
         return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)
 
 
-def _whole(part: Backend, *, adapters: bool, published: bool) -> Iterator[tuple[str, Tensor]]:
-    """Weights, and behind them the parts of adapters where they are wanted."""
-    yield from part.weights(published=published)
-    if adapters and isinstance(part, AdaptingBackend):
-        yield from part.adapters()
+def _whole(part: Backend, what: messages.Gathered, *, published: bool) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of one policy."""
+    adapting = part if isinstance(part, AdaptingBackend) else None
+    if what == "base":
+        assert adapting is not None
+        yield from adapting.base_weights(published=published)
+    elif what != "adapters":
+        yield from part.weights(published=published)
+    if what in ("all", "adapters") and adapting is not None:
+        yield from adapting.adapters()

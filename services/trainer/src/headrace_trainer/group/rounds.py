@@ -333,17 +333,14 @@ class Rounds(EpisodeRounds):
     def gather(
         self,
         collect: Callable[[Iterator[tuple[str, Tensor]]], None],
+        what: messages.Gathered,
         *,
-        adapters: bool = False,
         published: bool = False,
     ) -> None:
-        """Gives `collect` every whole weight by name, and the parts of adapters where it wants them too.
-
-        `published`: weights may have their published types already.
-        """
+        """Gives `collect` whole tensors by name. `published`: weights may have their published types already."""
         self.rank.collect = collect
         try:
-            self.lead(messages.PublishRound(adapters, published))
+            self.lead(messages.PublishRound(what, published))
         finally:
             self.rank.collect = None
 

@@ -95,7 +95,7 @@ def export_run(rounds: Rounds, directory: Path, name: str) -> Path:
     kind, target = rounds.rank.kind, directory / name
     config = rounds.rank.config
     lora = config.trainer.lora is not None or bool(config.policies)
-    rounds.gather(lambda tensors: _export(kind, tensors, target), adapters=lora)
+    rounds.gather(lambda tensors: _export(kind, tensors, target), "all" if lora else "merged")
     return target
 
 

@@ -95,8 +95,15 @@ class Publisher:
         self._published: list[int] = []
         self.stage_seconds = 0.0
 
-    def stage(self, number: int, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def stage(
+        self,
+        number: int,
+        weights: Iterator[tuple[str, Tensor]],
+        below: common_pb2.AdapterBase | None = None,
+    ) -> str:
         """Casts the weights into a new body; its manifest's digest. Raises ServiceError NO_SPACE.
+
+        `below`: they are adapters of this base.
 
         A version has its digest from the commit on, and the cast is the publication's anyway. One that is published
         already is only compared.
@@ -120,7 +127,7 @@ class Publisher:
         except BaseException:
             pending.discard()
             raise
-        manifest = pending.manifest(digests)
+        manifest = pending.manifest(digests, below)
         self._staged = (number, pending, manifest)
         self.stage_seconds = time.monotonic() - started
         return str(manifest.digest)

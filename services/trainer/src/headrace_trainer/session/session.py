@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.weights import StoredWeights, WeightStore
-from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends._base import PrivateGradient, StateReader
@@ -34,8 +33,9 @@ from headrace_trainer.learning.passes import step_rates
 from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
 from headrace_trainer.session.copies import CARRIED, Carried, carry_failed, check_carried, export_run
 from headrace_trainer.session.helping import Contribution, Offer, Offers, add_records, check_may_help
-from headrace_trainer.session.publishing import Publisher, own_weights
+from headrace_trainer.session.publishing import own_weights
 from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
+from headrace_trainer.session.versions import RunVersions
 
 
 class Session:
@@ -46,7 +46,7 @@ class Session:
         self.checkpoints = RunCheckpoints(run_directory, rounds.rank.config)
         self._state = steps.StepState()
         self._run, self._directory, self._store = run, run_directory, store
-        self._publisher: Publisher | None = None
+        self._versions: RunVersions | None = None
         self._learner: AnyLearner | None = None
         self._carried: Carried | None = None
         self._offers = Offers(store, run)
@@ -189,9 +189,8 @@ class Session:
 
     def _assemble(self) -> None:
         rank = self.rounds.rank
-        if self._publisher is None:
-            names = rank.kind.checkpoint_names()
-            self._publisher = Publisher(self._store, self._run, rank.backend.weight_layout(), names=names)
+        if self._versions is None:
+            self._versions = RunVersions(self._store, self._run, rank)
         self._learner = rank.kind.learner(rank.algorithm, self.rounds)
 
     def _check_leads(self, what: str) -> None:
@@ -333,20 +332,14 @@ class Session:
 
     def _stage(self, number: int) -> str:
         """Casts the held weights as version `number`, unseen; their digest."""
-        assert self._publisher is not None
-        publisher, digests = self._publisher, list[str]()
-
-        def collect(weights: Iterator[tuple[str, Tensor]]) -> None:
-            digests.append(publisher.stage(number, weights))
-
-        self.rounds.gather(collect, published=True)
-        return digests[0]
+        assert self._versions is not None
+        return self._versions.stage(self.rounds, number)
 
     def publish(self, number: int) -> tuple[StoredWeights, float]:
         """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
         version = steps.check_recorded(self.state, number)
-        assert self._publisher is not None
-        return self._publisher.publish(version), self._publisher.stage_seconds
+        assert self._versions is not None
+        return self._versions.publish(version)
 
     def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training was stopped.
@@ -442,8 +435,8 @@ class Session:
         """Finishes the checkpoint in flight and drops what the run published."""
         self.checkpoints.finish()
         self._drop_carried()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._versions is not None:
+            self._versions.close()
         self._offers.close()
         if self._helps:
             self._store.keep(self._run, set())  # the base that it was given

@@ -92,6 +92,7 @@ class Attempt:
         """Opens the attempt at the trainer group, once what it begins with is durable."""
         ledger, lineage = self._ledger, self._context.state.lineage
         await self._context.event_log.flush()
+        await self._context.snapshot_taken()
         leader = self._context.workers.leader
         await under_lease(
             self._context,

@@ -26,14 +26,19 @@ def sources_of(
 ) -> dict[str, list[common.WeightSource]]:
     """By incarnation of a receiver, whom it asks, best first; the last one is the trainer's own store, `origin`.
 
+    It says how many hosts are told with it.
+
     `holders` have the version already. Receivers on the trainer's host map its memory, and ask nobody else.
     """
     hosts: dict[str, list[InstanceState]] = {}
     for receiver in sorted(receivers, key=lambda each: (each.host, each.instance)):
         hosts.setdefault(receiver.host, []).append(receiver)
     here = hosts.pop(origin_host, [])
+    told = common.WeightSource()
+    told.CopyFrom(origin)
+    told.receivers = max(1, len(hosts))
     away = [holder for holder in holders if holder.host != origin_host]
-    found = {receiver.incarnation: [origin] for receiver in here}
+    found = {receiver.incarnation: [told] for receiver in here}
     names = list(hosts)
     for place, name in enumerate(names):
         peers: list[common.WeightSource] = []
@@ -41,7 +46,7 @@ def sources_of(
             peers = [_peer(each, relay=True) for each in hosts[names[place - 1]][:PEERS]]
         elif away:
             peers = [_peer(away[place // CHAIN % len(away)], relay=False)]
-        found |= {receiver.incarnation: [*peers, origin] for receiver in hosts[name]}
+        found |= {receiver.incarnation: [*peers, told] for receiver in hosts[name]}
     return found
 
 

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace_rollout.engines.base import Capabilities, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
 from headrace_rollout.engines.samples import Distribution, Routes
 
 if TYPE_CHECKING:
@@ -48,6 +48,26 @@ class Start:
 
     devices: tuple[torch.device, ...]
     threads: int
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A file of this host with adapters of weights in another one."""
+
+    path: Path
+    entries: Sequence[WeightEntry]
+    scale: float
+
+    def as_json(self) -> dict[str, Any]:
+        """As it travels to the engine's processes."""
+        return {"path": str(self.path), "entries": rows_of(self.entries), "scale": self.scale}
+
+
+def rows_of(entries: Sequence[WeightEntry]) -> list[list[Any]]:
+    """[name, dtype, shape, offset, size, digest] of each, as they travel to the engine's processes."""
+    return [
+        [each.name, each.dtype, list(each.shape), each.offset, each.size, each.digest] for each in entries
+    ]
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,8 @@ class Backend(Protocol):
     """One engine, started again after `stop`."""
 
     name: str
+    maps_device_memory: bool = False
+    """Whether there is an `update_lent`."""
     capabilities: Capabilities
 
     @property
@@ -123,8 +145,17 @@ class Backend(Protocol):
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         """Gets ready to take a version; nothing is lost if it is refused here."""
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process."""
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
+        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process.
+
+        With `adapter` the tensors are frozen ones, and what is taken is both merged, by `files.read_tensors`.
+        """
+
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """As `update`, from memory that is lent on a GPU where it can be had; with `maps_device_memory`."""
+        return await self.update(path, entries)
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""

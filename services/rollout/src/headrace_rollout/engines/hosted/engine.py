@@ -29,7 +29,7 @@ from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Hung, Start, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
 from headrace_rollout.engines.hosted.process import EngineProcess, LoopThread
-from headrace_rollout.engines.hosted.processes import Watermark
+from headrace_rollout.engines.hosted.processes import Watermark, gpus_among
 from headrace_rollout.engines.hosted.requests import Requests
 from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
@@ -71,7 +71,14 @@ class HostedEngine(Engine):
             self._deadlines.command_s,
         )
         self._thread = LoopThread(backend.name)
+        self._maps = getattr(backend, "maps_device_memory", False)
         self._turn = asyncio.Lock()
+
+    @property
+    def maps_on(self) -> torch.device | None:
+        """The GPU for which its processes map memory that is lent."""
+        gpus = gpus_among(self._process.devices) if self._maps else []
+        return gpus[0] if gpus else None
 
     @property
     def policy(self) -> Policy | None:

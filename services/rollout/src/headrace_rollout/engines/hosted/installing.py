@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,8 +13,8 @@ from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import weight_layout
 from headrace_schema.sections.generating import ModelSection
 
-from headrace_rollout.engines.base import Policy, Refused, WeightEntry, Weights
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Hung, within
+from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightEntry, Weights
+from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, BackendFailed, Hung, within
 
 _Result = TypeVar("_Result")
 Shapes = dict[str, tuple[int, ...]]
@@ -77,12 +78,20 @@ class Installer:
             policy, weights = self._held
             await self._call("begin_install", self._backend.begin_install(policy.number, weights.entries))
             # Its file may have another name or none by now; the bytes are still mapped.
-            await self._put(policy, Weights(weights.entries, weights.body))
+            await self._put(policy, replace(weights, path=None, lent=None, adapter=_unnamed(weights.adapter)))
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
-        with file_of(weights) as path:
-            arrived = await self._call("update", self._backend.update(path, weights.entries))
-        for entry in weights.entries:
+        with file_of(weights) as path, _adapter_file(weights.adapter) as adapter:
+            lent = weights.lent if weights.lent is not None and weights.lent.held else None
+            if lent is not None:
+                update = self._backend.update_lent(lent, path, weights.entries)
+            else:
+                update = self._backend.update(path, weights.entries, adapter)
+            arrived = await self._call("update", update)
+        if lent is not None and not lent.held:
+            raise BackendFailed("the memory of the trainer's GPU was withdrawn while it was read")
+        beside = weights.adapter.weights.entries if weights.adapter else ()
+        for entry in (*weights.entries, *beside):
             if entry.digest and arrived.get(entry.name) != entry.digest:
                 raise BackendFailed(f"tensor {entry.name} arrived with digest {arrived.get(entry.name)}")
         await self._call("finish_install", self._backend.finish_install(policy.number))
@@ -106,6 +115,19 @@ class Installer:
 
     async def _call(self, name: str, call: Awaitable[_Result]) -> _Result:
         return await within(self._install_s, f"{name} of {self._backend.name}", call)
+
+
+def _unnamed(adapter: Adapter | None) -> Adapter | None:
+    return replace(adapter, weights=replace(adapter.weights, path=None)) if adapter else None
+
+
+@contextmanager
+def _adapter_file(adapter: Adapter | None) -> Iterator[AdapterFile | None]:
+    if adapter is None:
+        yield None
+        return
+    with file_of(adapter.weights) as path:
+        yield AdapterFile(path, adapter.weights.entries, adapter.scale)
 
 
 @contextmanager

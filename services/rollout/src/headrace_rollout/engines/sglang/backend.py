@@ -17,7 +17,15 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import (
+    AdapterFile,
+    Backend,
+    BackendFailed,
+    Request,
+    Start,
+    Tokens,
+    rows_of,
+)
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.sglang.arguments import engine_args
@@ -139,9 +147,13 @@ class SglangBackend(Backend):
         await self._call("begin_install")
 
     @override
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        rows = [[each.name, each.dtype, list(each.shape), each.offset, each.size] for each in entries]
-        digests: dict[str, str] = await self._call("update", path=str(path), entries=rows)
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
+        beside = adapter.as_json() if adapter else None
+        digests: dict[str, str] = await self._call(
+            "update", path=str(path), entries=rows_of(entries), adapter=beside
+        )
         return digests
 
     @override

@@ -7,28 +7,23 @@ SGLang imports `load_version` by name (`custom_weight_loader`). Names and fused 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
 
+from headrace_rollout.engines.hosted.files import Row, read_tensors
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
-Entry = Sequence[Any]
-"""[name, torch dtype's name, shape, offset, size], as it travels to a scheduler."""
-
-
-def request_tensor(path: Path, entries: Sequence[Entry], answers: Path) -> Tensor:
+def request_tensor(
+    path: Path, rows: Sequence[Row], answers: Path, adapter: Mapping[str, Any] | None = None
+) -> Tensor:
     """What travels in place of weights: where the file is, what lies in it, and where each process answers."""
-    request = {"path": str(path), "entries": list(entries), "answers": str(answers)}
+    request = {"path": str(path), "entries": list(rows), "adapter": adapter, "answers": str(answers)}
     return torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
 
 
@@ -41,7 +36,8 @@ def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tens
     digests: dict[str, str] = {}
     problem = ""
     try:
-        _load(model, request["path"], request["entries"], digests)
+        place = next(model.parameters()).device
+        _load(model, read_tensors(request["path"], request["entries"], request["adapter"], digests, place))
     except LOADER_ERRORS as error:
         problem = f"{type(error).__name__}: {error}"
     answer = Path(request["answers"]) / f"{os.getpid()}.json"
@@ -49,27 +45,13 @@ def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tens
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, path: str, entries: Sequence[Entry], digests: dict[str, str]) -> None:
-    with open(path, "rb") as file:
-        body = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+def _load(model: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
     # SGLang's loaders skip names that they do not know and say nothing of parameters that got no tensor: what is not
     # a number afterwards was not taken.
     marked = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     for parameter in marked.values():
         parameter.fill_(float("nan"))
-    model.load_weights(_tensors(body, entries, digests))  # type: ignore[operator]
+    model.load_weights(tensors)  # type: ignore[operator]
     missing = [name for name, parameter in marked.items() if bool(parameter.isnan().any())]
     if missing:
         raise ValueError(f"{len(missing)} parameters of the engine's model got no tensor, first {missing[0]}")
-
-
-def _tensors(
-    body: mmap.mmap, entries: Sequence[Entry], digests: dict[str, str]
-) -> Iterator[tuple[str, Tensor]]:
-    view = memoryview(body)
-    for name, dtype, shape, offset, size in entries:
-        part = view[offset : offset + size]
-        digests[name] = digest_bytes(part)
-        kind = getattr(torch, dtype)
-        tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
-        yield name, tensor.view(shape)

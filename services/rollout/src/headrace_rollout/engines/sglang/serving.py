@@ -125,7 +125,7 @@ class _Server:
         path, entries = Path(call["path"]), call["entries"]
         ranks = self._engine.server_args.tp_size
         with tempfile.TemporaryDirectory(prefix="headrace-sglang-") as answers:
-            tensor = request_tensor(path, entries, Path(answers))
+            tensor = request_tensor(path, entries, Path(answers), call.get("adapter"))
             payload = MultiprocessingSerializer.serialize([("version", tensor)])
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[payload] * ranks,

@@ -26,8 +26,16 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scope, WeightEntry
+from headrace_rollout.engines.hosted.backend import (
+    AdapterFile,
+    Backend,
+    BackendFailed,
+    Request,
+    Start,
+    Tokens,
+    rows_of,
+)
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
@@ -54,6 +62,7 @@ class VllmBackend(Backend):
     """An engine whose front end is vLLM's AsyncLLM in this process."""
 
     name = "vllm"
+    maps_device_memory = True
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
@@ -160,9 +169,18 @@ class VllmBackend(Backend):
         await self._obey(self._engine.start_weight_update())
 
     @override
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
-        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
-        info = {"path": str(path), "entries": rows}
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
+        beside = adapter.as_json() if adapter else None
+        return await self._update({"path": str(path), "entries": rows_of(entries), "adapter": beside})
+
+    @override
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        gpu = {"handle": dict(lent.handle), "sums": list(lent.sums)}
+        return await self._update({"path": str(path), "entries": rows_of(entries), **gpu})
+
+    async def _update(self, info: dict[str, Any]) -> dict[str, str]:
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
@@ -307,3 +325,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _rows(entries: Sequence[WeightEntry]) -> list[list[Any]]:
+    return [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]

@@ -6,7 +6,6 @@ layouts are mapped by vLLM's loader of the model. Knows no run and no version nu
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_modelkit.device_memory import DeviceMaps, Handle, tensor_at
 from torch import Tensor
 from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
@@ -33,14 +32,11 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
+from headrace_rollout.engines.hosted.files import read_tensors
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
 OWNER_S = 1.0
-Entry = list[Any]
-"""[name, torch dtype's name, shape, offset, size, digest], as it travels to a worker."""
 
 
 @dataclass
@@ -50,10 +46,14 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there
 
 @dataclass
 class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A body and where its tensors lie."""
+    """A body and where its tensors lie, and adapters that change them; see `read_tensors`."""
 
     path: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[list[Any]] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None
+    handle: dict[str, Any] = field(default_factory=dict)
+    """Of the same body in the memory of a GPU, with the sums of its tensors; empty where none is lent."""
+    sums: list[int] = field(default_factory=list)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -90,19 +90,31 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
-        with open(update_info.path, "rb") as file:
-            # Closed with the last tensor over it: the loader keeps some until their layer is whole.
-            body = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        for name, _, _, offset, size, digest in update_info.entries:
-            self.arrived[name] = digest_bytes(body[offset : offset + size])
-            if digest and self.arrived[name] != digest:
-                raise ValueError(f"tensor {name} arrived with digest {self.arrived[name]}, not {digest}")
+        tensors = self._lent(update_info) or read_tensors(
+            update_info.path, update_info.entries, update_info.adapter, self.arrived, self.device
+        )
         self._half = True
-        taken = self.model.load_weights(_tensors(body, update_info.entries))
+        taken = self.model.load_weights(tensors)
         if taken is not None and (missing := self._wanted - set(taken)):
             raise ValueError(
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
             )
+
+    def _lent(self, update_info: SharedFile) -> Iterator[tuple[str, Tensor]] | None:
+        """The tensors in the memory of the trainer's GPU, with the source's sums; None where they cannot be had."""
+        if not update_info.handle:
+            return None
+        entries = update_info.entries
+        places = [(offset, size) for _, _, _, offset, size, _ in entries]
+        try:
+            handle = Handle(**update_info.handle)
+            flat = DeviceMaps(lambda: self.device).open(handle, places, update_info.sums)
+        except (RuntimeError, ValueError) as error:
+            warnings.warn(f"weights: cuda_ipc: {error}; the mapped file is read", stacklevel=1)
+            return None
+        assert flat is not None
+        self.arrived = {name: digest for name, _, _, _, _, digest in entries}
+        return ((n, tensor_at(flat, d, s, o, size)) for n, d, s, o, size, _ in entries)
 
     @override
     def finish_weight_update(self) -> None:
@@ -169,14 +181,6 @@ def _expand(
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
     values = torch.where(input_val == replace_from, replace_to, input_val)
     output.copy_(values.repeat_interleave(counts))
-
-
-def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype, shape, offset, size, _ in entries:
-        kind = getattr(torch, dtype)
-        part = body[offset : offset + size]
-        tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
-        yield name, tensor.view(shape)
 
 
 def _end_with_owner() -> None:

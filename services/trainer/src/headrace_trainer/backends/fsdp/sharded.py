@@ -269,6 +269,14 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         return self._sharded.adapters()
 
+    @override
+    def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, "float32", self._sharded.shape(name)) for name in self._sharded.adapter_names]
+
+    @override
+    def base_weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.weights(self._dtype if published else None, merged=False)
+
 
 def float_what_learns(module: nn.Module) -> None:
     """Master weights are fp32; what is frozen stays in its type."""

@@ -234,26 +234,30 @@ class ShardedModel:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
         return self._whole(name, shard).cpu()
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the policy, whole, adapters merged, on the leader's CPU; all ranks exhaust it.
+    def weights(
+        self, dtype: torch.dtype | None = None, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the policy, whole, on the leader's CPU, with or without adapters merged; all
+        ranks exhaust it.
 
         Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host. With
         `dtype`, parameters that travel between ranks or from a device are cast to it before; what comes from a device
         holds until the next one is asked for then.
         """
-        found = self._wholes(dtype)
+        found = self._wholes(dtype, merged=merged)
         if not self._ranks.leads:
             return found
         if dtype is not None and self._ranks.device.type == "cuda":
             return self._copies.of(found)
         return ((name, whole.cpu()) for name, whole in found)
 
-    def _wholes(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def _wholes(self, dtype: torch.dtype | None, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         travels = self._ranks.world_size > 1 or self._ranks.device.type != "cpu"
         for name in self.weight_names:
-            # A merge is made of fp32 wholes, to the same bits on every layout.
-            cast = dtype if travels and name in self.parameters and not self.is_adapted(name) else None
-            yield name, self.weight(name) if cast is None else self._whole(name, dtype=cast)
+            if merged and self.is_adapted(name):
+                yield name, self.weight(name)  # made of fp32 wholes, to the same bits on every layout
+            else:
+                yield name, self._whole(name, dtype=dtype if travels and name in self.parameters else None)
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""

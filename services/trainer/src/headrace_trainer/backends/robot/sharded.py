@@ -106,6 +106,11 @@ class ShardedRobot(RobotBackend, ShardedBackend):
         self._fill_moments(reader)
 
     @override
+    def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Heads may learn whole, and what was seen is counted: its versions are whole."""
+        return []
+
+    @override
     def _warmed_up(self) -> None:
         self._optimizer = self._new_optimizer()
 

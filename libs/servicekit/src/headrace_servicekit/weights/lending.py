@@ -1,0 +1,206 @@
+"""A version in the memory of the source's GPU, mapped by an engine of the same host: both of its sides.
+
+The receiver maps the source's file as with shared memory, and beside it the copy on the GPU, so that a swap copies from
+device to device. The copy is lent for as long as the receiver's call is open. Knows no torch: `Lender` and `Mapper` are
+its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.weights.pulling import unavailable
+from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.transports import Attempt, Found, Wanted, refuse_withheld
+
+LEND_S = 60.0
+WITHDRAWN_S = 0.05
+"""How soon a receiver hears that the memory is gone; torch keeps it mapped for those that read it."""
+Places = Sequence[tuple[int, int]]
+
+
+class Lender(Protocol):
+    """The source's memory; calls block, and raise RuntimeError."""
+
+    def why_not(self) -> str: ...
+
+    def lend(self, key: Any, body: memoryview, places: Places) -> tuple[Any, Any]: ...
+
+    def lends(self, copy: Any) -> bool: ...
+
+    def give_back(self, copy: Any) -> None: ...
+
+
+class Mapper(Protocol):
+    """The receiver's; `open` blocks, and raises RuntimeError, or ValueError with the index of a wrong tensor.
+
+    It returns None where the engine's own processes map.
+    """
+
+    def why_not(self) -> str: ...
+
+    def open(self, handle: Any, places: Places, sums: Sequence[int]) -> Any: ...
+
+
+class MemorySource:
+    """Lends the versions of a store."""
+
+    def __init__(self, store: WeightStore, lender: Lender) -> None:
+        self._store, self._lender = store, lender
+        store.ways[DeviceMemory.kind] = lender.why_not
+
+    async def share(
+        self, request: weights_pb2.ShareDeviceMemoryRequest
+    ) -> AsyncIterator[weights_pb2.ShareDeviceMemoryResponse]:
+        """One response; the memory is lent until the call ends. Raises ServiceError NOT_FOUND, UNAVAILABLE."""
+        key = request.run, request.number
+        stored = self._store.get(*key)
+        places = places_of(stored.manifest)
+        lending = asyncio.ensure_future(asyncio.to_thread(self._lender.lend, key, stored.body, places))
+        try:
+            copy, handle = await asyncio.shield(lending)
+        except RuntimeError as error:
+            raise unavailable(str(error)) from error
+        except asyncio.CancelledError:  # The caller has gone, and the thread makes the copy all the same.
+            lending.add_done_callback(self._unused)
+            raise
+        try:
+            yield weights_pb2.ShareDeviceMemoryResponse(**asdict(handle), sums=copy.sums)
+            while True:
+                await asyncio.sleep(WITHDRAWN_S)
+                if not self._lender.lends(copy):
+                    raise unavailable("the GPU is not the source's any more")
+        finally:
+            self._lender.give_back(copy)
+
+    def _unused(self, lending: asyncio.Future[tuple[Any, Any]]) -> None:
+        if lending.exception() is None:
+            self._lender.give_back(lending.result()[0])
+
+
+class DeviceMemory:
+    """The source's copy on a GPU of this host, mapped: no byte is moved before the swap."""
+
+    name = "cuda_ipc"
+    kind = common_pb2.WEIGHT_TRANSPORT_CUDA_IPC
+    local = True
+
+    def __init__(self, mapper: Mapper, map_file: Callable[..., Awaitable[StoredWeights]]) -> None:
+        self._mapper, self._map_file = mapper, map_file  # as shared memory does
+
+    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+        """Where both sides have GPUs. Raises ServiceError WITHHELD with the reason of the side that has none."""
+        refuse_withheld(self.kind, source)
+        if self.kind in source.transports and (reason := self._mapper.why_not()):
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WITHHELD", reason)
+        return self.kind in source.transports
+
+    async def take(
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """Maps and verifies both, from the first source of this host."""
+        for source in sources:
+            with attempt.noting(self.name, source):
+                lent = await self._borrow(wanted, source, attempt.token)
+                try:
+                    stored = await self._map_file(store, wanted.run, wanted.version, wanted.manifest, source)
+                except BaseException:
+                    lent.end()
+                    raise
+                store.lent[wanted.run, wanted.version.number] = lent
+                return stored, 0
+        return None
+
+    def took(self, wanted: Wanted, seconds: float) -> None:
+        """There is no other way to compare with."""
+
+    async def _borrow(self, wanted: Wanted, source: common_pb2.WeightSource, token: str | None) -> LentMemory:
+        request = weights_pb2.ShareDeviceMemoryRequest(run=wanted.run, number=wanted.version.number)
+        began: asyncio.Future[weights_pb2.ShareDeviceMemoryResponse] = asyncio.Future()
+        lent = LentMemory(asyncio.create_task(_hold(source.address, token, request, began)))
+        try:
+            async with asyncio.timeout(LEND_S):
+                told = await began
+            lent.sums = list(told.sums)
+            lent.handle = {
+                each.name: getattr(told, each.name) for each in told.DESCRIPTOR.fields if each.name != "sums"
+            }
+            places = places_of(wanted.manifest)
+            lent.memory = await asyncio.to_thread(self._mapper.open, told, places, lent.sums)
+        except BaseException as error:
+            lent.end()
+            if isinstance(error, ValueError):
+                name = wanted.manifest.entries[error.args[0]].name
+                raise ServiceError(
+                    grpc.StatusCode.DATA_LOSS,
+                    "DIGEST_MISMATCH",
+                    f"tensor {name}: the bytes on the GPU are not the source's",
+                ) from error
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise unavailable(f"{source.address}: {message_of(error)}") from error
+            if isinstance(error, (RuntimeError, TimeoutError)):
+                raise unavailable(f"{source.address}: {error or 'no answer'}") from error
+            raise
+        return lent
+
+
+class LentMemory:
+    """Memory of another process: what maps it, and, where this process computes, the mapped bytes.
+
+    `held` is False, and `memory` None, once it is given back or the source has withdrawn it.
+    """
+
+    def __init__(self, holding: asyncio.Task[None]) -> None:
+        self.memory: Any = None
+        self.held = True
+        self.handle: dict[str, Any] = {}
+        self.sums: list[int] = []
+        self._holding = holding
+        holding.add_done_callback(self._ended)
+
+    def end(self) -> None:
+        """Gives it back."""
+        self.held, self.memory = False, None
+        self._holding.cancel()
+
+    def _ended(self, holding: asyncio.Task[None]) -> None:
+        self.held, self.memory = False, None
+        if not holding.cancelled():
+            holding.exception()
+
+
+async def _hold(
+    address: str,
+    token: str | None,
+    request: weights_pb2.ShareDeviceMemoryRequest,
+    began: asyncio.Future[weights_pb2.ShareDeviceMemoryResponse],
+) -> None:
+    """Keeps the call open until it is cancelled or the source ends it."""
+    try:
+        async with dial(address, token=token) as channel:
+            stub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+            async for response in stub.ShareDeviceMemory(request):
+                began.set_result(response)
+    except grpc.aio.AioRpcError as error:
+        if not began.done():
+            began.set_exception(error)
+    if not began.done():
+        began.set_exception(RuntimeError("the source gave no memory"))
+
+
+def places_of(manifest: common_pb2.WeightManifest) -> list[tuple[int, int]]:
+    """Offset and bytes of each tensor."""
+    return [(entry.offset_bytes, entry.size_bytes) for entry in manifest.entries]

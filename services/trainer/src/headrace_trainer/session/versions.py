@@ -1,0 +1,82 @@
+"""The versions that a run publishes: whole weights, or adapters of frozen weights, which are published once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.common.v1 import common_pb2
+from headrace_modelkit.adapters import names_alone
+from headrace_servicekit.weights import StoredWeights, WeightStore
+from headrace_servicekit.weights.bases import NUMBER, base_name
+from torch import Tensor
+
+from headrace_trainer.errors import invalid
+from headrace_trainer.group.messages import Gathered
+from headrace_trainer.group.rank import Rank
+from headrace_trainer.group.rounds import Rounds
+from headrace_trainer.learning.step import Version
+from headrace_trainer.session.publishing import Publisher
+
+
+class RunVersions:
+    """Staged as a step commits, and published once the ledger has it. Raises Refusal INVALID, naming the key, where
+    adapters cannot be published alone and the spec wants it.
+    """
+
+    def __init__(self, store: WeightStore, run: str, rank: Rank) -> None:
+        self._lora = rank.config.trainer.lora
+        names, layout = rank.kind.checkpoint_names(), rank.backend.weight_layout()
+        adapters = rank.adapter_layout() if rank.config.weights.lora != "merged" else []
+        shapes = {name: shape for name, _, shape in layout}
+        alone = names_alone(names, shapes, {name: shape for name, _, shape in adapters}) if adapters else None
+        if alone is None and rank.config.weights.lora == "adapter":
+            raise invalid(
+                "weights.lora: not all that learns is adapters of linear layers (experts, parts of robot policies and "
+                "several policies are published whole); set weights.lora: auto",
+                key="weights.lora",
+            )
+        self._base: Publisher | None = None
+        self._below: common_pb2.AdapterBase | None = None
+        if alone is None:
+            self._own = Publisher(store, run, layout, names=names)
+        else:
+            self._base = Publisher(store, base_name(run), layout, kept=1, names=names)
+            self._own = Publisher(store, run, adapters, names=alone)
+
+    def stage(self, rounds: Rounds, number: int) -> str:
+        """Casts the held weights as version `number`, unseen; their digest."""
+        if self._base is None:
+            return _staged(rounds, self._own, number, "merged")
+        if self._below is None:
+            assert self._lora is not None
+            digest = _staged(rounds, self._base, NUMBER, "base")
+            self._base.publish(Version(NUMBER, 0, 0, digest))
+            scale = self._lora.alpha / self._lora.rank
+            self._below = common_pb2.AdapterBase(digest=digest, scale=scale)
+        return _staged(rounds, self._own, number, "adapters", self._below)
+
+    def publish(self, version: Version) -> tuple[StoredWeights, float]:
+        """Makes a staged version visible; with the seconds that its cast took."""
+        return self._own.publish(version), self._own.stage_seconds
+
+    def close(self) -> None:
+        """Drops everything of the run."""
+        self._own.close()
+        if self._base is not None:
+            self._base.close()
+
+
+def _staged(
+    rounds: Rounds,
+    publisher: Publisher,
+    number: int,
+    what: Gathered,
+    below: common_pb2.AdapterBase | None = None,
+) -> str:
+    digests: list[str] = []
+
+    def collect(weights: Iterator[tuple[str, Tensor]]) -> None:
+        digests.append(publisher.stage(number, weights, below))
+
+    rounds.gather(collect, what, published=True)
+    return digests[0]
