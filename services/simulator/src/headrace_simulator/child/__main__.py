@@ -7,17 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
+from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
 from headrace_simulator.backends.base import AgentBackend, AnyBackend, BackendError, ConversationBackend
 from headrace_simulator.child.agents import Agents
 from headrace_simulator.child.conversations import Conversations
-from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.episodes import Episodes, Raised, Rules, Shelf, call
 from headrace_simulator.child.output import bound_output
 from headrace_simulator.child.variants import split, varied
 from headrace_simulator.pipes import Kind, Message, decode, encode
@@ -34,15 +36,19 @@ class Host:
         self._opening: dict[str, Any] = {}
         self._backend: AnyBackend | None = None
         self._environments: dict[int, Episodes | Conversations | Agents] = {}
+        self._shelf: Shelf | None = None
 
     def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
         """Makes the environments; BackendError or Raised where they cannot be made."""
         self._opening = opening
+        if opening["shelf"] is not None:
+            folder, prefix, least_bytes = opening["shelf"]
+            self._shelf = Shelf(BlobWriter(Path(folder), prefix), least_bytes)
         self._backend = call(lambda: backends.create(opening["backend"]))
         if isinstance(self._backend, ConversationBackend | AgentBackend):
             bound_output()
         for index in opening["environments"]:
-            self._environments[index] = self._make()
+            self._environments[index] = self._make(index)
         opened = self._environments[opening["environments"][0]]
         if not isinstance(opened, Episodes):
             roles = opened.roles if isinstance(opened, Conversations) else ()
@@ -65,7 +71,7 @@ class Host:
             if index not in self._environments:
                 if not operation.HasField("reset"):
                     raise Raised("an action before its reset")
-                self._environments[index] = self._make()
+                self._environments[index] = self._make(index)
             self._environments[index].operate(operation, outcome)
             outcome.status = simulator_pb2.OUTCOME_STATUS_OK
         except (Raised, BackendError) as error:
@@ -95,7 +101,7 @@ class Host:
             raise Raised("a conversation has no video")
         return episodes.take_video()
 
-    def _make(self) -> Episodes | Conversations | Agents:
+    def _make(self, index: int) -> Episodes | Conversations | Agents:
         opening, backend = self._opening, self._backend
         if backend is None:
             raise Raised("no backend is open")
@@ -113,7 +119,7 @@ class Host:
             )
         )
         rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"])
-        return Episodes(environment, rules)
+        return Episodes(environment, rules, str(index), self._shelf)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
+from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
@@ -118,11 +121,22 @@ class Rules:
     """Whether the outcomes of actions leave out what the environment says beside the reward."""
 
 
-class Episodes:
-    """An environment with the count of its episode's steps."""
+@dataclass(frozen=True)
+class Shelf:
+    """Where observations of at least `least_bytes` are written, in place of travelling in messages."""
 
-    def __init__(self, environment: SimulatedEnvironment, rules: Rules) -> None:
+    writer: BlobWriter
+    least_bytes: int
+
+
+class Episodes:
+    """An environment with the count of its episode's steps; `name` is that of its bodies on the shelf."""
+
+    def __init__(
+        self, environment: SimulatedEnvironment, rules: Rules, name: str = "0", shelf: Shelf | None = None
+    ) -> None:
         self.environment = environment
+        self._name, self._shelf = name, shelf
         self._rules = rules
         self._steps = 0
         self._success_reported = False
@@ -143,7 +157,7 @@ class Episodes:
             )
             if reset.record:
                 self._record()
-            _write(outcome.observation, observation)
+            self._write(outcome.observation, observation)
             outcome.info_json = _info_json(info)
         elif kind == "action_chunk":
             done = self._act(decode_tensor(operation.action_chunk, max_bytes=MAX_FRAME_BYTES), outcome)
@@ -223,10 +237,29 @@ class Episodes:
             outcome.info_json = _info_json(last.info)
         observation = last.observation
         if self._rules.auto_reset and (last.terminated or truncated):
-            _write(outcome.final_observation, observation)
+            self._write(outcome.final_observation, observation, "final-")
             observation, _ = self._reset(None, {}, None)
-        _write(outcome.observation, observation)
+        self._write(outcome.observation, observation)
         return done
+
+    def _write(self, fields: Any, observation: Observation, kind: str = "") -> None:
+        """Encodes the arrays into a map field of tensors, of which the large ones are references to the shelf."""
+        for place, (name, array) in enumerate(observation.items()):
+            try:
+                self._write_tensor(fields[name], array, f"{self._name}-{kind}{place}")
+            except ServiceError as error:
+                raise Raised(f"observation {name!r}: {error.message}") from error
+
+    def _write_tensor(self, tensor: common_pb2.Tensor, array: np.ndarray, name: str) -> None:
+        shelf = self._shelf
+        if shelf is not None and array.nbytes >= shelf.least_bytes:
+            try:
+                write_tensor(tensor, array, lambda data: shelf.writer.put(name, data))
+                return
+            except OSError as error:  # the tmpfs is full: inline tensors need none
+                sys.stderr.write(f"an observation travels inline: {error}\n")
+                tensor.Clear()
+        write_tensor(tensor, array)
 
     def _step(self, action: np.ndarray) -> Transition:
         transition = call(lambda: self.environment.step(action))
@@ -251,15 +284,6 @@ class Episodes:
                     f"{space.shape} and {space.dtype}"
                 )
         return observation
-
-
-def _write(fields: Any, observation: Observation) -> None:
-    """Encodes the arrays into a map field of tensors."""
-    for name, array in observation.items():
-        try:
-            write_tensor(fields[name], array)
-        except ServiceError as error:
-            raise Raised(f"observation {name!r}: {error.message}") from error
 
 
 def _info_json(info: Mapping[str, Any]) -> str:

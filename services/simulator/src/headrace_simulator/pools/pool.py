@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.blobs import BlobStore
-from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
@@ -60,9 +58,11 @@ class EnvironmentPool:
         self.plan = plan
         self.description = simulator_pb2.OpenPoolResponse(pool=name, pool_incarnation=self.incarnation)
         self._settings = settings
-        self._shelf = Shelf(blobs, plan.blob_bytes)
+        self._shelf = Shelf(blobs, self.incarnation)
+        shelf = [str(blobs.folder), self.incarnation, plan.blob_bytes] if plan.blob_bytes else None
         self._hosts = [
-            ChildHost(opening, settings.open_timeout_s) for opening in _openings(plan, settings.children)
+            ChildHost({**opening, "shelf": shelf}, settings.open_timeout_s)
+            for opening in _openings(plan, settings.children)
         ]
         self._ledgers: list[EnvironmentLedger] = []
         self._running: set[asyncio.Task[Any]] = set()
@@ -281,39 +281,25 @@ def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
     ]
 
 
-_logger = get_logger("headrace.simulator")
-
-
 class Shelf:
-    """Keeps the tensors of at least `blob_bytes` of each environment's last outcome; 0 keeps none."""
+    """Keeps what a pool's children wrote of each environment's last outcome; `prefix` begins their files' names."""
 
-    def __init__(self, blobs: BlobStore, blob_bytes: int) -> None:
-        self._blobs, self._blob_bytes = blobs, blob_bytes
+    def __init__(self, blobs: BlobStore, prefix: str) -> None:
+        self._blobs, self._prefix = blobs, prefix
         self._kept: dict[int, list[common_pb2.BlobRef]] = {}
 
     def place(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
-        """Replaces large tensors by references, and releases those of the environment's outcome before."""
-        if not self._blob_bytes:
-            return
-        self._release(outcome.environment)
-        kept = self._kept[outcome.environment] = []
+        """Completes an outcome's references, and releases those of the environment's outcome before."""
+        for reference in self._kept.pop(outcome.environment, []):
+            self._blobs.release(reference)
         for tensors in (outcome.observation, outcome.final_observation):
             for tensor in tensors.values():
-                if len(tensor.data) < self._blob_bytes:
-                    continue
-                try:
-                    reference = self._blobs.put(tensor.data)
-                except ServiceError as error:  # the tmpfs is full: inline tensors need none
-                    _logger.warning("an observation travels inline", extra={"why": error.message})
-                    return
-                kept.append(reference)
-                tensor.blob.CopyFrom(reference)
+                if tensor.HasField("blob"):
+                    reference = self._blobs.adopt(tensor.blob)
+                    self._kept.setdefault(outcome.environment, []).append(reference)
+                    tensor.blob.CopyFrom(reference)
 
     def clear(self) -> None:
-        """Releases everything."""
-        for environment in list(self._kept):
-            self._release(environment)
-
-    def _release(self, environment: int) -> None:
-        for reference in self._kept.pop(environment, []):
-            self._blobs.release(reference)
+        """Removes everything."""
+        self._kept.clear()
+        self._blobs.forget(self._prefix)
