@@ -208,12 +208,12 @@ class CnnPolicy(_ActorCritic):
         Raises ValueError for images of another size.
         """
         channels = self.config.channels
-        images = [image_of(observation, camera, channels) for camera in self.config.cameras]
+        images = [image_of(observation, camera, self.device, channels) for camera in self.config.cameras]
         wanted = (self.config.height, self.config.width)
         for camera, image in zip(self.config.cameras, images, strict=True):
             if image.shape[-2:] != wanted:
                 raise ValueError(f"camera {camera!r} gives {tuple(image.shape[-2:])} pixels, not {wanted}")
-        features_BF: Tensor = self.encoder(torch.cat(images, 1).to(self.device))
+        features_BF: Tensor = self.encoder(torch.cat(images, 1))
         return torch.cat([features_BF, self.state(observation)], -1) if self.state_size else features_BF
 
 

@@ -178,7 +178,7 @@ class PiPolicy(nn.Module, RobotPolicy, ABC):
         """All cameras' tokens, then the prompt, filled on the right."""
         parts, words = [], self.vlm.get_input_embeddings().weight
         for camera in self.config.cameras:
-            image = fit(image_of(observation, camera).to(device), self.vlm.config.vision_config.image_size)
+            image = fit(image_of(observation, camera, device), self.vlm.config.vision_config.image_size)
             parts.append(self.vlm.get_image_features((image * 2 - 1).to(words.dtype)).pooler_output)
         longest = max(len(prompt) for prompt in observation.prompts)
         filled = [[*prompt, *[0] * (longest - len(prompt))] for prompt in observation.prompts]

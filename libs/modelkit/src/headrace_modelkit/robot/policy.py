@@ -166,8 +166,11 @@ def state_of(observation: Observation, size: int) -> Tensor:
     return state_BS.float()
 
 
-def image_of(observation: Observation, camera: str, channels: int = 3) -> Tensor:
-    """(B, channels, H, W) fp32 in 0 to 1. Raises ValueError when there is no such camera, or it has other pixels."""
+def image_of(observation: Observation, camera: str, device: torch.device, channels: int = 3) -> Tensor:
+    """(B, channels, H, W) fp32 in 0 to 1 on `device`, to which they go in uint8.
+
+    Raises ValueError when there is no such camera, or it has other pixels.
+    """
     image = observation.images.get(camera)
     if image is None:
         raise ValueError(f"the observation has no camera {camera!r}, only {sorted(observation.images)}")
@@ -175,7 +178,7 @@ def image_of(observation: Observation, camera: str, channels: int = 3) -> Tensor
         raise ValueError(
             f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; the policy reads (B, H, W, {channels}) uint8"
         )
-    return image.permute(0, 3, 1, 2).float() / 255
+    return image.to(device).permute(0, 3, 1, 2).float() / 255
 
 
 def check_seeds(observation: Observation, seeds: Sequence[int]) -> None:

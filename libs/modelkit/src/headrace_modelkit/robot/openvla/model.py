@@ -173,7 +173,7 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
     def _seen(self, observation: Observation) -> Tensor:
         """(B, P, D) of all cameras."""
         device = self.value_head.weight.device
-        images = [image_of(observation, camera).to(device) for camera in self.config.cameras]
+        images = [image_of(observation, camera, device) for camera in self.config.cameras]
         patches = [self.projector(self.vision_backbone(image)) for image in images]
         return torch.cat(patches, 1)
 
