@@ -151,9 +151,9 @@ async def test_videos_are_listed_and_served_as_files(api, fake_coordinator, tmp_
         assert (evaluation, name) == ("push-00001a", view.name)
         return tmp_path / "0001-0-push-success.episode"
 
-    monkeypatch.setattr(fake_coordinator, "evaluation_videos", videos)
-    monkeypatch.setattr(fake_coordinator, "evaluation_video", video)
-    monkeypatch.setattr(fake_coordinator, "evaluation_episode", episode)
+    monkeypatch.setattr(fake_coordinator, "run_videos", videos)
+    monkeypatch.setattr(fake_coordinator, "run_video", video)
+    monkeypatch.setattr(fake_coordinator, "run_episode", episode)
     listed = await api.get("/v1/evaluations/push-00001a/videos")
     assert listed.json() == {"videos": [view.model_dump()]}
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")

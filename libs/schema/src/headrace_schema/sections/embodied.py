@@ -39,6 +39,17 @@ class RoleSection(Section):
         return self.learns and not self.path
 
 
+class VideosSection(Section):
+    """Which training episodes are recorded: their pictures, beside actions and rewards."""
+
+    every: Count = Field(default=10, description="of so many steps one, and the first step")
+    starts: Count = Field(
+        default=1,
+        description="start states of such a step that are recorded, each with all episodes of its group",
+    )
+    mib: Count = Field(default=256, description="room of a run's videos; beyond it the oldest are removed")
+
+
 class EnvironmentSection(Section):
     """The environments of an embodied or agentic run, which simulator instances hold."""
 
@@ -94,6 +105,10 @@ class EnvironmentSection(Section):
     instructions: dict[str, str] = Field(
         default_factory=dict,
         description="what a task asks for, in words, by task; default: what the environment says",
+    )
+    videos: VideosSection | None = Field(
+        default=None,
+        description="training episodes that are recorded, to be watched in the dashboard; default: none",
     )
 
     rewritten_turns: Literal["refuse", "append"] = Field(
