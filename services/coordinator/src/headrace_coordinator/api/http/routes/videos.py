@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:
     """The routes of videos of `kind`, runs or evaluations."""
+    of = kind.removesuffix("s")
     routes = APIRouter(prefix=f"/v1/{kind}", tags=[kind], dependencies=[Depends(known_parameters)])
 
-    @routes.get("/{run_id}/videos", response_model=VideoListView)
+    @routes.get("/{run_id}/videos", name=f"list_{of}_videos", response_model=VideoListView)
     async def list_videos(run_id: str) -> Response:
         """Videos of episodes, by step and item; none where none was recorded."""
         return view_response(await coordinator.videos.run_videos(run_id))
 
     @routes.get(
         "/{run_id}/videos/{video}",
+        name=f"get_{of}_video",
         response_class=FileResponse,
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The file."}},
     )
@@ -35,6 +37,7 @@ def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:
 
     @routes.get(
         "/{run_id}/videos/{video}/episode",
+        name=f"get_{of}_episode",
         response_class=FileResponse,
         responses={200: {"content": {EPISODE_MEDIA_TYPE: {}}, "description": "The message."}},
     )
@@ -43,7 +46,7 @@ def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:
         path = await coordinator.videos.run_episode(run_id, video)
         return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
 
-    @routes.get("/{run_id}/videos/{video}/steps", response_model=EpisodeView)
+    @routes.get("/{run_id}/videos/{video}/steps", name=f"get_{of}_steps", response_model=EpisodeView)
     async def get_steps(run_id: str, video: str) -> Response:
         """Actions, rewards and values of the episode of a video, step by step."""
         return view_response(await coordinator.videos.run_steps(run_id, video))
