@@ -118,8 +118,8 @@ class Host:
                 variant,
             )
         )
-        rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"])
-        return Episodes(environment, rules, str(index), self._shelf)
+        rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"], self._shelf)
+        return Episodes(environment, rules, str(index))
 
 
 def main() -> None:

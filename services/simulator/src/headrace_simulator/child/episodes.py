@@ -109,6 +109,14 @@ def call(function: Callable[[], _RESULT]) -> _RESULT:
 
 
 @dataclass(frozen=True)
+class Shelf:
+    """Where observations of at least `least_bytes` are written, in place of travelling in messages."""
+
+    writer: BlobWriter
+    least_bytes: int
+
+
+@dataclass(frozen=True)
 class Rules:
     """How a pool's episodes go."""
 
@@ -119,24 +127,15 @@ class Rules:
     auto_reset: bool
     without_info: bool = False
     """Whether the outcomes of actions leave out what the environment says beside the reward."""
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Where observations of at least `least_bytes` are written, in place of travelling in messages."""
-
-    writer: BlobWriter
-    least_bytes: int
+    shelf: Shelf | None = None
 
 
 class Episodes:
     """An environment with the count of its episode's steps; `name` is that of its bodies on the shelf."""
 
-    def __init__(
-        self, environment: SimulatedEnvironment, rules: Rules, name: str = "0", shelf: Shelf | None = None
-    ) -> None:
+    def __init__(self, environment: SimulatedEnvironment, rules: Rules, name: str = "0") -> None:
         self.environment = environment
-        self._name, self._shelf = name, shelf
+        self._name = name
         self._rules = rules
         self._steps = 0
         self._success_reported = False
@@ -251,7 +250,7 @@ class Episodes:
                 raise Raised(f"observation {name!r}: {error.message}") from error
 
     def _write_tensor(self, tensor: common_pb2.Tensor, array: np.ndarray, name: str) -> None:
-        shelf = self._shelf
+        shelf = self._rules.shelf
         if shelf is not None and array.nbytes >= shelf.least_bytes:
             try:
                 write_tensor(tensor, array, lambda data: shelf.writer.put(name, data))
