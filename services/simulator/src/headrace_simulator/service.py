@@ -229,6 +229,7 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         blob_bytes=request.blob_bytes,
         without_info=request.without_info,
         leased=request.leased or bool(request.header.lease_epoch),
+        vectorized=request.vectorized,
     )
 
 
