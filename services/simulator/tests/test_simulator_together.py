@@ -85,7 +85,8 @@ class Walks(VectorEnv):
         self.place += np.where(before & (mode is AutoresetMode.NEXT_STEP), 0, actions[:, 0])
         self.done = (self.place >= 3) & ~before
         ended, reward = self.done.copy(), actions[:, 0].astype(float)
-        info = {"success": ended.copy(), "_success": np.ones(self.num_envs, bool), "calls": np.full(self.num_envs, self.calls)}
+        info = {"success": ended.copy(), "_success": np.ones(self.num_envs, bool)}
+        info["calls"] = np.full(self.num_envs, self.calls)
         if mode is AutoresetMode.SAME_STEP and ended.any():
             info["final_obs"], info["_final_obs"] = self.observe(), ended
             info["final_info"], info["_final_info"] = {"success": ended.copy()}, ended

@@ -44,8 +44,8 @@ class EnvironmentSection(Section):
 
     backend: str = Field(
         default="gymnasium",
-        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an agentic "
-        "run: conversation",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an "
+        "agentic run: conversation",
     )
     tasks: list[str] = Field(
         min_length=1,

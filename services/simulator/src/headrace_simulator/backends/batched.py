@@ -92,28 +92,28 @@ class Batched:
 
     def step(self, actions: Mapping[int, np.ndarray]) -> dict[int, Transition]:
         """Acts once; environments without an action do nothing, where the simulator lets them go on."""
-        if self._mode is AutoresetMode.DISABLED and (ended := sorted(self._over - {*actions})):
-            self._restart(ended, [None] * len(ended), {})
-        made = self._environment.step(self._batch(actions))
+        if self._mode is AutoresetMode.DISABLED and (over := sorted(self._over - {*actions})):
+            self._restart(over, [None] * len(over), {})
+        made: tuple[Any, ...] = self._environment.step(self._batch(actions))
         rows, rewards, terminated, truncated, info = (_numpy(part) for part in made)
         found = {}
         for place in actions:
             row, said = _row(rows, place), _info(info, place)
-            ended = bool(terminated[place]), bool(truncated[place])
-            if any(ended):
+            by_itself, cut = bool(terminated[place]), bool(truncated[place])
+            if by_itself or cut:
                 self._over.add(place)
                 # One that has begun the next episode already shows that, and the last observation beside it.
                 row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
                 said = _info(info["final_info"], place) if _has(info, "final_info", place) else said
             found[place] = Transition(
-                self._observe(row), float(rewards[place]), *ended, success_of(said), said
+                self._observe(row), float(rewards[place]), by_itself, cut, success_of(said), said
             )
         return found
 
     def render(self, environment: int) -> np.ndarray:
         """A picture; ValueError where the environments make none."""
         frames = self._environment.render()
-        frame = np.asarray(_numpy(frames)[environment]) if frames is not None else np.zeros(0)
+        frame: np.ndarray = np.asarray(_numpy(frames)[environment]) if frames is not None else np.zeros(0)
         if frame.ndim != 3 or frame.shape[2] != 3:
             raise ValueError("these environments render no rgb_array")
         return frame.astype(np.uint8)
@@ -138,7 +138,8 @@ class Batched:
     def _batch(self, actions: Mapping[int, np.ndarray]) -> Any:
         """Actions of all environments in the simulator's own form."""
         each = [self._act(actions[i]) if i in actions else self._filler for i in range(self._count)]
-        batch = concatenate(self._single, each, create_empty_array(self._single, self._count))
+        empty: Any = create_empty_array(self._single, self._count)
+        batch = concatenate(self._single, each, empty)
         if not self._form.tensors:
             return batch
         import torch

@@ -62,7 +62,7 @@ class Gathering:
 
     def give_up_but(self, operations: Sequence[Operation]) -> None:
         """Right before they run: the episodes without an action go on for nobody."""
-        if all(operation.HasField("reset") for operation in operations):
+        if not any(self._ledgers[operation.environment].acts_with(operation) for operation in operations):
             return
         there = {operation.environment for operation in operations}
         for ledger in self._ledgers.values():
