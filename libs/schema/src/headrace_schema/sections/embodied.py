@@ -64,8 +64,8 @@ class EnvironmentSection(Section):
 
     backend: str = Field(
         default="gymnasium",
-        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero; of an agentic run: "
-        "conversation",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an "
+        "agentic run: conversation",
     )
     tasks: list[str] = Field(
         min_length=1,
@@ -102,6 +102,11 @@ class EnvironmentSection(Section):
     )
     processes: CountOrZero = Field(
         default=0, description="child processes of a pool; 0: the simulator's choice"
+    )
+    vectorized: bool = Field(
+        default=False,
+        description="the environments of a process are stepped in one call, as simulators on a GPU are; there is then "
+        "one process, unless `processes` says more, and `alternating` is best the same number",
     )
     state: list[str] | None = Field(
         default=None,

@@ -55,7 +55,11 @@ class Exchange:
         said, options = message["content"], self._options
         if message["by"] == REPLIER:
             self._replies += 1
-            return [_to(ANSWERER, _filled(options.told, {"question": self._question, "reply": said}))], 0.0, False
+            return (
+                [_to(ANSWERER, _filled(options.told, {"question": self._question, "reply": said}))],
+                0.0,
+                False,
+            )
         if self._replies == options.turns:
             return [], 0.0, True
         if self._replies:
