@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.flow import FlowConfig
+from headrace_modelkit.robot.flow_policy import imitation_times
 from headrace_modelkit.robot.gaussian import row_noise
-from headrace_modelkit.robot.pi import PiConfig, fit, imitation_times, pi05_prompt
-from headrace_modelkit.robot.pi_expert import AdaptiveGemma
+from headrace_modelkit.robot.images import fit
+from headrace_modelkit.robot.pi.expert import AdaptiveGemma
+from headrace_modelkit.robot.pi.model import PiConfig
+from headrace_modelkit.robot.pi.words import StateWords, pi05_prompt
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, imitation_loss
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
@@ -47,16 +51,19 @@ SIZES = {
     "max_action_dim": 6,
 }
 PROMPTS = ((2, 5, 6, 7), (2, 9))
+LETTERS = "0123456789-;:, TaskStieAcon"
+TOKENIZER = character_tokenizer("".join(sorted(set(LETTERS))) + "\n")
+WORDS = StateWords.of(TOKENIZER)
 
 
 def config(kind="pi0", **chosen):
-    state = ActionBounds.unit(3) if kind == "pi0" else None
     return PiConfig(
         **{
             "kind": kind,
             "model": SIZES,
             "bounds": ActionBounds.unit(2),
-            "state": state,
+            "state": ActionBounds.unit(3),
+            "words": WORDS if kind == "pi05" else None,
             "cameras": ("front", "wrist"),
             "chunk_length": 3,
             "flow": FlowConfig(steps=4, drawn="all"),
@@ -84,7 +91,7 @@ def shaken(policy):
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
-@pytest.mark.parametrize("noise", ["sde", "learned"])
+@pytest.mark.parametrize("noise", ["sde", "learned", "cps"])
 @pytest.mark.parametrize("drawn", ["one", "all"])
 def test_a_chunk_is_scored_as_it_was_drawn(kind, noise, drawn):
     policy = shaken(config(kind, flow=FlowConfig(steps=3, noise=noise, drawn=drawn)).build(seed=0))
@@ -129,7 +136,7 @@ def test_imitation_of_pi0_is_transformers_own_loss():
     wanted = policy.model(
         state=torch.nn.functional.pad(observation.state_BS, (0, 2)),
         noise=row_noise([4, 5], (4, 6), torch.device("cpu")),
-        timestep=imitation_times(policy.sizes, [4, 5]),
+        timestep=imitation_times([4, 5]),
         input_ids=ids,
         pixel_values=pixels,
         pixel_attention_mask=torch.ones(2, 2, dtype=torch.bool),
@@ -155,7 +162,7 @@ def test_imitation_lowers_its_loss(kind):
 
 
 def test_times_of_imitation_are_of_the_configured_distribution():
-    times = imitation_times(config().build(seed=0).sizes, range(4000)).double()
+    times = imitation_times(range(4000)).double()
     grid = torch.linspace(0.05, 0.95, 10, dtype=torch.float64)
     shares = (times[:, None] <= grid * 0.999 + 0.001).double().mean(0)
     assert (shares - grid**1.5).abs().max() < 0.03
@@ -214,9 +221,36 @@ def test_the_state_is_in_the_prompt_of_pi05():
     )
 
 
+def test_pi05_reads_the_text_that_openpi_writes():
+    """The prompt of an episode and the words of a state, put together by the policy, are the ids of the whole text."""
+    policy = config("pi05").build(seed=0)
+    ids = policy.config.prompt_ids(TOKENIZER, "stack_it")
+    state = torch.tensor([[-1.0, 0.0, 0.999], [-3.0, 3.0, 0.25]])
+    found, kept = policy._prompt(Observation(state, prompts=(ids, ids)), torch.device("cpu"))
+    for row, own in enumerate(state):
+        whole = TOKENIZER.encode(pi05_prompt("stack_it", own), add_special_tokens=True)
+        assert found[row][kept[row]].tolist() == whole
+    assert found.shape[1] == len(ids) + policy.words.count(3)
+
+
+def test_a_tokenizer_whose_parts_are_not_the_whole_or_that_is_another_is_refused():
+    class Merging:
+        def encode(self, text, add_special_tokens):
+            return [text] if "1;" in text else list(text)
+
+    with pytest.raises(ValueError, match="do not begin with those of"):
+        StateWords.of(Merging())
+    other = character_tokenizer("".join(sorted(set(LETTERS), reverse=True)) + "\n")
+    with pytest.raises(ValueError, match="another tokenizer made"):
+        config("pi05").check_tokenizer(other)
+    config("pi05").check_tokenizer(TOKENIZER)
+
+
 def test_images_keep_their_shape_in_a_black_square():
-    found = fit(torch.ones(1, 3, 20, 40), 28)
+    found = fit(torch.ones(1, 3, 20, 40), (28, 28))
     assert found.shape == (1, 3, 28, 28)
+    end = fit(torch.ones(1, 3, 20, 40), (28, 28), at="end")
+    assert end[0, 0, 14:].min() > 0.999 and end[0, 0, :14].max() == 0
     assert found[0, 0, 7:21].min() > 0.999 and found[0, 0, :7].max() == 0 and found[0, 0, 21:].max() == 0
 
 
@@ -235,5 +269,11 @@ def test_a_version_of_a_flow_policy_moves_as_a_language_models_does(kind, tmp_pa
 def test_configurations_that_do_not_fit_are_refused():
     with pytest.raises(ValidationError, match="the model draws 4 actions of 6"):
         config(chunk_length=5)
-    with pytest.raises(ValidationError, match="pi05 reads it in the prompt"):
-        config("pi05", state=ActionBounds.unit(3))
+    with pytest.raises(ValidationError, match="pi05 reads the state in its prompt: give words"):
+        config("pi05", words=None)
+    with pytest.raises(ValidationError, match="at most 5"):
+        config(state=ActionBounds.unit(6))
+    with pytest.raises(ValidationError, match="its last step is not drawn"):
+        FlowConfig(steps=1, noise="cps")
+    with pytest.raises(ValidationError, match="a share below 1"):
+        FlowConfig(noise="cps", level=1.0)

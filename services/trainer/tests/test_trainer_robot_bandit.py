@@ -66,7 +66,8 @@ OPENVLA = {
 }
 OFT = {"kind": "openvla_oft", **OPENVLA, "chunk_length": 2}
 PI0 = {"kind": "pi0", "model": PI, "bounds": UNIT, "state": UNIT, "cameras": ["image"], "chunk_length": 2}
-PI05 = {"kind": "pi05", "model": PI, "bounds": UNIT, "cameras": ["image"], "chunk_length": 2}
+NUMBERS = {"numbers": [[5 + number % 50] for number in range(257)], "ending": [7]}
+PI05 = {**PI0, "kind": "pi05", "words": NUMBERS}
 CNN = {"kind": "cnn", "bounds": UNIT, "cameras": ["image"], "height": 36, "width": 36}
 
 KINDS = {

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.sections.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -30,16 +30,21 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyConfig,
     PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
+    seen_example,
     state_of,
 )
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
+SPACE = "▁"
+"""Llama's empty token, which OpenVLA reads behind its prompt (predict_action of modeling_prismatic.py)."""
 
-class OpenVlaConfig(Section):
+
+class OpenVlaConfig(PolicyConfig):
     """Sizes of the parts, and what actions are."""
 
     kind: Literal["openvla", "openvla_oft"]
@@ -49,11 +54,9 @@ class OpenVlaConfig(Section):
         description="ids of the vocabulary without its padding; actions are the last"
     )
     bins: Count = Field(default=256, ge=3, description="ids that are actions")
-    bounds: ActionBounds = Field(description="statistics that un-normalise actions")
     cameras: tuple[str, ...] = Field(
         min_length=1, description="names of the cameras, in the order of their patches"
     )
-    chunk_length: Count = 1
     head: Literal["tokens", "l1"] = "tokens"
     temperature: float = Field(default=1.0, gt=0, description="of drawing and of scoring")
     log_std: float = Field(default=-2.0, description="log-width of the Gaussian around the L1 head's actions")
@@ -72,14 +75,24 @@ class OpenVlaConfig(Section):
             )
         return self
 
+    @property
+    @override
+    def state_numbers(self) -> int:
+        return 0 if self.proprio is None else self.proprio.size
+
+    @override
+    def prompt_ids(self, tokenizer: Any, instruction: str) -> tuple[int, ...]:
+        ids, space = super().prompt_ids(tokenizer, instruction), tokenizer.convert_tokens_to_ids(SPACE)
+        return ids if space in (None, tokenizer.unk_token_id) or ids[-1:] == (space,) else (*ids, space)
+
+    @override
     def build(self, seed: int) -> OpenVlaPolicy:
-        """The policy with random weights, drawn from a seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return OpenVlaPolicy(self) if self.kind == "openvla" else OpenVlaOftPolicy(self)
 
 
-class OpenVlaPolicy(nn.Module, RobotPolicy):
+class OpenVlaPolicy(RobotPolicy):
     """`openvla`: the numbers of one action, one token after the other."""
 
     shape = PolicyShape(
@@ -145,6 +158,7 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         hidden_BND, _ = self._read(embeds_BND, mask_BN, None, use_cache=False)
         return self._score(hidden_BND[:, -self.action_size :], ids_BA[:, None])
 
+    @override
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Negative log-probs of the actions' tokens; see `RobotPolicy.imitate`.
 
@@ -152,6 +166,13 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         """
         ids_BCA = self.tokens.encode(self.scaling.drawn(actions_BHA))
         return -self.evaluate(observation, {ACTIONS: ids_BCA}).log_probs_BCA.mean(-1)
+
+    @override
+    def example(self, count: int, words: int) -> tuple[Observation, dict[str, Tensor]]:
+        side = self.config.featurizers[0].image_size
+        drawn = torch.zeros(count, self.chunk_length, self.action_size)
+        seen = seen_example(self.config, count, words, (side, side))
+        return seen, {ACTIONS: drawn if self.config.head == "l1" else drawn.long()}
 
     def prefix(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
@@ -199,7 +220,8 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         """(B, N, K) over the ids of actions, whose rows of the head alone are multiplied, in fp32."""
         rows_KD = self.language_model.lm_head.weight[self.tokens.first : self.tokens.action_vocabulary]
         logits_BNK = F.linear(hidden_BND.float(), rows_KD.float())
-        return (logits_BNK / self.config.temperature).log_softmax(-1)
+        found_BNK: Tensor = (logits_BNK / self.config.temperature).log_softmax(-1)
+        return found_BNK
 
     def _score(self, hidden_BND: Tensor, ids_BCA: Tensor) -> Evaluation:
         log_probs_BNK = self._log_probs(hidden_BND)
@@ -263,6 +285,7 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         entropy_BCA = gaussian.entropy(log_std).expand_as(mean_BCA)
         return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
 
+    @override
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Absolute errors of the L1 head, or token losses; see `RobotPolicy.imitate`."""
         if self.config.head == "tokens":
