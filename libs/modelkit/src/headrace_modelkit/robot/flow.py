@@ -2,8 +2,8 @@
 
 Time goes from 1 (noise) to 0 (action) in K equal steps; a field gives the velocity noise - action at a point and time.
 Flow-SDE turns the ODE into an SDE with the same marginals; Flow-Noise adds noise of a learned width to the ODE's
-steps; Flow-CPS turns a part of the noise that a step keeps into new noise. The noise that a path begins with is not scored: it depends on no weight. Facts of them are
-from RLinf
+steps; Flow-CPS turns a part of the noise that a step keeps into new noise. The noise that a path begins with is not
+scored: it depends on no weight. Facts of them are from RLinf
 `rlinf/models/embodiment/openpi/openpi_action_model.py` at 016c55e.
 Shapes: B environments, H × W numbers of a horizon of actions, K steps, M steps that were drawn. Knows no model.
 """

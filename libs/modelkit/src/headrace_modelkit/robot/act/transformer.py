@@ -29,11 +29,13 @@ class Attention(nn.Module):
         """(B, N, D)."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         given = (queries_BND, keys_BMD, values_BMD)
-        projected = [
+        queries, keys, values = (
             F.linear(each, weight, bias).view(*each.shape[:2], self.heads, -1).transpose(1, 2)
             for each, weight, bias in zip(given, weights, biases, strict=True)
-        ]
-        found: Tensor = self.out_proj(F.scaled_dot_product_attention(*projected).transpose(1, 2).flatten(2))
+        )
+        found: Tensor = self.out_proj(
+            F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+        )
         return found
 
 
