@@ -131,7 +131,7 @@ def right(directory: Path, seed: int) -> float:
 
 
 def test_adapters_of_a_tiny_oft_move_toward_rewarded_actions(fleet: Fleet, tmp_path: Path):
-    """What pushes the square right is rewarded, by an environment that the rollout acts in; the adapters alone learn."""
+    """What pushes the square right is rewarded, by an environment that the rollout acts in."""
     fields = tiny_fields("openvla_oft", 2, chunk_length=2) | {"head": "l1", "log_std": -1.0}
     write_tiny_robot(tmp_path / "policy", fields)
     spec = {

@@ -10,8 +10,8 @@ from headrace_modelkit.robot.directory import policy_config
 from headrace_modelkit.robot.language import instruction_encoder
 
 
-def policy(kind, *, state=1):
-    return policy_config(tiny_fields(kind, 2, state=state))
+def policy(kind):
+    return policy_config(tiny_fields(kind, 2, state=0 if kind.startswith("openvla") else 1))
 
 
 def test_openvla_reads_llamas_empty_token_behind_its_prompt(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer
@@ -198,6 +200,110 @@ def test_adaptive_norms_that_do_not_depend_on_the_time_are_gemmas():
         wanted = plain(inputs_embeds=hidden, attention_mask=free).last_hidden_state
         found = expert(hidden, torch.randn(2, 16), None, torch.zeros(2, 0, dtype=torch.bool))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def turned(heads, places):
+    """Rotary angles of wavelength 10,000 on (B, T, heads, size)."""
+    half = heads.shape[-1] // 2
+    angles = (places[..., None] / 10_000 ** (torch.arange(half) / half))[:, :, None]
+    one, other = heads[..., :half], heads[..., half:]
+    return torch.cat(
+        [one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()], -1
+    )
+
+
+def plain_pi05(policy, observation, point, time):
+    """The velocity in one pass over prefix and actions, as openpi trains it: both stacks attend together."""
+    language, expert = policy.vlm.language_model, policy.expert
+    prefix, there = policy._embeds(observation, torch.device("cpu"))
+    waves = (
+        time.double()[:, None] * 2 * math.pi / (4e-3 * 1000 ** torch.linspace(0, 1, 8, dtype=torch.float64))
+    )
+    condition = torch.cat([waves.sin(), waves.cos()], -1).float()
+    for layer in (policy.time_mlp_in, policy.time_mlp_out):
+        condition = torch.nn.functional.silu(layer(condition))
+    actions, length = policy.action_in_proj(point), prefix.shape[1]
+    there = torch.nn.functional.pad(there, (0, point.shape[1]), value=True)
+    own = torch.arange(there.shape[1]) >= length
+    mask = there[:, None] & there[:, :, None] & ~(own[None] & ~own[:, None])[None]
+    mask |= torch.eye(there.shape[1], dtype=torch.bool)
+    places = there.cumsum(-1) - 1
+
+    def unit(hidden):
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
+
+    def adapted(norm, hidden):
+        scale, shift, gate = norm.dense(condition)[:, None].chunk(3, -1)
+        return unit(hidden) * (1 + scale) + shift, gate
+
+    def fed(layer, hidden):
+        gate = torch.nn.functional.gelu(layer.mlp.gate_proj(hidden), approximate="tanh")
+        return layer.mlp.down_proj(gate * layer.mlp.up_proj(hidden))
+
+    for reader, layer in zip(language.layers, expert.layers, strict=True):
+        normed, gate = adapted(layer.input_layernorm, actions)
+        inputs = unit(prefix) * (1 + reader.input_layernorm.weight), normed
+        queries, keys, values = (
+            torch.cat(
+                [
+                    getattr(each.self_attn, name)(given)
+                    for each, given in zip((reader, layer), inputs, strict=True)
+                ],
+                1,
+            ).unflatten(-1, (-1, 8))
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        scores = (
+            torch.einsum("bthd,bnd->bhtn", turned(queries, places), turned(keys, places)[:, :, 0]) / 8**0.5
+        )
+        shares = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        mixed = torch.einsum("bhtn,bnd->bthd", shares, values[:, :, 0]).flatten(2)
+        prefix = prefix + reader.self_attn.o_proj(mixed[:, :length])
+        prefix = prefix + fed(reader, unit(prefix) * (1 + reader.post_attention_layernorm.weight))
+        actions = actions + gate * layer.self_attn.o_proj(mixed[:, length:])
+        normed, gate = adapted(layer.post_attention_layernorm, actions)
+        actions = actions + gate * fed(layer, normed)
+    features = adapted(expert.norm, actions)[0]
+    return policy.action_out_proj(features), features
+
+
+@pytest.mark.parametrize("noise", ["sde", "learned", "cps"])
+def test_log_probs_of_pi05_are_those_of_a_plain_pass(noise):
+    """The field by one joint pass, the transitions by RLinf's weights of action and noise (`sample_mean_var_val`)."""
+    policy = shaken(
+        config("pi05", flow=FlowConfig(steps=3, noise=noise, drawn="all", level=0.4)).build(seed=0)
+    )
+    observation, delta, level = seen(), 1 / 3, 0.4
+    chunk = policy.act(observation, [4, 5])
+    path, summed = chunk.sampled[flow.PATH], torch.zeros(2, 4, 6)
+    assert chunk.sampled[flow.STEPS].shape[1] == (2 if noise == "cps" else 3), (
+        "the last step of CPS has no noise"
+    )
+    with torch.no_grad():
+        for step in range(chunk.sampled[flow.STEPS].shape[1]):
+            time, point = 1 - step * delta, path[:, step]
+            speed, features = plain_pi05(policy, observation, point, torch.full((2,), time))
+            action, start, kept = point - speed * time, point + speed * (1 - time), time - delta
+            if noise == "sde":
+                sigma = level * math.sqrt(time / (1 - min(time, 1 - delta)))
+                mean = action * (1 - kept) + start * (kept - sigma**2 * delta / (2 * time))
+                width = torch.tensor(sigma * math.sqrt(delta))
+            elif noise == "cps":
+                mean = action * (1 - kept) + start * kept * math.cos(math.pi * level / 2)
+                width = torch.tensor(kept * math.sin(math.pi * level / 2))
+            else:
+                least, most = (2 * math.log(each) for each in policy.config.flow.width)
+                share = (torch.tanh(policy.noise_head.layers(features)) + 1) / 2
+                mean = action * (1 - kept) + start * kept
+                width = torch.exp(0.5 * (least + (most - least) * share))
+            summed += torch.distributions.Normal(mean, width).log_prob(path[:, step + 1])
+    torch.testing.assert_close(chunk.log_probs_BCA, summed[:, :3, :2], rtol=1e-3, atol=2e-3)
+
+
+def test_the_last_step_is_never_drawn_where_it_is_ignored():
+    policy = config("pi05", flow=FlowConfig(steps=2, ignore_last=True)).build(seed=0)
+    many = seen().take([0] * 12)
+    assert policy.act(many, range(12)).sampled[flow.STEPS].unique().tolist() == [0]
 
 
 def test_pi05_feels_the_time_and_pads_nothing_in():

@@ -138,7 +138,6 @@ def lerobot(tmp_path):
             "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
             "chunk_size": 4,
             "n_action_steps": 3,
-            "image_resolution": [28, 28],
             "paligemma_variant": "gemma_2b",
             "action_expert_variant": "gemma_300m",
             "num_inference_steps": 5,
@@ -318,7 +317,8 @@ def test_the_whole_pi05_has_the_published_shapes(monkeypatch):
     monkeypatch.undo()
     ids = {"numbers": [[1]] * 257, "ending": [1]}
     bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
-    tensors = {"action_in_proj.weight": torch.empty(1024, 32, device="meta")}
+    given = {"action_in_proj.weight": (1024, 32), f"{TOWER}embeddings.position_embedding.weight": (256, 1152)}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in given.items()}
     model = reader.published_sizes({"type": "pi05", "chunk_size": 50}, tensors)
     with torch.device("meta"):
         policy = policy_config(

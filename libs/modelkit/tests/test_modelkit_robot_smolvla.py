@@ -263,10 +263,10 @@ def test_what_a_checkpoint_lacks_is_named(checkpoint, tmp_path):
     with pytest.raises(ModelNotReadable, match=r"1 missing, first expert\.layers\.1\.self_attn\.k_proj"):
         load_published(own, Wanted(base=base))
     save_file(
-        tensors | {"model.vlm_with_expert.lm_expert.layers.1.self_attn.k_proj.weight": gone.T.contiguous()},
+        tensors | {"model.vlm_with_expert.lm_expert.layers.1.self_attn.k_proj.weight": gone[1:].clone()},
         own / "model.safetensors",
     )
-    with pytest.raises(ModelNotReadable, match="k_proj"):
+    with pytest.raises(ModelNotReadable, match=r"k_proj\.weight has shape \(31, 32\)"):
         load_published(own, Wanted(base=base))
     (own / "config.json").write_text(json.dumps({**STATED, "attention_mode": "self_attn"}))
     with pytest.raises(
@@ -304,7 +304,8 @@ def test_the_500m_has_the_published_sizes():
     }
     assert {name: shapes[name] for name in golden} == golden
     assert policy.chunk_tokens == 2 * 64 + 1 + 50, "64 positions for an image"
-    assert 440e6 < sum(math.prod(shape) for shape in shapes.values()) < 460e6, "published as 450M"
+    unused = math.prod(shapes["vlm.text_model.embed_tokens.weight"])  # the head over words is in the file
+    assert round((sum(math.prod(shape) for shape in shapes.values()) + unused) / 1e6) == 450
 
 
 def test_it_is_saved_and_read_as_every_policy(tmp_path):

@@ -73,9 +73,11 @@ class ResNet(nn.Module):
                 stages.append(Block(channels, width, 2 if number > 1 and not place else 1))
                 channels = width
             setattr(self, f"layer{number}", nn.Sequential(*stages))
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if "downsample" in name else "relu")
+                if name.endswith("conv2"):  # no norm holds a new network's features: what blocks add is small
+                    module.weight.data.mul_(0.25)
 
     def forward(self, image: Tensor) -> Tensor:
         """The last feature map."""

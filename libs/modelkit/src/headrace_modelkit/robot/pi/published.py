@@ -6,6 +6,7 @@ Facts: huggingface/lerobot at 7427f318 (`policies/pi05`, `policies/pi0`), Physic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ LAYERS = {
     "head_dim": 256,
     "vocab_size": 257152,
 }
-SIGLIP = {
+SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -102,7 +103,7 @@ def published_sizes(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         if variant not in GEMMA:
             raise ModelNotReadable(f"config.json: {part}_variant {variant!r} is none of {', '.join(GEMMA)}")
     text = {**LAYERS, **GEMMA[variants["paligemma"]]}
-    side = int((stated.get("image_resolution") or [224])[0])
+    places = tensors[f"{_VLM}model.vision_tower.vision_model.embeddings.position_embedding.weight"].shape[0]
     width = tensors["action_in_proj.weight"].shape[1]
     state = tensors["state_proj.weight"].shape[1] if "state_proj.weight" in tensors else width
     times = {name: stated[name] for name in ("min_period", "max_period") if name in stated}
@@ -110,7 +111,7 @@ def published_sizes(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         "vlm_config": {
             "model_type": "paligemma",
             "text_config": text,
-            "vision_config": {**SIGLIP, "image_size": side},
+            "vision_config": {**SIGLIP, "image_size": SIGLIP["patch_size"] * math.isqrt(places)},
             "projection_dim": text["hidden_size"],
             "image_token_id": LAYERS["vocab_size"],
         },
