@@ -176,7 +176,7 @@ def test_cloning_learns_and_the_batch_norms_stay():
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     assert before and all(
         torch.equal(dict(policy.named_parameters())[name], value) for name, value in before.items()
     )
