@@ -168,7 +168,22 @@ def lerobot(tmp_path):
 def test_a_checkpoint_of_lerobot_becomes_a_policy_directory(lerobot, kind, tmp_path):
     directory, base = lerobot(kind)
     target = tmp_path / "policy"
-    assert main([str(directory), str(target), "--base", str(base), "--flow", '{"noise": "learned"}']) == 0
+    assert (
+        main(
+            [
+                str(directory),
+                str(target),
+                "--base",
+                str(base),
+                "--flow",
+                '{"noise": "learned"}',
+                "--clip",
+                "-1",
+                "1",
+            ]
+        )
+        == 0
+    )
     policy, given = load_policy(target), weights(kind)
     own = dict(state_tensors(policy))
     names = {

@@ -73,6 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="LeRobot's meta/stats.json or openpi's norm_stats.json, in place of its own",
     )
+    parser.add_argument(
+        "--clip",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="bounds of the environment's actions, in its units",
+    )
     parser.add_argument("--unnorm-key", help="data set whose statistics un-normalise; default: the only one")
     parser.add_argument(
         "--cameras",
@@ -93,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fields = ("cameras", "kind", "chunk_length", "head", "temperature", "flow", "log_std")
     chosen = {name: value for name in fields if (value := getattr(asked, name)) is not None}
     try:
-        convert(asked.published, asked.policy, Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key))
+        clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
+        wanted = Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key, clip)
+        convert(asked.published, asked.policy, wanted)
     except ModelNotReadable as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -38,6 +38,8 @@ class Wanted:
     base: Path | None = None
     statistics: Path | None = None
     unnorm_key: str | None = None
+    clip: tuple[float, float] | None = None
+    """What an environment takes of each number of an action, where statistics let it lie beyond."""
 
 
 Statistics = Mapping[str, Mapping[str, list[float]]]
@@ -230,4 +232,7 @@ def _of_buffers(tensors: Mapping[str, Tensor]) -> Statistics:
 
 def config_of(kind: type[PolicyConfig], fields: Mapping[str, Any], wanted: Wanted) -> Any:
     """A configuration: what the checkpoint states, and what is chosen beside it. Raises ValueError."""
-    return kind(**{**fields, **wanted.chosen})
+    bounds: ActionBounds = fields["bounds"]
+    if wanted.clip is not None:
+        bounds = bounds.model_copy(update={"clip": wanted.clip})
+    return kind(**{**fields, "bounds": bounds, **wanted.chosen})

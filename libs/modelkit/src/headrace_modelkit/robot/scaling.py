@@ -22,8 +22,10 @@ class ActionBounds(Section):
 
     low: tuple[float | None, ...] = Field(description="what -1 stands for")
     high: tuple[float | None, ...] = Field(description="what 1 stands for")
-    clip: bool = Field(
-        default=True, description="keep actions between low and high; false: they may lie beyond"
+    clip: bool | tuple[float, float] = Field(
+        default=True,
+        description="keep actions between low and high; false: they may lie beyond; two numbers: between those, in the "
+        "environment's units",
     )
 
     @model_validator(mode="after")
@@ -85,8 +87,9 @@ class ActionScaling(nn.Module):
         """What the environment is given: clipped to -1 to 1, unless the bounds say otherwise, and scaled where there
         are bounds.
         """
-        if not self.clip:
-            return torch.where(self.mask_A, 0.5 * (drawn + 1) * self.width_A + self.low_A, drawn)
+        if self.clip is not True:
+            free = torch.where(self.mask_A, 0.5 * (drawn + 1) * self.width_A + self.low_A, drawn)
+            return free.clamp(*self.clip) if self.clip else free
         scaled = 0.5 * (drawn.clamp(-1, 1) + 1) * self.width_A + self.low_A
         # Rounding may leave the bounds, and an environment refuses what is outside by one bit.
         inside = torch.minimum(torch.maximum(scaled, self.least_A), self.most_A)

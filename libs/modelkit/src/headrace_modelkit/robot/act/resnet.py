@@ -75,7 +75,9 @@ class ResNet(nn.Module):
             setattr(self, f"layer{number}", nn.Sequential(*stages))
         for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if "downsample" in name else "relu")
+                nn.init.kaiming_normal_(
+                    module.weight, nonlinearity="linear" if "downsample" in name else "relu"
+                )
                 if name.endswith("conv2"):  # no norm holds a new network's features: what blocks add is small
                     module.weight.data.mul_(0.25)
 
