@@ -23,6 +23,7 @@ from typing_extensions import override
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import gaussian
 from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.openvla.heads import L1Head, Proprio
 from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
 from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
 from headrace_modelkit.robot.policy import (
@@ -250,9 +251,9 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         hidden = int(self.language_model.config.hidden_size)
         if config.proprio is not None:
             self.proprio_scaling = ActionScaling(config.proprio)
-            self.proprio_projector = _Proprio(config.proprio.size, hidden)
+            self.proprio_projector = Proprio(config.proprio.size, hidden)
         if config.head == "l1":
-            self.action_head = _L1Head(hidden, self.action_size)
+            self.action_head = L1Head(hidden, self.action_size)
             self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
         self.chunk_tokens += 1 + (config.proprio is not None)
 
@@ -369,56 +370,6 @@ class _Projector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         found: Tensor = self.fc2(F.gelu(self.fc1(features)))
         return self.fc3(F.gelu(found)) if self.fused else found
-
-
-class _Proprio(nn.Module):
-    def __init__(self, size: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(size, hidden)
-        self.fc2 = nn.Linear(hidden, hidden)
-
-    def forward(self, state_BS: Tensor) -> Tensor:
-        found: Tensor = self.fc2(F.gelu(self.fc1(state_BS)))
-        return found
-
-
-class _L1Head(nn.Module):
-    """OFT's `L1RegressionActionHead`: a residual network on the hidden states of one action's numbers."""
-
-    def __init__(self, hidden: int, action_size: int) -> None:
-        super().__init__()
-        self.model = _ResNet(hidden * action_size, hidden, action_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.model(hidden)
-        return found
-
-
-class _ResNet(nn.Module):
-    def __init__(self, inputs: int, hidden: int, outputs: int, blocks: int = 2) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(inputs)
-        self.fc1 = nn.Linear(inputs, hidden)
-        self.mlp_resnet_blocks = nn.ModuleList(_ResNetBlock(hidden) for _ in range(blocks))
-        self.layer_norm2 = nn.LayerNorm(hidden)
-        self.fc2 = nn.Linear(hidden, outputs)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = F.relu(self.fc1(self.layer_norm1(values)))
-        for block in self.mlp_resnet_blocks:
-            values = block(values)
-        found: Tensor = self.fc2(self.layer_norm2(values))
-        return found
-
-
-class _ResNetBlock(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.ffn = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.ReLU())
-
-    def forward(self, values: Tensor) -> Tensor:
-        found: Tensor = values + self.ffn(values)
-        return found
 
 
 def pixels(image: Tensor, shape: VitShape) -> Tensor:
