@@ -18,11 +18,10 @@ from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_simulator import backends
 from headrace_simulator.backends.base import BackendError, Start
-from headrace_simulator.backends.batched import Batched
+from headrace_simulator.backends.batched import Batched, require_gpu
 from headrace_simulator.backends.isaaclab import FORM as BY_IDS
 from headrace_simulator.backends.isaaclab import batched as isaac
 from headrace_simulator.backends.maniskill.backend import FORM as BY_INDEX
-from headrace_simulator.backends.maniskill.backend import require_gpu
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(UNDER_TEST != "gymnasium", reason="asked once, of gymnasium")
@@ -148,7 +147,7 @@ async def test_chunks_of_a_message_and_of_several_are_stepped_in_one_call(simula
     assert '"calls": 4' in one[0].info_json and '"calls": 4' in other[1].info_json
 
 
-async def test_an_episode_whose_action_does_not_come_is_given_up_and_the_others_go_on(simulator, vectors):
+async def test_an_episode_whose_action_does_not_come_is_abandoned_and_the_others_go_on(simulator, vectors):
     pool = await simulator.open(vectors, count=2, vectorized=True)
     await pool.send(pool.reset_operation(0), pool.reset_operation(1))
     assert (await walk(pool, {0: [0.1]}))[0].status == OK

@@ -127,7 +127,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def step(self, actions: Mapping[int, np.ndarray]) -> Mapping[int, Transition]:
-        """Acts once in some environments. The episodes of the others are over, or given up: they may go on too."""
+        """Acts once in some environments. The episodes of the others are over, or abandoned: they may go on too."""
         ...
 
     def render(self, environment: int) -> np.ndarray:

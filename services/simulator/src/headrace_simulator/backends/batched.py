@@ -140,11 +140,7 @@ class Batched:
         each = [self._act(actions[i]) if i in actions else self._filler for i in range(self._count)]
         empty: Any = create_empty_array(self._single, self._count)
         batch = concatenate(self._single, each, empty)
-        if not self._form.tensors:
-            return batch
-        import torch
-
-        return torch.as_tensor(batch, device=self._environment.unwrapped.device)
+        return tensor(batch, self._environment) if self._form.tensors else batch
 
     def _check_partial_reset(self, before: Rows, name: str) -> None:
         """Whether the others stay as they are where one begins: a class that knows no mask begins all of them."""
@@ -167,6 +163,25 @@ class Batched:
             f"{name} steps its environments together, but {why}: its reset has to take a list of seeds and "
             "options={'reset_mask': …}, as Gymnasium's own vectors do. Set options.vectorization_mode: sync, or leave "
             "out environment.vectorized",
+        )
+
+
+def tensor(values: Any, environment: Any) -> Any:
+    """A tensor on the device of a simulator whose rows are tensors."""
+    import torch
+
+    return torch.as_tensor(values, device=environment.unwrapped.device)
+
+
+def require_gpu(key: str, wanted: str) -> None:
+    """Raises BackendError where torch sees no GPU in this process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BackendError(
+            key,
+            f"{wanted!r} needs a GPU, and this simulator's process sees none: name GPUs in placement.simulator, start "
+            "the simulator with one, or use 'physx_cpu' without environment.vectorized",
         )
 
 

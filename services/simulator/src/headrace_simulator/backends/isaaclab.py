@@ -14,7 +14,7 @@ from typing import Any
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import BackendError, SimulatedEnvironment
-from headrace_simulator.backends.batched import Batched, Began, Form
+from headrace_simulator.backends.batched import Batched, Began, Form, tensor
 from headrace_simulator.backends.options import require
 
 _NO_LIMIT_S = 1e9
@@ -23,11 +23,8 @@ _NO_LIMIT_S = 1e9
 def _by_ids(
     environment: Any, count: int, places: Sequence[int], seeds: Sequence[int | None], options: Any
 ) -> Began:
-    import torch
-
-    inner = environment.unwrapped
-    ids = torch.as_tensor(list(places), device=inner.device)
-    began: Began = inner.reset(seed=seeds[0], env_ids=ids, options=options or None)
+    ids = tensor(list(places), environment)
+    began: Began = environment.unwrapped.reset(seed=seeds[0], env_ids=ids, options=options or None)
     return began
 
 

@@ -25,7 +25,7 @@ class Gathering:
     """The operations of one child's environments.
 
     What holds no action runs at once. Actions wait for those of the other episodes, at most `limit_s`; an episode whose
-    action is not among those that run is given up, since it may go on without one.
+    action is not among those that run is abandoned, since it may go on without one.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Gathering:
         """Waits no longer."""
         self._start(self._go())
 
-    def give_up_but(self, operations: Sequence[Operation]) -> None:
+    def abandon_but(self, operations: Sequence[Operation]) -> None:
         """Right before they run: the episodes without an action go on for nobody."""
         if not any(self._ledgers[operation.environment].acts_with(operation) for operation in operations):
             return
         there = {operation.environment for operation in operations}
         for ledger in self._ledgers.values():
             if ledger.acting and ledger.environment not in there:
-                ledger.give_up(
+                ledger.abandon(
                     "others that are stepped in one call with it went on, as no action of it came within "
                     f"{self._limit_s:g} s"
                 )

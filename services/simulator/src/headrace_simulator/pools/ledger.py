@@ -71,7 +71,7 @@ class EnvironmentLedger:
         """Whether the operation is the next action of the episode that goes on."""
         return self.acting and operation.step_index == self._next_index and not operation.HasField("reset")
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """The running episode is lost, which its next action learns."""
         self.generation, self.gone = -1, why
 

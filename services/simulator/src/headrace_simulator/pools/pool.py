@@ -215,7 +215,7 @@ class EnvironmentPool:
         async with host.turn:
             found = [(part, *self._admitted(part.operations, part.authority)) for part in parts]
             admitted = [operation for _, _, mine in found for operation in mine]
-            self._gatherings[place].give_up_but(admitted)
+            self._gatherings[place].abandon_but(admitted)
             ran = {each.environment: each for each in await self._run(host, admitted)} if admitted else {}
         for part, outcomes, mine in found:
             if not part.outcomes.done():  # who waited for it may be gone

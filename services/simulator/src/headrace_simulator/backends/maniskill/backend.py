@@ -15,7 +15,7 @@ import numpy as np
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import EXPERT_ACTION, BackendError, Observation, Transition
-from headrace_simulator.backends.batched import Batched, Began, Form
+from headrace_simulator.backends.batched import Batched, Began, Form, require_gpu, tensor
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
 from headrace_simulator.backends.options import require
 
@@ -85,11 +85,9 @@ EXPERTS: dict[str, Expert] = {"PushCube-v1": push_cube}
 def _by_index(
     environment: Any, count: int, places: Sequence[int], seeds: Sequence[int | None], options: Any
 ) -> Began:
-    import torch
-
     # Of several seeds it would draw the starts of all from the first one.
     seed = None if seeds[0] is None else [seeds[0]]
-    chosen = torch.as_tensor(list(places), device=environment.unwrapped.device)
+    chosen = tensor(list(places), environment)
     began: Began = environment.reset(seed=seed, options={**options, "env_idx": chosen})
     return began
 
@@ -192,18 +190,6 @@ class ManiSkillBackend:
         if not own_time_limit:
             options["max_episode_steps"] = _NO_LIMIT
         return name, options
-
-
-def require_gpu(key: str, wanted: str) -> None:
-    """Raises BackendError where torch sees no GPU in this process."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BackendError(
-            key,
-            f"{wanted!r} needs a GPU, and this simulator's process sees none: name GPUs in placement.simulator, start "
-            "the simulator with one, or use 'physx_cpu' without environment.vectorized",
-        )
 
 
 def _made(name: str, count: int, arguments: Mapping[str, Any]) -> Any:
