@@ -28,12 +28,18 @@ def score(prompt, completion, reference, metadata):
 
 
 def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
+    """Of a run of conversations, whose environments alone are in processes of their own."""
     model, seen = tmp_path / "model", tmp_path / "seen"
     subprocess.run(
         [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=300
     )
     (tmp_path / "mine.py").write_text(REWARD.format(seen=str(seen)))
-    spec = {**SPEC, "reward": {"scorers": [{"name": f"{tmp_path}/mine.py:score"}]}}
+    spec = {key: value for key, value in SPEC.items() if key != "trainer"}
+    spec |= {"workflow": "agentic", "environment": {"tasks": ["exchange"], "count": 2}}
+    spec |= {
+        "data": {"source": "copy_digits"},
+        "reward": {"scorers": [{"name": f"{tmp_path}/mine.py:score"}]},
+    }
     spec["model"] = {**SPEC["model"], "path": str(model)}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "headrace_cli", "debug", str(tmp_path / "spec.yaml"), "--json"]

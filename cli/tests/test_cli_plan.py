@@ -86,35 +86,6 @@ def test_the_client_builds_the_graph_of_the_document():
     assert RunSpec.model_validate(flow.into(bare)) == RunSpec.model_validate(written)
 
 
-def test_two_policies_are_planned_as_a_cycle_or_together(tmp_path):
-    """With a profile of its own the reply takes turns with generate; as runs measure it, it is in generate."""
-    spec, profile = EXAMPLES / "two_policies.yaml", tmp_path / "profile.yaml"
-    stages = {"generate": {"item_s": 0.1}, "score": {"item_s": 0.001}, "learn": {"item_s": 0.05}}
-    profile.write_text(yaml.safe_dump({"stages": stages}))
-    together = explain_file(spec, [], 8, None, profile)
-    assert {bar["stage"] for bar in together["timeline"]} == {"generate", "score", "learn"}
-    profile.write_text(yaml.safe_dump({"stages": {**stages, "reply": {"item_s": 0.1}}}))
-    apart = explain_file(spec, [], 8, None, profile)
-    assert {bar["stage"] for bar in apart["timeline"]} == {"generate", "reply", "score", "learn"}
-    assert apart["step_s"] > together["step_s"]
-
-
-def test_the_client_builds_two_policies():
-    flow = Workflow()
-    exchange = flow.reply(
-        flow.answers,
-        path=".headrace/models/tiny",
-        before=" 0",
-        after=" =",
-        max_new_tokens=4,
-        scored="last",
-    )
-    flow.learn(flow.score(exchange))
-    written = load_spec(EXAMPLES / "two_policies.yaml")
-    bare = {key: value for key, value in written.items() if key not in ("workflow", "reply")}
-    assert RunSpec.model_validate(flow.into(bare)) == RunSpec.model_validate(written)
-
-
 def test_a_cluster_file_and_overrides(headrace, tmp_path):
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(yaml.safe_dump({"gpu": {"count": 4, "memory_gib": 141}}))
@@ -282,23 +253,6 @@ def test_a_measured_simulator_is_of_the_host_and_the_plan_says_so(tmp_path):
     two = planned(ROBOT, {"rollout": "0", "simulator": "1-2", "trainer": "3"}, profile)
     assert one["step_s"] == two["step_s"] and "the profile of simulate is of the host" in one["note"]
     assert one["devices"] == {"cpu[0]": 1, "cpu[2]": 1, "host": 1}
-
-
-def test_replies_with_devices_are_a_leaf_of_their_own(tmp_path):
-    profile = tmp_path / "profile.yaml"
-    costs = {name: {"item_s": 0.1, "kind": "cpu"} for name in ("generate", "learn")}
-    costs["score"] = {"host_item_s": 0.001, "kind": "host"}
-    profile.write_text(yaml.safe_dump({"stages": costs}))
-    placement = {"rollout,trainer": "0-1", "reply": "2"}
-    with pytest.raises(CommandError, match="no stage 'reply' of its own"):
-        planned("two_policies.yaml", placement, profile)
-    profile.write_text(yaml.safe_dump({"stages": {**costs, "reply": {"item_s": 0.4, "kind": "cpu"}}}))
-    plan = planned("two_policies.yaml", placement, profile)
-    assert plan["seats"] == {"generate": ["0", "1"], "reply": ["2"], "learn": ["0", "1"]}
-    assert plan["mode"] == "collocated, offloaded" and plan["bottleneck"]["stage"] == "reply"
-    assert "    reply on 1 cpu[2]" in plan["tree_text"]
-    more = planned("two_policies.yaml", {**placement, "reply": "2-5"}, profile)
-    assert more["step_s"] < plan["step_s"]
 
 
 def test_how_trainers_hold_the_model_is_shown_with_the_memory_of_their_hosts(headrace, tmp_path):

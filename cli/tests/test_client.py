@@ -290,7 +290,8 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "sums.jsonl").write_text("")
     file.write_text(
         "data: {source: mixture, options: {parts: [{source: jsonl, options: {path: sums.jsonl}}]}}\n"
-        "algorithm: {options: {critic_path: ./models/m}}\nreply: {path: ~/nowhere}"
+        "algorithm: {options: {critic_path: ./models/m}}\n"
+        "environment: {roles: {b: {path: ~/nowhere}}}\npolicies: {c: {model: {path: ./models/m}}}"
         "\nrollout: {engine_options: {speculative: {method: draft, model: ./models/m}}}"
     )
     spec = load_spec(file, ["trainer.reference.path=models/m", "data.options.parts.0.options.form=trl"])
@@ -299,7 +300,8 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     assert spec["algorithm"]["options"]["critic_path"] == str(tmp_path / "models" / "m")
     assert spec["rollout"]["engine_options"]["speculative"]["model"] == str(tmp_path / "models" / "m")
     assert spec["trainer"]["reference"]["path"] == str(tmp_path / "models" / "m")
-    assert spec["reply"]["path"] == f"{Path.home()}/nowhere"
+    assert spec["environment"]["roles"]["b"]["path"] == f"{Path.home()}/nowhere"
+    assert spec["policies"]["c"]["model"]["path"] == str(tmp_path / "models" / "m")
     file.write_text(
         "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {tools: [mine.py:score], "
         "search: {corpus: mine.py}, mcp: [{command: [python, -m, ./mine.py, mine.py]}]}}"

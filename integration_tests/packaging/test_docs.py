@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,17 @@ def commands():
                     yield f"{page.relative_to(ROOT)}:{number}", shlex.split(text)[1:]
 
 
-def problem_of(words: list[str]) -> str:
-    """What is wrong with the words after `headrace`: a command or an option that is not there."""
+@cache
+def whole_command() -> Any:
+    """`headrace` with all that is below it."""
     from headrace_cli.main import app
 
-    command: Any = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def problem_of(words: list[str]) -> str:
+    """What is wrong with the words after `headrace`: a command or an option that is not there."""
+    command = whole_command()
     while hasattr(command, "commands") and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
         if words[0] not in command.commands:
             return f"there is no command {words[0]}"
@@ -180,3 +187,18 @@ def test_the_page_of_metrics_has_each_name():
         for name in METRIC.findall((ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
     }
     assert named and named == page
+
+
+def test_commands_that_messages_name_are_there():
+    """In texts of the product's modules, and in the dashboard's scripts: an error must not send anybody to nowhere."""
+    wrong = []
+    for source in SOURCES:
+        for file in [*source.rglob("*.py"), *source.rglob("dashboard/**/*.js")]:
+            text = file.read_text(encoding="utf-8")
+            for match in re.finditer(r"(?<![\w./-])headrace ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", text):
+                if "import" in match[0]:
+                    continue
+                if problem := problem_of([word for word in match.groups() if word]):
+                    place = f"{file.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+                    wrong.append(f"{place}: {match[0]}: {problem}")
+    assert not wrong, "\n".join(wrong)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
 
 FOR_EVER_S = 10_000_000.0
-KINDS = ("trainer", "rollout", "reward")
+KINDS = ("trainer", "rollout", "reward", "simulator")
 START_S = 60.0
 
 
@@ -94,8 +94,8 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
 
 
 def _wanted(kind: str, spec: RunSpec) -> int:
-    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
-    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances + reply}.get(kind, 1)
+    counts = {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances}
+    return counts.get(kind, int(kind == "reward" or spec.environment is not None))
 
 
 async def _start_instance(

@@ -64,7 +64,6 @@ def explain_file(
             raise user_error("profile", "there is no measured profile of this model", PROFILE_FIX)
         request["profile"] = _read(stored)
     if "model" in document:
-        _without_reply(request)
         _with_infer(request, document)
         _with_seats(request, document, devices)
         decided = _with_engines(request, document, devices, gpu_gib)
@@ -240,35 +239,19 @@ def _with_infer(request: dict[str, Any], spec: dict[str, Any]) -> None:
     ]
 
 
-def _without_reply(request: dict[str, Any]) -> None:
-    """A profile that has no stage of its own for replies has them in generate, as runs measure both together."""
-    workflow, stages = request["workflow"], request["profile"].get("stages")
-    turns = {edge["source"] for edge in workflow["edges"] if edge["granularity"] == "turn"}
-    reply = next(iter(turns - {"generate", "simulate"}), None)
-    if reply is None or not isinstance(stages, dict) or reply in stages:
-        return
-    workflow["stages"].remove(reply)
-    workflow["edges"] = [edge for edge in workflow["edges"] if reply not in (edge["source"], edge["target"])]
-
-
 def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int | None) -> None:
-    """Where simulators, replies or scorers have devices, every stage has those that the placement names."""
+    """Where simulators or scorers have devices, every stage has those that the placement names."""
     from headrace_schema.rules.acting import apart
     from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(document)
     placement, stages = run.placement, request["workflow"]["stages"]
-    named = [key for key in ("simulator", "reply", "reward") if getattr(placement, key)]
+    named = [key for key in ("simulator", "reward") if getattr(placement, key)]
     if not named:
         return
     if placement.mode == "hybrid":
         problem = f"with placement.{named[0]} the planner knows no devices that change sides within a step"
         raise user_error("placement.mode", problem, "plan with collocated or disaggregated")
-    if placement.reply and run.graph.reply_stage not in stages:
-        problem = (
-            f"it has no stage {run.graph.reply_stage!r} of its own, as placement.reply names devices for it"
-        )
-        raise user_error("profile", problem, "measure a run with placement.reply, or add the stage")
     scoring = run.graph.of("reward")
     if placement.reward and (untold := [stage for stage in scoring if stage not in stages]):
         problem = f"it has no stage {untold[0]!r}, as placement.reward names devices for it"
@@ -276,12 +259,10 @@ def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int 
     sides = {side: _devices_of(placement, side, devices) for side in ("rollout", "trainer", *named)}
     if placement.simulator:
         both = sides["rollout"], sides["simulator"]
-        sides["rollout"], sides["simulator"] = apart(*both, run.rollout.instances)
+        sides["rollout"], sides["simulator"] = apart(*both, run.rollout.instances * run.engines)
     seats = {"generate": sides["rollout"], "learn": sides["trainer"]}
     if placement.simulator:
         seats["simulate"] = sides["simulator"]
-    if placement.reply:
-        seats[run.graph.reply_stage] = sides["reply"]
     if placement.reward:
         seats |= dict.fromkeys(scoring, sides["reward"])
     if "infer" in stages:
@@ -313,7 +294,7 @@ def _with_engines(
     decided = gpu_defaults(run, engine, text_config(run.model.path), gpus)
     if left_open:
         decided.insert(0, Default("rollout.engine", engine, "where it is installed, a run on GPUs takes it"))
-    each = engine_gpus(with_defaults(run, decided).rollout.engine_options)
+    each = run.engines * engine_gpus(with_defaults(run, decided).rollout.engine_options)
     if devices is not None and each > devices:
         raise user_error(
             SPAN, f"an engine of {each} GPUs is wanted and there are {devices}", "use a smaller size"

@@ -48,8 +48,6 @@ LOOKED_AT = 50
 BATCHES = (1, 2, 3)
 """Short runs have so many times the spec's batch: points that tell a fixed cost from an answer's."""
 RUN_S = 1800.0
-OWN_TURN = "own turn"
-"""Of a step's generate: the policy's answers, where another one replies on devices of its own."""
 Say = Callable[[str], None]
 
 
@@ -97,14 +95,13 @@ def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]
 
 def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dict[str, Any]:
     """The profile that some runs measured; CommandError where none of them has a step that counts."""
-    from headrace_planner.profiling.measured import profile_document
+    from headrace_planner.profiling.measured import MeasuredStep, profile_document
 
-    steps, groups, devices = [], [], set()
+    steps, groups, devices = list[MeasuredStep](), [], set()
     for run in runs:
         listed = [step for step in client.metrics(run.id) if 1 < step.step <= FIRST_STEPS + 1]
-        counted = [step for step in listed if (OWN_TURN in step.stage_s) == bool(spec.placement.reply)]
-        steps += [_measured(step, spec.graph.reply_stage) for step in counted]
-        devices |= {device for step in counted for device in step.devices}
+        steps += map(_measured, listed)
+        devices |= {device for step in listed for device in step.devices}
         groups += _lengths(client.trajectories(run.id))
     if not steps:
         raise user_error("profile", "no run of this spec has made two steps", "measure it without --stored")
@@ -115,13 +112,7 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
         f"{'of ' + ', '.join(hosts) if hosts else ''}; {len(steps)} steps of {', '.join(run.id for run in runs)}; "
         "memory is not measured"
     )
-    stages = spec.graph.stages.items()
-    # Where each rollout replies itself, both policies are measured together.
-    services = {
-        name: stage.service
-        for name, stage in stages
-        if name != spec.graph.reply_stage or spec.placement.reply
-    }
+    services = {name: stage.service for name, stage in spec.graph.stages.items()}
     return profile_document(services, kinds[0] if kinds else "cpu", steps, groups, " ".join(about.split()))
 
 
@@ -133,20 +124,16 @@ def _lengths(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _measured(step: Step, reply: str) -> MeasuredStep:
-    """A step; where a policy takes turns its part of generate is its seconds on the device that computed longest.
-
-    That is so with environments, and with a policy on other devices, at the stage `reply`.
-    """
+def _measured(step: Step) -> MeasuredStep:
+    """A step; beside environments a policy's part of generate is its seconds on the device that computed longest."""
     from headrace_planner.profiling.measured import MeasuredStep
 
     seconds = dict(step.stage_s)
-    for part in ("act", OWN_TURN):
-        if acted := [stages[part] for stages in step.devices.values() if part in stages]:
-            seconds["generate"] = max(acted)
+    if acted := [stages["act"] for stages in step.devices.values() if "act" in stages]:
+        seconds["generate"] = max(acted)
     devices = {
         stage: {device for device, stages in step.devices.items() if stage in stages}
-        for stage in ("generate", "learn", *([reply] if reply else []))
+        for stage in ("generate", "learn")
     }
     return MeasuredStep(
         items=step.trained + step.dropped,

@@ -137,3 +137,36 @@ def test_credit_by_turn_is_learned_from_the_environments_rewards(fleet, tiny_mod
     for talk, rewards in zip(talks, turns, strict=True):
         assert sum(rewards) == pytest.approx(talk.reward)
     assert all(certificate.log_prob_mismatch_mean < 1e-3 for certificate in found.live)
+
+
+def test_two_policies_answer_each_other_each_on_a_device_of_its_own(fleet, tiny_model):
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES.parent / "two_policies.yaml").read_text(encoding="utf-8"))
+    spec |= {"steps": 2, "export": False, "placement": {"rollout,trainer": "0"}}
+    spec["model"]["path"] = str(tiny_model)
+    spec["environment"] |= {"count": 6, "options": {"turns": 2, "asks": "{question}{answer}"}}
+    spec["environment"]["roles"]["replier"] |= {"path": str(tiny_model), "own_devices": True}
+    spec["sampling"]["stop"] = [*"02468 =+->:,.?"]
+    spec["algorithm"] |= {"prompts_per_step": GROUPS, "group_size": SAMPLES}
+    with pytest.raises(HeadraceError) as caught:
+        fleet.submit(spec)
+    (problem,) = caught.value.problems
+    assert problem.key == "placement.rollout" and "each of 2 models" in problem.problem
+    run = fleet.succeed(fleet.submit(spec | {"placement": {"rollout,trainer": "0-1"}}))
+    found = audit(fleet, run)
+    assert len(found.trained) + len(found.dropped) == 2 * GROUPS * SAMPLES
+    talks = fleet.client.trajectories(run.id, limit=100)
+    whole = [talk for talk in talks if sum(each.role == "assistant" for each in talk.messages) == 5]
+    assert whole, "no exchange came to its end"
+    for talk in whole:
+        spoken = [each for each in talk.messages if each.role == "assistant"]
+        assert [each.party for each in spoken] == ["answerer", "replier"] * 2 + ["answerer"]
+        last = spoken[-1].content
+        assert talk.parts["exact"] == float(last.strip() == talk.messages[0].content[0])
+        assert talk.parts["format"] == float(last.strip()[:1].isdigit())
+        assert all((each.tokens is None) == (each.party == "replier") for each in spoken)
+        heard = [each.content for each in talk.messages if each.role == "user" and each.party == "answerer"]
+        assert heard[1:] == [each.content for each in spoken if each.party == "replier"]
+    assert all(certificate.log_prob_mismatch_mean < 1e-3 for certificate in found.live)
+    for step in fleet.client.metrics(run.id):
+        generated = {device for device, stages in step.devices.items() if "generate" in stages}
+        assert {device.rpartition(":")[2] for device in generated} == {"0", "1"}

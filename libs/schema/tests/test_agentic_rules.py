@@ -29,7 +29,7 @@ def test_what_is_left_out_follows_from_the_environment():
     assert spec.data.options == {"tasks": ["games.py:Guess"]}
     assert [scorer.name for scorer in spec.reward.scorers] == ["episode"]
     assert spec.install == "drain", "a conversation is made with one version"
-    assert (spec.graph.reply_stage, spec.main_stage) == ("", "score")
+    assert spec.main_stage == "score"
     assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
@@ -100,7 +100,6 @@ def test_a_rollout_is_told_how_messages_become_prompts():
             "write agent: {verifiers: wordle}",
         ),
         ({"model": {"policy": {"kind": "mlp"}}}, "model.policy", "workflow is agentic"),
-        ({"reply": {}}, "reply", "no second rollout stage"),
         (
             {"algorithm": {"max_staleness": 1}, "rollout": {"install": "in_flight"}},
             "rollout.install",
@@ -260,6 +259,42 @@ def test_policies_play_roles_and_what_they_leave_out_is_the_runs():
 def test_policies_that_nobody_plays_with_are_refused(policies, roles, key, words):
     found = problems_of({"policies": policies, "environment": {**BASE["environment"], "roles": roles}})
     assert words in found[key], found
+
+
+def test_models_with_devices_of_their_own_are_counted_once_each():
+    frozen = {"path": "models/b", "own_devices": True}
+    roles = {"a": frozen, "b": frozen, "c": {"path": "models/c"}, "d": {"policy": "d"}}
+    given = {"environment": {**BASE["environment"], "roles": roles}, "policies": {"d": {"own_devices": True}}}
+    spec = RunSpec.model_validate({**BASE, **given})
+    assert spec.engines == 3, "the policy, models/b and d; models/c shares the policy's"
+    apart = {"rollout": "0-2", "trainer": "3"}
+    assert RunSpec.model_validate({**BASE, **given, "placement": apart}).placement.mode == "disaggregated"
+    found = problems_of({**given, "placement": {**apart, "rollout": "0-1"}})["placement.rollout"]
+    assert "2 devices are too few for 1 rollout instances, each of 3 models" in found, found
+    assert "name at least 3 devices, or leave own_devices out" in found
+    simulating = {"rollout,simulator": "0-2", "trainer": "3"}
+    assert "name at least 4 devices" in problems_of({**given, "placement": simulating})["placement.simulator"]
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "fix"),
+    [
+        ({"own_devices": True}, "own_devices", "or give path"),
+        ({"policy": "a", "own_devices": True}, "own_devices", "set policies.a.own_devices"),
+        ({"path": "models/b", "stop": [""]}, "stop", "remove it"),
+        ({"stop": ["."]}, "stop", "set learns: false"),
+    ],
+)
+def test_what_a_role_cannot_have_is_named(role, key, fix):
+    found = problems_of({"policies": {"a": {}}, "environment": {**BASE["environment"], "roles": {"b": role}}})
+    assert fix in found[f"environment.roles.b.{key}"], found
+
+
+def test_a_task_that_gives_no_reward_needs_scorers():
+    for task in ("exchange", "tools"):
+        given = {"environment": {"tasks": [task]}}
+        assert f"{task} gives none" in problems_of(given)["reward.scorers"]
+        RunSpec.model_validate({**BASE, **given, "reward": {"scorers": [{"name": "exact"}]}})
 
 
 def test_policies_are_of_agentic_runs_and_of_the_backend_fsdp():

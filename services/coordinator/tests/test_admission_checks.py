@@ -189,40 +189,6 @@ def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):
     assert all(words in found[key] for key, words in expected.items())
 
 
-STAGES = {"generate": "rollout", "reply": "rollout", "score": "reward", "learn": "trainer"}
-PATHS = ["generate reply turn", "reply generate turn", "generate score", "score learn"]
-
-
-@pytest.mark.parametrize(
-    ("placement", "instances", "expected"),
-    [
-        ({"rollout,trainer": "0", "reply": "1"}, 1, {}),
-        (
-            {"rollout,trainer": "0", "reply": "1,h/cpu:1"},
-            2,
-            {"placement.reply": "too few", "reply.instances": "3"},
-        ),
-        ({"rollout,trainer": "h/cpu:0", "reply": "0"}, 1, {"placement.reply": "h/cpu:0 generates too"}),
-        ({"rollout,trainer": "0", "reply": "9"}, 1, {"placement.reply[0]": "there is no device '9'"}),
-        (
-            {"mode": "disaggregated", "rollout": "0", "reply": "cpu:1", "trainer": "1"},
-            1,
-            {"placement.reply": "h/cpu:1 learns too"},
-        ),
-    ],
-)
-def test_devices_for_replies_must_be_there_and_of_their_own(placement, instances, expected):
-    edges = [dict(zip(("source", "target", "granularity"), path.split(), strict=False)) for path in PATHS]
-    given = {
-        "workflow": {"stages": {n: {"service": s} for n, s in STAGES.items()}, "edges": edges},
-        "reply": {"instances": instances},
-        "placement": placement,
-    }
-    found = problems(given)
-    assert found.keys() == expected.keys(), found
-    assert all(words in found[key] for key, words in expected.items())
-
-
 TASKS = 'metaworld=["push", "reach"]', 'libero=["libero_spatial/0", "libero_spatial/1"]'
 
 

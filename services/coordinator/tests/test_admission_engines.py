@@ -68,6 +68,27 @@ def test_engines_that_span_more_gpus_than_there_are_name_what_fits():
     )
 
 
+def test_models_with_devices_of_their_own_that_there_are_not_name_the_key():
+    fleet = replace(BOTH, instances={**BOTH.instances, "simulator": 1})
+    replier = {"path": "owner/frozen", "own_devices": True}
+    talk = {
+        "workflow": "agentic",
+        "environment": {"tasks": ["exchange"], "roles": {"replier": replier}},
+    }
+    own = "environment.roles.replier.own_devices"
+    assert problems(talk, fleet) == {}
+    found = problems(talk, replace(fleet, devices=["h/cpu:0"]))
+    assert "2 devices are wanted for a rollout instance, and one sees 1 at most" in found[own]
+    found = problems({**talk, "placement": {"mode": "disaggregated"}}, fleet)
+    assert "needs 3 devices (2 to generate and 1 to learn) and there are 2" in found["placement.mode"]
+    gpus = replace(fleet, devices=[f"h/gpu:{n}" for n in range(8)], rollouts_see=[8])
+    named = {"placement": {"rollout": "gpu:0-2", "trainer": "gpu:7"}}
+    assert (
+        f"of 4 devices need 4, and 3 are named; name more devices, or set {own}: false"
+        in (problems({**talk, **spans(2), **named}, gpus)["placement.rollout"])
+    )
+
+
 def test_gpus_that_cannot_divide_a_models_heads_are_refused(tmp_path):
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(heads))

@@ -9,23 +9,7 @@ from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from submission_parts import submission_of
 
-TWO_POLICIES = {
-    "stages": {
-        name: {"service": service}
-        for name, service in {
-            "generate": "rollout",
-            "reply": "rollout",
-            "score": "reward",
-            "learn": "trainer",
-        }.items()
-    },
-    "edges": [
-        {"source": "generate", "target": "reply", "granularity": "turn"},
-        {"source": "reply", "target": "generate", "granularity": "turn"},
-        {"source": "generate", "target": "score"},
-        {"source": "score", "target": "learn", "granularity": "group"},
-    ],
-}
+TALK = {"tasks": ["exchange"], "roles": {"replier": {"path": "./replier"}}}
 
 
 def problems(changes: dict) -> dict[str, str]:
@@ -42,14 +26,15 @@ def problems(changes: dict) -> dict[str, str]:
 def test_every_model_of_a_spec_is_looked_for(tmp_path):
     found = problems(
         {
-            "workflow": TWO_POLICIES,
+            "workflow": "agentic",
+            "environment": TALK,
             "trainer": {"reference": {"path": str(tmp_path / "none")}},
             "algorithm": {"name": "ppo", "options": {"critic": "model", "critic_path": "~/critic"}},
-            "reply": {"path": "./replier"},
         }
     )
-    assert found.keys() == {"trainer.reference.path", "algorithm.options.critic_path", "reply.path"}
-    assert "does not exist" in found["trainer.reference.path"] and "does not exist" in found["reply.path"]
+    replier = "environment.roles.replier.path"
+    assert found.keys() == {"trainer.reference.path", "algorithm.options.critic_path", replier}
+    assert "does not exist" in found["trainer.reference.path"] and "does not exist" in found[replier]
     assert "another directory for each user" in found["algorithm.options.critic_path"]
 
 

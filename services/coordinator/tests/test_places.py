@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, plan_grant
@@ -262,10 +263,12 @@ def test_an_engine_is_not_seated_on_gpus_that_its_instance_does_not_see():
         [seated(i) for i in rollouts],
         [seated(i) for i in trainers],
     )
-    with pytest.raises(PlacementError, match=r"engine of 2 GPUs is wanted and rollout-0 sees 1 of those"):
+    with pytest.raises(
+        PlacementError, match=r"instance of 2 GPUs .* is wanted and rollout-0 sees 1 of those"
+    ):
         assign_devices(workers, set(), joined=False)
     workers.grant.devices = gpus[1:]
-    with pytest.raises(PlacementError, match=r"2 engines of 2 GPUs .* need 4 and there are 3"):
+    with pytest.raises(PlacementError, match=r"2 instances of 2 devices each .* need 4 and there are 3"):
         assign_devices(workers, set(), joined=False)
 
 
@@ -285,6 +288,38 @@ def test_on_cpu_slots_an_engine_has_its_part_whatever_its_size():
     members = [instance(f"{kind}-0", "h1", CORES, kind) for kind in ("rollout", "trainer")]
     grant = plan_admission(state_of(members, spanning(4, mode="disaggregated")), 1.0).grants[0]
     assert grant.devices == CORES
+
+
+def apart(each, **placement):
+    """A run in whose conversations a frozen model plays a role on devices of its own."""
+    event = spanning(each, **placement)
+    replier = {"path": "m", "own_devices": True}
+    environment = {"tasks": ["exchange"], "backend": "conversation", "roles": {"replier": replier}}
+    return msgspec.structs.replace(
+        event, spec=event.spec | {"workflow": "agentic", "environment": environment}
+    )
+
+
+@pytest.mark.parametrize(("mode", "count"), [("collocated", 4), ("disaggregated", 5)])
+def test_a_model_with_gpus_of_its_own_has_as_many_as_the_policys_engine(mode, count):
+    gpus, event = gpus_of("a", 8), apart(2, mode=mode)
+    members = [instance(f"{kind}-0", "h1", gpus, kind) for kind in ("rollout", "trainer", "simulator")]
+    grant = plan_admission(state_of(members, event), 1.0).grants[0]
+    assert grant.devices == gpus[:count]
+    decode, learn = seated(members[0]), seated(members[1])
+    grant = Grant(grant.rollouts, grant.trainers, grant.devices)
+    assign_devices(
+        workers_of(RunSpec.model_validate(event.spec), grant, [decode], [learn]), set(), joined=False
+    )
+    assert decode.devices == tuple(gpus[:4]) and len(learn.devices) == 1
+
+
+def test_a_model_with_a_cpu_slot_of_its_own_waits_for_one():
+    members = [instance(f"{kind}-0", "h1", CORES, kind) for kind in ("rollout", "trainer", "simulator")]
+    plan = plan_admission(state_of(members, apart(1, mode="collocated")), 1.0)
+    assert plan.grants[0].devices == CORES
+    plan = plan_admission(state_of(members, apart(1, mode="disaggregated")), 1.0)
+    assert not plan.grants and plan.waiting["a"].startswith("3 devices on h1 (2 free of 2")
 
 
 def test_a_device_that_only_one_side_sees_is_its_own():

@@ -90,7 +90,7 @@ class GenerateCall:
     def __init__(self, stub, groups, half_close, options):
         self.call = stub.Generate()
         self.chunks, self.partials, self.prefills, self.revoked = [], [], [], False
-        self.stages, self.lost, self.lost_pools = [], [], []
+        self.stages, self.lost_pools = [], []
         fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
         distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
         self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
@@ -124,7 +124,6 @@ class GenerateCall:
                 self.partials += response.partials
                 self.prefills += response.prefills
                 self.stages.append({each.stage: each.wall_time.ToNanoseconds() for each in response.stages})
-                self.lost += response.lost_repliers
                 self.lost_pools += response.lost_pools
                 assert not self.revoked, "a revoked stream has ended"
                 self.revoked = response.revoked

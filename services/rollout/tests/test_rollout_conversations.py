@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,8 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
+from headrace_rollout.runs.opening import open_run
+from headrace_schema.openings import RolloutConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, check_log_probs, refused
@@ -406,6 +409,30 @@ async def test_another_policy_that_learns_plays_a_role_with_weights_of_its_own(
         for line in _lines(trajectory):
             check_log_probs(SimpleNamespace(segments=line), reference)
     await refused(rollout.install(publish(reference, 5)), "WEIGHTS_MISMATCH", "tutor")
+
+
+def test_models_with_devices_of_their_own_get_theirs(tiny_directory):
+    """Each has its part of the devices, here two names of the CPU; on CPU slots, of the threads."""
+    role = {"path": str(tiny_directory)}
+    roles = {"teller": {**role, "own_devices": True}, "other": {**role, "revision": "same"}}
+    config = RolloutConfig(
+        model=ModelSection(path=str(tiny_directory), dtype="float32"),
+        workflow="agentic",
+        environment={"tasks": ["exchange"], "roles": roles},
+    )
+
+    async def placed(devices, threads):
+        run = open_run("run", config, (), Path("/dev/shm"), None)
+        try:
+            await run.engine.place(devices, threads)
+            engines = [run.engine._speaker, *(run.others[name].engine for name in roles)]
+            return [(str(each._held.device), each._threads._most) for each in engines]
+        finally:
+            await run.engine.close()
+
+    cpu, second = torch.device("cpu"), torch.device("cpu:0")
+    assert asyncio.run(placed((cpu, second), 8)) == [("cpu", 4), ("cpu:0", 4), ("cpu", 4)]
+    assert asyncio.run(placed((cpu,), 8)) == [("cpu", 4), ("cpu", 4), ("cpu", 4)]
 
 
 def _lines(trajectory):

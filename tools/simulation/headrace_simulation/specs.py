@@ -18,8 +18,6 @@ BESIDE = 13
 """Seeds with this rest by 16 move devices beside a trainer group that has some of its own: none found a bug before."""
 KEPT = 7
 """Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
-REPLIED = 23
-"""Seeds with this rest by 32 have instances that reply on devices of their own: none found a bug before."""
 AHEAD = (9, 11)
 """Seeds with one of these rests by 16 have runs with answers of older versions: none found a bug before."""
 UNREADABLE = "unreadable"
@@ -42,7 +40,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
     """A spec that some fleet of at most three instances of a kind can run."""
     ranks = rng.choice([1, 1, 1, 2, 2, 3])
     return RunSpec.model_validate(
-        _with_others(
+        _with_helpers(
             seed,
             {
                 "name": name,
@@ -90,41 +88,6 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
     )
 
 
-def _with_others(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """Helpers, or instances that reply, for a run that may have any."""
-    return _with_repliers(seed, fields) if seed % 32 == REPLIED else _with_helpers(seed, fields)
-
-
-def _with_repliers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """A second policy on devices of its own, on hosts of DEVICES_A_HOST."""
-    own = random.Random(f"{seed}/replied/{fields['name']}")
-    fields["deterministic"], fields["rollout"] = False, {"instances": own.choice([1, 1, 2])}
-    placements: list[dict[str, Any]] = [
-        {"rollout": "0-2", "reply": "3-5", "trainer": "all"},
-        {"rollout": "0-2", "reply": "3-5", "trainer": "all", "memory": "resident"},
-        {"rollout,trainer": "0-3", "reply": "4-5"},
-    ]
-    if fields["trainer"]["ranks"] <= 2:
-        placements.append({"rollout": "0-1", "reply": "2-3", "trainer": "4-5"})
-    if fields["trainer"]["ranks"] == 1:
-        placements.append({"mode": "hybrid", "rollout": "0-1", "reply": "2-3", "trainer": "4-5"})
-    services = {"generate": "rollout", "reply": "rollout", "score": "reward", "learn": "trainer"}
-    edges: list[dict[str, Any]] = [
-        {"source": "generate", "target": "reply", "granularity": "turn"},
-        {"source": "reply", "target": "generate", "granularity": "turn"},
-        {"source": "generate", "target": "score"},
-        {"source": "score", "target": "learn"},
-    ]
-    return fields | {
-        "placement": own.choice(placements),
-        "reply": {"path": own.choice(["", "frozen"]), "instances": own.choice([1, 1, 2])},
-        "workflow": {
-            "stages": {name: {"service": service} for name, service in services.items()},
-            "edges": edges,
-        },
-    }
-
-
 def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Some helpers for a run that may have any."""
     if seed % 16 == BESIDE:
@@ -151,7 +114,7 @@ def _with_both(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
 def robots(spec: RunSpec, seed: int) -> RunSpec:
     """The same run with a robot policy in place of a language model, in some seeds."""
     own = random.Random(f"{seed}/robots/{spec.name}")
-    if own.random() > ROBOTS or spec.reply is not None:
+    if own.random() > ROBOTS:
         return spec
     fields = spec.model_dump(mode="json")
     return RunSpec.model_validate(
@@ -186,8 +149,8 @@ def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
 
 
 def ahead(spec: RunSpec, seed: int, *, always: bool) -> RunSpec:
-    """The same run with answers of older versions, in some seeds; a run with repliers stays as it is."""
-    if not (always or seed % 16 in AHEAD) or spec.reply is not None:
+    """The same run with answers of older versions, in some seeds."""
+    if not (always or seed % 16 in AHEAD):
         return spec
     own, fields = random.Random(f"{seed}/{spec.name}/ahead"), spec.model_dump(mode="json")
     ways = ["in_flight", "in_flight", "drain", "abort_and_resume"]

@@ -125,12 +125,7 @@ class World(Processes):
         together = 2 if any(spec.placement.share for spec in self.specs) else 1
         return {
             "rollout": sum(
-                sorted(
-                    spec.rollout.instances
-                    + spec.rollout.helpers
-                    + (spec.reply.instances if spec.reply and spec.placement.reply else 0)
-                    for spec in self.specs
-                )[-together:]
+                sorted(spec.rollout.instances + spec.rollout.helpers for spec in self.specs)[-together:]
             ),
             "trainer": sum(
                 sorted(spec.trainer.ranks + spec.trainer.helpers for spec in self.specs)[-together:]

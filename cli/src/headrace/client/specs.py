@@ -76,7 +76,6 @@ def _read(path: Path) -> dict[str, Any]:
 PATHS = (
     "model.path",
     "trainer.reference.path",
-    "reply.path",
     "algorithm.options.critic_path",
     "rollout.engine_options.speculative.model",
     "trainer.warmup.demonstrations",
@@ -89,6 +88,8 @@ PATHS = (
     "reward.evaluation.*.name",
     "reward.stages.*.*.name",
     "environment.tasks.*",
+    "environment.roles.*.path",
+    "policies.*.model.path",
     "environment.options.tools.*",
     "agent.python",
     "agent.command.*",

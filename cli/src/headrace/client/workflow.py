@@ -42,26 +42,6 @@ class Workflow:
         self._stages: dict[str, dict[str, Any]] = {"generate": {"service": "rollout"}}
         self._edges: list[dict[str, Any]] = []
         self._scorers: dict[str, list[dict[str, Any]]] = {}
-        self._reply: dict[str, Any] | None = None
-
-    def reply(
-        self,
-        answers: Answers,
-        *,
-        path: str = "",
-        name: str = "reply",
-        turns: int = 1,
-        **options: Any,
-    ) -> Answers:
-        """A second policy that answers the one that learns, `turns` times: the exchange, which ends with an answer.
-
-        `path`: a frozen model; without one the policy replies to itself. `options`: further keys of the spec's `reply`.
-        """
-        self._stages[name] = {"service": "rollout"}
-        for source, target in ((answers.stage, name), (name, answers.stage)):
-            self._edges.append({"source": source, "target": target, "granularity": "turn"})
-        self._reply = {**({"path": path} if path else {}), "turns": turns, **options}
-        return answers
 
     def score(
         self,
@@ -96,11 +76,9 @@ class Workflow:
         ]
 
     def into(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a run spec with this workflow, its second policy and its scorers."""
+        """A copy of a run spec with this workflow and its scorers."""
         made = deepcopy(dict(spec))
         made["workflow"] = {"stages": deepcopy(self._stages), "edges": deepcopy(self._edges)}
-        if self._reply is not None:
-            made["reply"] = deepcopy(self._reply)
         if self._scorers:
             made["reward"] = {**made.get("reward", {}), "stages": deepcopy(self._scorers)}
         return made

@@ -396,7 +396,7 @@ def endpoint(
             time.sleep(0.5)
             base_url, key = client.endpoint(run)
     if not base_url:
-        fix = f"look at it: headrace run show {run}"
+        fix = f"look at it: headrace run get {run}"
         raise user_error("RUN", "no rollout has the run open now, so nobody would answer", fix)
     if as_json:
         print_json({"base_url": base_url, "api_key": key})

@@ -216,10 +216,10 @@ class Calls:
             if call.method != "Generate":
                 continue
             opened = rollout_pb2.GenerateRequest.FromString(call.messages[0].data).open
-            if opened.pools or opened.repliers:
+            if opened.pools:
                 raise user_error(
                     "--service",
-                    "this rollout's answers depend on others: environments, or a model that replies",
+                    "this rollout's answers depend on environments",
                     "replay the trainer or the reward service",
                 )
 

@@ -22,7 +22,6 @@ from headrace_schema.sections.learning import (
     TrainerSection,
 )
 from headrace_schema.sections.policies import PolicySection
-from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.sections.weights import WeightsSection
 from headrace_schema.spec import RunSpec
@@ -57,9 +56,6 @@ class RolloutConfig(Opening):
     """How a conversation's messages become a prompt: `chat` and `template_arguments` of data.prompt."""
     rollout: RolloutSection = RolloutSection()
     weights: WeightsSection = WeightsSection()
-    reply: ReplySection | None = None
-    replies_elsewhere: bool = False
-    """Other instances reply: each Generate stream says which."""
     routed_experts: bool = False
     """Trajectories carry the experts that their tokens were sent to."""
     longest_prompt: Tokens | None = None
@@ -69,19 +65,6 @@ class RolloutConfig(Opening):
     raw_texts: bool = False
     """Trajectories carry their texts with special tokens: some scorer reads them."""
     seed: Seed = 0
-
-    @classmethod
-    def of_replier(cls, spec: RunSpec) -> Self:
-        """What an instance reads that replies to the policy; raises ValidationError."""
-        assert spec.reply is not None
-        return cls.of(spec, model=reply_model(spec.model, spec.reply) or spec.model, reply=None)
-
-
-def reply_model(model: ModelSection, reply: ReplySection) -> ModelSection | None:
-    """The frozen model that replies to a policy; None: the policy does."""
-    if not reply.path:
-        return None
-    return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
 
 
 def policy_model(model: ModelSection, policy: PolicySection) -> ModelSection:

@@ -45,7 +45,7 @@ class GraphEdge(Section):
 
 
 class GraphSection(Section):
-    """Stages joined by edges: one rollout, or two that answer each other, any number of reward stages, one trainer."""
+    """Stages joined by edges: one rollout, any number of reward stages, one trainer."""
 
     stages: dict[StageName, GraphStage] = Field(min_length=1, description="stage: what it does")
     edges: list[GraphEdge] = Field(description="what flows between the stages")
@@ -77,11 +77,6 @@ class GraphSection(Section):
         """Reward stages that wait for all answers to a prompt."""
         into = (edge for edge in self.edges if self.granularity(edge) == "group")
         return frozenset(edge.target for edge in into if edge.target in self.of("reward"))
-
-    @property
-    def reply_stage(self) -> str:
-        """The rollout stage that answers `generate`; empty: there is none."""
-        return next((name for name in self.of("rollout") if name != "generate"), "")
 
     @property
     def whole_batch(self) -> bool:

@@ -206,14 +206,12 @@ def fill_trajectory(
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
-    text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
+    text, lengths = codec.decode_with_lengths(output.whole.token_ids)
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
         turns = output.said.turn_tokens
         order = in_token_order(turn_roles(trajectory.conversation), len(turns))
         lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)
-    elif any(number <= GIVEN for number, _ in output.whole.spans):
-        lengths = []  # The text holds given tokens too, for which there are no lengths.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, _drawn_from(output, distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]

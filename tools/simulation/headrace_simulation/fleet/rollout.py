@@ -39,7 +39,7 @@ class Rollout(Instance):
     MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
     peers: dict[str, Instance] = field(default_factory=dict)
-    """All instances by address: the simulators and the rollouts that reply are called there."""
+    """All instances by address: the simulators are called there."""
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     oldest: int = 0
     """The first of the versions whose streams are served: later ones were installed in flight."""
@@ -187,8 +187,7 @@ class Rollout(Instance):
         prompt, episode = group.prompt_ordinal, isinstance(opening, rollout.RunEpisodesOpen)
         pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task]
         acts = bool(opening.pools)
-        others: Any = pools if acts else opening.repliers
-        mine = others[(prompt + sample.sample_index) % len(others)] if others else None
+        mine = pools[(prompt + sample.sample_index) % len(pools)] if pools else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
         key = common.SlotKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
@@ -245,28 +244,13 @@ class Rollout(Instance):
             self.retention[prompt, sample.sample_index] = trajectory
         done.put_nowait(trajectory)
 
-    def _stands(self, other: rollout.EnvironmentPool | rollout.Replier) -> bool:
-        """Whether the instance that takes turns with this rollout can be reached."""
-        peer = self.peers.get(other.address)
-        if isinstance(other, rollout.Replier):
-            return isinstance(peer, Rollout) and peer.replies(other)
-        return isinstance(peer, Simulator) and peer.stands(other.pool, other.header)
+    def _stands(self, pool: rollout.EnvironmentPool) -> bool:
+        """Whether the simulator that takes turns with this rollout can be reached."""
+        peer = self.peers.get(pool.address)
+        return isinstance(peer, Simulator) and peer.stands(pool.pool, pool.header)
 
-    def replies(self, asked: rollout.Replier) -> bool:
-        """Whether a stream that another rollout opens here would be served."""
-        if not self.alive or self.cut_off or self.paused or self.memory != AWAKE:
-            return False
-        try:
-            self.fence(asked.header, lease=True)
-        except CallRefused:
-            return False
-        return self.version.number == asked.policy_number
-
-    def _lost(self, opening: Any) -> dict[str, list[Any]]:
-        if opening.pools:
-            return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
-        lost = [each.address for each in opening.repliers if not self._stands(each)]
-        return {"lost_repliers": [rollout.LostReplier(address=each, reason="silence") for each in lost]}
+    def _lost(self, opening: Any) -> dict[str, list[str]]:
+        return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
 
     async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
         self.fence(request.header, lease=False)

@@ -1,6 +1,6 @@
-"""What cannot work where a spec names devices for simulators, for instances that reply, or for scorers.
+"""What cannot work where a spec names devices for simulators or for scorers.
 
-All act beside the rollouts on devices of their own, while answers are made.
+Both act beside the rollouts on devices of their own, while answers are made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from headrace_schema.sections.run import RunSections
 from headrace_schema.sections.running import APART, EVERY, PlacementSection, overlap
 
 SIMULATOR = "placement.simulator"
-REPLY = "placement.reply"
 REWARD = "placement.reward"
 
 
@@ -33,26 +32,6 @@ def simulator_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     yield from _room_for_simulators(spec)
 
 
-def replier_problems(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Problems of `placement.reply`, and of `reply.instances` where it is left out."""
-    placement = spec.placement
-    if not placement.reply:
-        if spec.reply is not None and spec.reply.instances > 1:
-            reason = f"without {REPLY} each rollout replies itself, on its own devices"
-            yield problem("reply.instances", reason, f"remove it, or name devices in {REPLY}")
-        return
-    if spec.reply is None:
-        reason = "the run has no second policy that replies"
-        yield problem(REPLY, reason, "remove it, or add the section reply and its stage of the workflow")
-        return
-    if missing := list(missing_devices(placement, REPLY)):
-        yield from missing
-        return
-    yield from refuse_sharing(placement, REPLY, "an exchange")
-    yield from _turns_of_repliers(spec)
-    yield from _room_for_repliers(spec)
-
-
 def scorer_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of `placement.reward`; none where it is left out."""
     placement = spec.placement
@@ -64,19 +43,19 @@ def scorer_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     yield from refuse_sharing(placement, REWARD, "what a reward model computes")
     if len({*placement.reward}) < len(placement.reward):
         yield problem(REWARD, "a device is named twice", "name each device once")
-    for side in ("rollout", "simulator", "reply"):
+    for side in ("rollout", "simulator"):
         names: list[str] = getattr(placement, side)
         if overlap(names, placement.reward):
             yield scores_beside(sorted({*names} & {*placement.reward}) or placement.reward, side)
     if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reward})):
         yield overlaps_trainer(REWARD, both, placement.mode)
-    others = [*placement.simulator, *placement.reply, *placement.reward]
+    others = [*placement.simulator, *placement.reward]
     yield from refuse_trainer_elsewhere(placement, REWARD, others, "score")
 
 
 def scores_beside(devices: Collection[str], side: str) -> KeyProblemView:
     """The problem of devices that scorers and another side would have at the same time."""
-    does = {"rollout": "generates", "simulator": "simulates", "reply": "replies"}[side]
+    does = {"rollout": "generates", "simulator": "simulates"}[side]
     reason = (
         f"{', '.join(devices)} {does} too, and a device is leased to one process at a time: answers are scored while "
         "others are made"
@@ -91,31 +70,13 @@ def _turns_of_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
     yield from refuse_trainer_elsewhere(placement, SIMULATOR, placement.simulator, "simulate")
 
 
-def _turns_of_repliers(spec: RunSections) -> Iterator[KeyProblemView]:
-    placement = spec.placement
-    if overlap(placement.rollout, placement.reply):
-        both = sorted({*placement.rollout} & {*placement.reply})
-        yield overlaps_rollout(both or placement.reply)
-    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reply})):
-        yield overlaps_trainer(REPLY, both, placement.mode)
-    yield from refuse_trainer_elsewhere(placement, REPLY, placement.reply, "reply")
-
-
 def _room_for_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
-    placement, rollouts = spec.placement, spec.rollout.instances
+    placement, rollouts = spec.placement, spec.rollout.instances * spec.engines
     names = [*placement.rollout, *placement.simulator]
     if len({*placement.simulator}) < len(placement.simulator):
         yield problem(SIMULATOR, "a device is named twice", "name each device once")
     elif not any(name.rpartition("/")[2] == EVERY for name in names) and len({*names}) <= rollouts:
         yield too_few_to_simulate(len({*names}), rollouts)
-
-
-def _room_for_repliers(spec: RunSections) -> Iterator[KeyProblemView]:
-    names, instances = spec.placement.reply, spec.reply.instances if spec.reply else 1
-    if len({*names}) < len(names):
-        yield problem(REPLY, "a device is named twice", "name each device once")
-    elif len(names) < instances and not any(name.rpartition("/")[2] == EVERY for name in names):
-        yield too_few_to_reply(len(names), instances)
 
 
 def too_few_to_simulate(devices: int, rollouts: int) -> KeyProblemView:
@@ -128,21 +89,6 @@ def too_few_to_simulate(devices: int, rollouts: int) -> KeyProblemView:
     fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
     fix = f"name at least {rollouts + 1} devices{fewer}, or remove {SIMULATOR}: simulators then hold no lease"
     return problem(SIMULATOR, reason, fix)
-
-
-def too_few_to_reply(devices: int, instances: int) -> KeyProblemView:
-    """The problem of fewer named devices than instances that reply."""
-    reason = f"{devices} devices are too few for reply.instances: {instances}"
-    return problem(REPLY, reason, f"name at least {instances} devices, or set reply.instances: {devices}")
-
-
-def overlaps_rollout(devices: Collection[str]) -> KeyProblemView:
-    """The problem of devices that both policies would have at the same time."""
-    reason = (
-        f"{', '.join(devices)} generates too, and a device is leased to one process at a time: the policies take turns "
-        "within a trajectory, while other trajectories are at the other one"
-    )
-    return problem(REPLY, reason, f"name other devices, or remove {REPLY}: rollouts then reply on their own")
 
 
 def overlaps_trainer(key: str, devices: Collection[str], mode: str) -> KeyProblemView:

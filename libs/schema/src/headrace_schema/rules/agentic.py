@@ -24,6 +24,8 @@ SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
+UNREWARDED = ("tools", "exchange")
+"""Built-in environments that give no reward: scorers judge what was said."""
 OTHERWISE = {
     "environment.alternating": "turns of all conversations are decoded together",
     "environment.reward": "a turn's reward is what the environment's step returns",
@@ -157,7 +159,13 @@ def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Itera
             which = "path is" if role.path else "learns: false is"
             reason = f"{role.policy} learns from the roles that it plays, and {which} given too"
             yield problem(f"{key}.policy", reason, "remove one of the two")
-        for option in ("temperature", "max_new_tokens"):
+        if role.own_devices and not role.path:
+            reason = "are of a frozen model, and path is empty"
+            fix = f"set policies.{role.policy}.own_devices" if role.policy else "remove it, or give path"
+            yield problem(f"{key}.own_devices", reason, fix)
+        if any(not text for text in role.stop or ()):
+            yield problem(f"{key}.stop", "an empty text ends every turn at once", "remove it")
+        for option in ("temperature", "max_new_tokens", "stop"):
             if role.trained and getattr(role, option) is not None:
                 reason = "the role is learned from, and its tokens are drawn as sampling says"
                 yield problem(f"{key}.{option}", reason, "remove it, or set learns: false, or give path")
@@ -261,6 +269,9 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
             yield problem(
                 f"environment.tasks[{index}]", reason, f"write agent: {{verifiers: {task[10:] or 'NAME'}}}"
             )
+    if {scorer.name for scorer in spec.reward.scorers} == {"episode"} and {*tasks} <= {*UNREWARDED}:
+        reason = f"the scorer episode takes the environment's rewards, and {tasks[0]} gives none"
+        yield problem("reward.scorers", reason, "name scorers that judge what was said, such as exact")
     if len({*tasks}) < len(tasks):
         yield problem("environment.tasks", "a task is named twice", "name each task once")
     elif len(tasks) > 1 and source != EPISODES:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import learning, placing
-from headrace_schema.rules.acting import replier_problems, scorer_problems, simulator_problems
+from headrace_schema.rules.acting import scorer_problems, simulator_problems
 from headrace_schema.rules.agentic import agentic_problems
 from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.rules.staleness import staleness
@@ -154,7 +154,6 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     _evaluation,
     _reward,
     simulator_problems,
-    replier_problems,
     scorer_problems,
     workflow_problems,
     embodied_problems,

@@ -25,7 +25,7 @@ OF_TEXT = {
     "rollout.engine": "a robot policy runs in the rollout service itself",
     "rollout.engine_options": "a robot policy runs in the rollout service itself",
     "rollout.chunk_tokens": "episodes come whole",
-    "evaluation.data": "data.options name the start states; headrace eval judges a policy on others",
+    "evaluation.data": "data.options name the start states; headrace eval FILE judges a policy on others",
     "evaluation.temperature": "a robot policy draws actions from its own distribution",
     "evaluation.max_new_tokens": "environment.max_episode_steps bounds an episode",
     "evaluation.baseline_prefill": "an episode begins with an observation",

@@ -22,7 +22,7 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
         )
     shared = sorted(set(section.rollout) & set(section.trainer))
     uneven = sorted(section.rollout) != sorted(section.trainer)
-    if section.mode == "collocated" and uneven and not (section.simulator or section.reply or section.reward):
+    if section.mode == "collocated" and uneven and not (section.simulator or section.reward):
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",
@@ -43,17 +43,22 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
             "remove placement.memory, or set placement.mode: collocated or hybrid",
         )
     most = spec.trainer.max_ranks or spec.trainer.ranks
-    for key, users in (("rollout", spec.rollout.instances), ("trainer", max(most, spec.trainer.ranks))):
+    engines = spec.rollout.instances * spec.engines
+    for key, users in (("rollout", engines), ("trainer", max(most, spec.trainer.ranks))):
         devices: list[str] = getattr(section, key)
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
         elif devices and len(devices) < users and not any(_is_every(name) for name in devices):
             own = "trainer.max_ranks" if most > spec.trainer.ranks else "trainer.ranks"
             what = "rollout.instances" if key == "rollout" else own
+            reason, fix = f"{what}: {users}", f"set {what}: {len(devices)}"
+            if key == "rollout" and spec.engines > 1:
+                reason = f"{spec.rollout.instances} rollout instances, each of {spec.engines} models with own devices"
+                fix = "leave own_devices out"
             yield problem(
                 f"placement.{key}",
-                f"{len(devices)} devices are too few for {what}: {users}",
-                f"name at least {users} devices, or set {what}: {len(devices)}",
+                f"{len(devices)} devices are too few for {reason}",
+                f"name at least {users} devices, or {fix}",
             )
 
 

@@ -39,8 +39,6 @@ def staleness(spec: RunSections) -> Iterator[KeyProblemView]:
             if spec.workflow == "embodied"
             else "a conversation"
             if spec.workflow == CONVERSATIONS
-            else "an exchange of two policies"
-            if spec.reply
             else ""
         )
         if what:
@@ -59,9 +57,6 @@ def _placing(spec: RunSections) -> Iterator[KeyProblemView]:
             "and answers would only become older"
         )
         yield problem("placement.mode", reason, f"set placement.mode: disaggregated or hybrid{STRICT}")
-    if placement.reply:
-        reason = "instances that reply take a new version between two steps only"
-        yield problem("placement.reply", reason, f"remove it{STRICT}")
     for key, helpers in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
         if helpers:
             reason = "the last answers of a step decode beside those of the next ones, so no device is idle in a step"

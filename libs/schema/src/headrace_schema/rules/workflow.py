@@ -16,9 +16,8 @@ TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "r
 
 
 def workflow_problems(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Every problem of the spec's graph, of the second policy and of the scorers that it names."""
+    """Every problem of the spec's graph and of the scorers that it names."""
     graph = spec.graph
-    yield from _reply(spec, graph)
     if graph is spec.workflow:
         wrong = [*_stages(graph), *_edges(graph)]
         yield from wrong
@@ -37,19 +36,12 @@ def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
                 f"no stage of the service {service}",
                 f"add {name}: {{service: {service}}}",
             )
-        if service == "rollout" and name in found and len(found) == 2:
-            continue  # The second one answers the first.
-        for extra in found:
-            if extra != name or len(found) > 1:
-                reason = f"a run has one {service} stage, called {name}; here are {', '.join(found)}"
-                if service == "rollout" and len(found) > 1:
-                    listed = ", ".join(found)
-                    reason = (
-                        f"a run has a rollout stage {name} and at most one that answers it; here are {listed}"
-                    )
-                fix = f"call it {name}" if len(found) == 1 else f"keep {name}"
-                yield problem(f"workflow.stages.{extra}", reason, fix)
-                break
+        if extra := next((other for other in found if other != name), ""):
+            reason = f"a run has one {service} stage, called {name}; here are {', '.join(found)}"
+            fix = f"call it {name}" if len(found) == 1 else "remove it"
+            if service == "rollout" and len(found) > 1:
+                fix += "; policies that answer each other are roles of workflow: agentic (docs/agents.md)"
+            yield problem(f"workflow.stages.{extra}", reason, fix)
     for name in graph.of("simulator"):
         reason = "the simulator has a stage in the built-in workflows embodied and agentic alone"
         yield problem(f"workflow.stages.{name}.service", reason, "use rollout, reward or trainer")
@@ -57,7 +49,7 @@ def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
         yield problem("workflow.stages", "no stage of the service reward", "add score: {service: reward}")
     for name, stage in graph.stages.items():
         key = f"workflow.stages.{name}"
-        if stage.service in ("reward", "rollout") and name in TAKEN - {"generate"}:
+        if stage.service == "reward" and name in TAKEN:
             yield problem(key, "the name is that of another part of a step", "call it such as score or judge")
         if stage.combine == "replace" and not _rewarded(graph, name):
             reason = "replaces the rewards of earlier stages, and receives from none"
@@ -88,9 +80,7 @@ def _edges(graph: GraphSection) -> Iterator[KeyProblemView]:
 def _types(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProblemView]:
     source, target = graph.stages[edge.source].service, graph.stages[edge.target].service
     words = f"{edge.source} → {edge.target}"
-    if graph.reply_stage and graph.reply_stage in (edge.source, edge.target):
-        yield from _turns(graph, edge, key)
-    elif source == "trainer":
+    if source == "trainer":
         reason = f"{words}: a step ends with {edge.source}; its weights reach the rollout by themselves"
         yield problem(key, reason, "remove the edge")
     elif target == "rollout":
@@ -114,50 +104,9 @@ def _types(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProble
         yield problem(f"{key}.at_least", reason, "remove it")
 
 
-def _turns(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProblemView]:
-    """An edge of the stage that answers `generate`: both take turns, and the exchange leaves through `generate`."""
-    words = f"{edge.source} → {edge.target}"
-    if {edge.source, edge.target} != {"generate", graph.reply_stage}:
-        reason = (
-            f"{words}: {graph.reply_stage} answers generate, and the whole exchange leaves through generate"
-        )
-        yield problem(key, reason, "remove the edge, or begin it at generate")
-    elif edge.granularity != "turn":
-        yield problem(f"{key}.granularity", f"{words}: two policies answer each other by turns", "use turn")
-
-
-def _reply(spec: RunSections, graph: GraphSection) -> Iterator[KeyProblemView]:
-    """What a second policy needs, and what it does not go with."""
-    stage = graph.reply_stage
-    if stage and spec.reply is None:
-        reason = f"the workflow's stage {stage} answers generate, and nothing says with which policy"
-        yield problem("reply", reason, "add reply: {path: MODEL}, or reply: {} for the policy itself")
-    if spec.reply is None:
-        return
-    if not stage:
-        reason = "the workflow has no second rollout stage that it would be the policy of"
-        fix = "add a stage {service: rollout} and edges from and to generate with granularity: turn, or remove reply"
-        yield problem("reply", reason, fix)
-    if any(not text for text in spec.reply.stop):
-        yield problem("reply.stop", "an empty text ends every reply at once", "remove it")
-    fix = "remove reply, or set"
-    if spec.deterministic:
-        reason = "turns of two policies meet in no fixed waves"
-        yield problem("deterministic", reason, f"{fix} deterministic: false")
-    if spec.rollout.chunk_tokens:
-        reason = "an exchange is sent when it has ended"
-        yield problem("rollout.chunk_tokens", reason, f"{fix} rollout.chunk_tokens: 0")
-    for key, count in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
-        if count:
-            reason = "an exchange that a rollout has begun does not go on at another one"
-            yield problem(f"{key}.helpers", reason, f"{fix} {key}.helpers: 0")
-
-
 def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:
     """Yields a problem for each set of stages that form cycles; where cycles overlap, each of them must be opened."""
-    by_turns = {"generate", graph.reply_stage}
-    edges = [edge for edge in graph.edges if not {edge.source, edge.target} <= by_turns]
-    reach = {name: {edge.target for edge in edges if edge.source == name} for name in graph.stages}
+    reach = {name: {edge.target for edge in graph.edges if edge.source == name} for name in graph.stages}
     for middle in graph.stages:
         for name in graph.stages:
             if middle in reach[name]:
@@ -167,7 +116,7 @@ def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:
         if name in reach[name]:
             found[frozenset(other for other in reach[name] if name in reach[other])] = None
     for cycle in found:
-        inner = [edge for edge in edges if {edge.source, edge.target} <= cycle]
+        inner = [edge for edge in graph.edges if {edge.source, edge.target} <= cycle]
         stage = min(cycle)
         several = "lies on cycles that overlap" if len(inner) > len(cycle) else "lies on a cycle"
         listed = ", ".join(f"{edge.source} → {edge.target}" for edge in inner)
@@ -180,14 +129,10 @@ def _loose_ends(graph: GraphSection) -> Iterator[KeyProblemView]:
         key = f"workflow.stages.{name}"
         if name != "generate" and not graph.into(name):
             sources = [other for other in (*graph.of("reward"), "generate") if other != name]
-            if name == graph.reply_stage:
-                sources = ["generate"]
             fix = f"add {{source: {sources[0]}, target: {name}}} to workflow.edges, or remove the stage"
             yield problem(key, "no stage produces what it reads", fix)
         if stage.service != "trainer" and all(edge.source != name for edge in graph.edges):
             end = graph.of("reward" if stage.service == "rollout" else "trainer")[0]
-            if name == graph.reply_stage:
-                end = "generate"
             fix = f"add {{source: {name}, target: {end}}} to workflow.edges, or remove the stage"
             yield problem(key, "no stage reads what it makes", fix)
 

@@ -32,6 +32,15 @@ class RoleSection(Section):
     max_new_tokens: Tokens | None = Field(
         default=None, description="of a role that is not learned from; default: sampling.max_new_tokens"
     )
+    stop: list[str] | None = Field(
+        default=None,
+        description="texts that end a turn of a role that is not learned from; default: sampling.stop",
+    )
+    own_devices: bool = Field(
+        default=False,
+        description="whether a frozen model has devices of its own in each rollout instance, as many as the policy's "
+        "engine, or shares that one's",
+    )
 
     @property
     def trained(self) -> bool:

@@ -29,6 +29,17 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
     return prod(size for size in sizes if type(size) is int and size > 0)
 
 
+def engines_apart(spec: Mapping[str, Any]) -> int:
+    """Models that have devices of their own in each rollout instance, beside the policy's; `spec`: as JSON.
+
+    >>> engines_apart({"policies": {"b": {"own_devices": True}}}), engines_apart({})
+    (1, 0)
+    """
+    roles = ((spec.get("environment") or {}).get("roles") or {}).values()
+    frozen = {(role.get("path"), role.get("revision")) for role in roles if role.get("own_devices")}
+    return len(frozen) + sum(bool(each.get("own_devices")) for each in (spec.get("policies") or {}).values())
+
+
 KV_TYPE = "kv_cache_dtype"
 """Argument of vLLM and SGLang that names the type of keys and values."""
 

@@ -38,3 +38,8 @@ class PolicySection(Section):
     algorithm: PolicyAlgorithmSection | None = Field(default=None, description="default: algorithm")
     optimizer: OptimizerSection | None = Field(default=None, description="default: optimizer")
     trainer: PolicyTrainerSection | None = Field(default=None, description="default: trainer")
+    own_devices: bool = Field(
+        default=False,
+        description="whether its engine has devices of its own in each rollout instance, as many as the run's own "
+        "policy's, or shares that one's",
+    )

@@ -15,6 +15,7 @@ from headrace_schema.sections.generating import (
     ModelSection,
     RolloutSection,
     SamplingSection,
+    engines_apart,
 )
 from headrace_schema.sections.learning import (
     AlgorithmSection,
@@ -23,7 +24,6 @@ from headrace_schema.sections.learning import (
     TrainerSection,
 )
 from headrace_schema.sections.policies import PolicyName, PolicySection
-from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import (
     FromCheckpointSection,
     LimitsSection,
@@ -80,10 +80,6 @@ class RunSections(Section):
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
     weights: WeightsSection = WeightsSection()
-    reply: ReplySection | None = Field(
-        default=None,
-        description="what answers the policy inside a trajectory; the workflow's second rollout stage",
-    )
     reward: RewardSection = Field(
         description="what judges an answer; needed but for an embodied or agentic run"
     )
@@ -106,6 +102,11 @@ class RunSections(Section):
         return {name: role.policy for name, role in roles.items() if role.policy}
 
     @property
+    def engines(self) -> int:
+        """Models of a rollout instance that have devices of their own: the policy, and those with `own_devices`."""
+        return 1 + engines_apart(self.model_dump(include={"environment": {"roles"}, "policies": True}))
+
+    @property
     def slots_per_step(self) -> int:
         """B: slots of one step."""
         return self.algorithm.group_size * self.algorithm.prompts_per_step
@@ -113,8 +114,7 @@ class RunSections(Section):
     @property
     def install(self) -> str:
         """How a rollout that makes answers takes a new version: `rollout.install`, or what fits the run."""
-        whole = self.environment is not None or self.reply is not None
-        return self.rollout.install or ("drain" if whole else "in_flight")
+        return self.rollout.install or ("drain" if self.environment is not None else "in_flight")
 
     @property
     def graph(self) -> GraphSection:

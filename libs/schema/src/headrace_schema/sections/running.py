@@ -14,7 +14,7 @@ EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
 APART = ("disaggregated", "hybrid")
 """Modes in which generating and learning have devices of their own while answers are made."""
-SIDES = ("rollout", "trainer", "simulator", "reply", "reward")
+SIDES = ("rollout", "trainer", "simulator", "reward")
 """Who holds devices, by the keys that name them."""
 MEASURE_STEPS = 3
 MEASURING_SHARE = 0.05
@@ -80,11 +80,6 @@ class PlacementSection(Section):
         default_factory=list,
         description="devices on which simulators act while rollouts generate; one that both name goes to one of them; "
         "default: simulators hold no devices",
-    )
-    reply: Devices = Field(
-        default_factory=list,
-        description="devices on which instances of their own reply while rollouts answer, see `reply`; default: each "
-        "rollout replies on its own devices",
     )
     reward: Devices = Field(
         default_factory=list,

@@ -65,7 +65,7 @@ class Reauthorize(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
 
 class GenerateOpen(_message.Message):
-    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation", "repliers", "pools")
+    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation", "pools")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
@@ -75,7 +75,6 @@ class GenerateOpen(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
-    REPLIERS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     policy_number: int
@@ -86,23 +85,8 @@ class GenerateOpen(_message.Message):
     chunk_tokens: int
     deterministic: bool
     evaluation: bool
-    repliers: _containers.RepeatedCompositeFieldContainer[Replier]
     pools: _containers.RepeatedCompositeFieldContainer[EnvironmentPool]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., repliers: _Optional[_Iterable[_Union[Replier, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ...) -> None: ...
-
-class Replier(_message.Message):
-    __slots__ = ("address", "header", "policy_number", "max_context_tokens", "timeout")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    header: _common_pb2.CommandHeader
-    policy_number: int
-    max_context_tokens: int
-    timeout: _duration_pb2.Duration
-    def __init__(self, address: _Optional[str] = ..., header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ...) -> None: ...
 
 class AssignGroups(_message.Message):
     __slots__ = ("groups",)
@@ -181,30 +165,20 @@ class SampleAssignment(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "prefills", "lost_repliers", "stages", "lost_pools")
+    __slots__ = ("chunks", "partials", "revoked", "prefills", "stages", "lost_pools")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
-    LOST_REPLIERS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
     prefills: _containers.RepeatedCompositeFieldContainer[Prefill]
-    lost_repliers: _containers.RepeatedCompositeFieldContainer[LostReplier]
     stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
     lost_pools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., lost_repliers: _Optional[_Iterable[_Union[LostReplier, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class LostReplier(_message.Message):
-    __slots__ = ("address", "reason")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    reason: str
-    def __init__(self, address: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("began_ago", "lasted")

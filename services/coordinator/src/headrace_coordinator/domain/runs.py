@@ -39,19 +39,17 @@ SWITCH_SHARE = 1.0
 
 
 class Grant(msgspec.Struct):
-    """What a run may use: incarnations of its rollouts, trainers, helpers and repliers, and devices."""
+    """What a run may use: incarnations of its rollouts, trainers and helpers, and devices."""
 
     rollouts: list[str] = []
     trainers: list[str] = []
     devices: list[str] = []
     helpers: list[str] = []
-    repliers: list[str] = []
-    """Rollout instances that reply to the policy, on devices of their own."""
 
     @property
     def instances(self) -> list[str]:
         """All incarnations."""
-        return [*self.rollouts, *self.trainers, *self.helpers, *self.repliers]
+        return [*self.rollouts, *self.trainers, *self.helpers]
 
 
 class SuiteEvaluation(msgspec.Struct):
@@ -308,7 +306,7 @@ class RunState(msgspec.Struct):
 
 
 def _grant_of(event: ev.RunAdmitted) -> Grant:
-    found = (event.rollouts, event.trainers, event.devices, event.helpers, event.repliers)
+    found = (event.rollouts, event.trainers, event.devices, event.helpers)
     return Grant(*map(list, found))
 
 

@@ -27,7 +27,6 @@ from headrace_schema.resources.overviews import (
     WorkView,
 )
 
-from headrace_coordinator.domain.devices.leases import REPLY
 from headrace_coordinator.domain.intervals import Interval, covered, joined, without
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
@@ -45,8 +44,6 @@ AT_WORK = {
     "evaluate": Label.DECODE,
     "generate": Label.DECODE,
     "act": Label.DECODE,
-    "own turn": Label.DECODE,
-    REPLY: Label.DECODE,
     "wait for lease": Label.WAIT_LEASE,
     "wait for data": Label.WAIT_DATA,
     "wait for tail": Label.WAIT_TAIL,
@@ -285,8 +282,6 @@ class _LabelledPart:
             stage = min(stages, key=lambda each: ORDER.get(each, len(ORDER)))
             if stage in DECODES and _covers(self._rests.get(device, ()), at):
                 return stage, self._waits_for(at), name
-            if holder is not None and holder.stage == REPLY and stage not in AT_WORK:
-                return stage, Label.DECODE, name  # A workflow's stage has a name of its own.
             return stage, AT_WORK.get(stage, Label.WORK), name
         for span in self._for_all:
             if span.start <= at < span.end:

@@ -28,7 +28,6 @@ from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.run.devices.leasing import WorkerLeases
 from headrace_coordinator.run.devices.lending import Lending
 from headrace_coordinator.run.devices.placement import Placement
-from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.modality import modality_of
 from headrace_coordinator.run.recording import StepRecording
 from headrace_coordinator.run.staffing import Staffing
@@ -91,8 +90,7 @@ class RunContext:
         self.projection = projection
         self.workers = WorkerGroup(fleet, run_id, self.spec)
         self.leases = WorkerLeases(self.workers)
-        self.repliers = Repliers(self.leases)
-        self.modality = modality_of(self.workers, self.leases, dataset, self.repliers)
+        self.modality = modality_of(self.workers, self.leases, dataset)
         self.staffing = Staffing(self.workers, self.modality, self.leases)
         self.placement = Placement(self.leases, self.staffing)
         self.lending = Lending(self.leases, self.placement)

@@ -238,8 +238,7 @@ class RunLoop:
             kinds.insert(0, ("baseline_prefill", section.baseline_prefill))
         for kind, prefill in kinds:
             if context.unevaluated(kind):
-                acting = [*context.workers.rollouts, *context.workers.repliers]
-                devices = {device for worker in acting for device in worker.devices}
+                devices = {device for worker in context.workers.rollouts for device in worker.devices}
                 try:
                     named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
                     with named, self._timer.stage("evaluate", sorted(devices)):

@@ -1,15 +1,15 @@
 """What differs between runs of texts, of episodes and of conversations: prompts, streams, and the peers of a rollout.
 
-The one place of `run` that asks which of them a run is. Only a run of texts has repliers, only the others have
-simulators.
+The one place of `run` that asks which of them a run is. Only the others than a run of texts have simulators.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -22,9 +22,7 @@ from typing_extensions import override
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.run.devices.leasing import WorkerLeases
-from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.simulators.pools import Pools
-from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import Opening, Produced, RolloutClient
 
@@ -47,8 +45,8 @@ class Sampling:
     """Whether an episode ends with its first success."""
 
 
-class Modality(Protocol):
-    """A run of texts, of episodes, or of conversations."""
+class Modality(ABC):
+    """A run of texts, of episodes, or of conversations; what is done here is done for a run without simulators."""
 
     resumable: bool
     """Whether an unfinished trajectory goes on elsewhere from its prefix."""
@@ -56,9 +54,10 @@ class Modality(Protocol):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
-    has_images: bool
+    has_images = False
     """Whether prompts have images."""
 
+    @abstractmethod
     def prompt(
         self,
         item: DataItem,
@@ -73,38 +72,42 @@ class Modality(Protocol):
         renders the prompt of other data than the run's.
         """
 
+    @abstractmethod
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
         """The first message of a rollout's stream; its header is left to the client."""
 
     async def open_environments(self) -> None:
         """Before rollouts open the run: those that are granted have environments. Raises `Unstaffed`."""
-
-    async def open_repliers(self, fewest: int) -> None:
-        """At least `fewest` instances that reply have the run open, where they have devices of their own."""
+        return
 
     def rollouts_opened(self) -> None:
         """Rollouts have opened the run, and said how many trajectories they can make at once."""
+        return
 
-    async def prepare(self, worker: RolloutClient, published: Published) -> None:
-        """Before a stream: the rollout's simulators or repliers are there, on their devices. Raises `Unstaffed`."""
+    async def prepare(self, worker: RolloutClient) -> None:
+        """Before a stream: the rollout's simulators are there, on their devices. Raises `Unstaffed`."""
+        return
 
     def ended(self, worker: RolloutClient, *, well: bool) -> None:
         """After a stream; `well`: it made what it was asked for."""
+        return
 
     def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        """Whether a rollout says that a simulator or replier answers it no more; `recover` is to be called then."""
+        """Whether a rollout says that a simulator answers it no more; `recover` is to be called then."""
+        return False
 
     async def recover(self, worker: RolloutClient) -> bool:
-        """After a stream: whether it lost a simulator or replier; waits a little for its exit to be noticed."""
+        """After a stream: whether it lost a simulator; waits a little for its exit to be noticed."""
+        return False
 
 
 class Texts(Modality):
-    """Answers to prompts, each from one policy or from two that speak in turn."""
+    """Answers to prompts."""
 
-    def __init__(self, workers: WorkerGroup, dataset: Dataset, repliers: Repliers) -> None:
-        self.resumable = workers.spec.reply is None
+    resumable = True
+
+    def __init__(self, workers: WorkerGroup, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._repliers = repliers
         self.warmup_examples = dataset.warmup.examples if workers.spec.trainer.warmup.steps else []
         self.has_images = dataset.has_images
 
@@ -131,45 +134,16 @@ class Texts(Modality):
 
     @override
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
-        return _generate(sampling, repliers=self._repliers.openings())
-
-    @override
-    async def open_environments(self) -> None:
-        return
-
-    @override
-    async def open_repliers(self, fewest: int) -> None:
-        await self._repliers.open(fewest)
-
-    @override
-    def rollouts_opened(self) -> None:
-        return
-
-    @override
-    async def prepare(self, worker: RolloutClient, published: Published) -> None:
-        await self._repliers.staff(published)
-
-    @override
-    def ended(self, worker: RolloutClient, *, well: bool) -> None:
-        return
-
-    @override
-    def takes_losses(self, worker: RolloutClient, response: Produced) -> bool:
-        assert isinstance(response, rollout.GenerateResponse)
-        worker.lost_repliers += response.lost_repliers
-        return bool(response.lost_repliers)
-
-    @override
-    async def recover(self, worker: RolloutClient) -> bool:
-        return await self._repliers.recover(worker)
+        return _generate(sampling)
 
 
 class Online(Texts):
     """Sessions of clients from outside, which rollouts wait for."""
 
-    def __init__(self, workers: WorkerGroup, dataset: Dataset, repliers: Repliers) -> None:
-        super().__init__(workers, dataset, repliers)
-        self.resumable = False
+    resumable = False
+
+    def __init__(self, workers: WorkerGroup, dataset: Dataset) -> None:
+        super().__init__(workers, dataset)
         self._workers = workers
 
     @override
@@ -193,7 +167,7 @@ class Online(Texts):
 class Episodes(Modality):
     """Episodes of a robot policy, in environments that simulators step."""
 
-    resumable = has_images = False
+    resumable = False
 
     def __init__(self, pools: Pools, dataset: Dataset, tasks: Sequence[str]) -> None:
         self.warmup_examples = []
@@ -230,15 +204,11 @@ class Episodes(Modality):
         await self._pools.staff()
 
     @override
-    async def open_repliers(self, fewest: int) -> None:
-        return
-
-    @override
     def rollouts_opened(self) -> None:
         self._pools.count_environments()
 
     @override
-    async def prepare(self, worker: RolloutClient, published: Published) -> None:
+    async def prepare(self, worker: RolloutClient) -> None:
         await self._pools.prepare(worker)
 
     @override
@@ -312,12 +282,12 @@ def _seed(item: DataItem) -> int:
     return int(digest_bytes(item.key.encode())[:16], 16) % MAX_NUMBER
 
 
-def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset, repliers: Repliers) -> Modality:
+def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset) -> Modality:
     """That of a run."""
     spec = workers.spec
     if spec.agent is not None and spec.agent.online is not None:
-        return Online(workers, dataset, repliers)
+        return Online(workers, dataset)
     if spec.environment is None:
-        return Texts(workers, dataset, repliers)
+        return Texts(workers, dataset)
     made = Conversations if spec.workflow == CONVERSATIONS else Episodes
     return made(Pools(workers, leases), dataset, spec.environment.tasks)

@@ -52,7 +52,6 @@ class Staffing:
         demand = demand_of(self.workers.state)
         await gather_all(
             self.staff_trainers(),
-            self._modality.open_repliers(demand.fewest_repliers),
             self.staff_rollouts(demand.fewest_rollouts),
         )
 
@@ -228,12 +227,10 @@ class Staffing:
         )
 
     def _rollout_config(self) -> str:
-        elsewhere = bool(self.workers.spec.placement.reply)
         replays = self.workers.spec.algorithm.options.get("routing_replay") is True
         config = RolloutConfig.of(
             self._fitted,
             prompt=self.workers.spec.data.prompt,
-            replies_elsewhere=elsewhere,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
             images=self._modality.has_images,

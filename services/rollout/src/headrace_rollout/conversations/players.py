@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class Player:
     learns: bool = True
     temperature: float | None = None
     max_new_tokens: int | None = None
+    stop: Sequence[str] | None = None
 
     def greedy(self, sample: bool) -> bool:
         """Whether its turns are the likeliest tokens, in a sample that is so or not."""
@@ -40,4 +42,6 @@ class Player:
             own = replace(own, distribution=Distribution(temperature=self.temperature))
         if self.max_new_tokens is not None:
             own = replace(own, max_new_tokens=self.max_new_tokens)
+        if self.stop is not None:
+            own = replace(own, stop=tuple(self.stop))
         return Speaker(self.engine, own)

@@ -6,6 +6,7 @@ Turns that are asked for at once go to the engine together, those of one prompt 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from headrace_rollout.engines.samples import (
     Stream,
     TrajectoryUpdate,
 )
-from headrace_rollout.exchanges.exchange import Turn, seed_of
 
+SEED_BYTES = 8
 Place = tuple[int, SlotKey, int]
 """Turn, slot and attempt."""
 
@@ -145,11 +146,10 @@ class Speaker:
             def sink(outputs: list[TrajectoryUpdate]) -> None:
                 self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
 
-            seed = self._outer.seed
             self._streams[terms] = replace(
                 self._outer,
                 distribution=distribution,
-                seed=seed_of(f"{seed}/{asked.seed}") if asked.seed else Turn(turn, reply=False).seed(seed),
+                seed=_seed(self._outer.seed, asked.seed or turn),
                 sink=sink,
                 chunk_tokens=each,
                 goes_on=True,
@@ -174,6 +174,13 @@ class Speaker:
             answer.set_exception(result)
         else:
             answer.set_result(result)
+
+
+def _seed(seed: int, turn: int | str) -> int:
+    """The seed of a turn's tokens, so that no two turns draw alike; the first turn has the stream's own."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=SEED_BYTES).digest()) >> 1
 
 
 def _groups(several: Sequence[Asked]) -> list[Group]:

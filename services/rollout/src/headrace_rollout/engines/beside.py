@@ -1,4 +1,5 @@
-"""A policy's engine with other models beside it on the same devices: they are placed, woken and suspended together.
+"""A policy's engine with other models beside it, on its devices or their own: all are placed, woken and suspended
+together.
 
 Others are frozen, or policies that learn too: a version of the run then is one of all of them. Samples go to the run's
 own policy's engine; who wants another model asks its engine itself. Knows no run.
@@ -57,12 +58,20 @@ class Frozen:
 
 
 class EngineBeside(Engine):
-    """The policy's engine, and those of frozen models, and by their names those of other policies that learn."""
+    """The policy's engine, and those of frozen models, and by their names those of other policies that learn.
+
+    Those `apart` have devices of their own, as many as the policy's engine.
+    """
 
     def __init__(
-        self, speaker: Engine, frozen: Sequence[Frozen], learning: Mapping[str, Engine] | None = None
+        self,
+        speaker: Engine,
+        frozen: Sequence[Frozen],
+        learning: Mapping[str, Engine] | None = None,
+        apart: Sequence[Engine] = (),
     ) -> None:
         self._speaker, self._frozen, self._learning = speaker, frozen, dict(learning or {})
+        self._apart = apart
         self.capabilities = speaker.capabilities
         self.max_context_tokens = speaker.max_context_tokens
         self.vocabulary_size = speaker.vocabulary_size
@@ -182,9 +191,16 @@ class EngineBeside(Engine):
 
     @override
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """All models are on the same devices."""
+        """Devices are divided into equal parts in their order: the first is the policy's, then one for each apart.
+
+        CPU slots are one device; there the threads are divided.
+        """
+        parts = 1 + len(self._apart)
+        each = len(devices) // parts
         for engine in self._engines:
-            await engine.place(devices, threads)
+            part = self._apart.index(engine) + 1 if engine in self._apart else 0
+            own = devices[part * each : (part + 1) * each] if each else devices
+            await engine.place(own, max(1, threads // parts))
 
     @override
     async def close(self) -> None:

@@ -64,7 +64,7 @@ GIVEN, BEGINS = 0, -1
 class Prefix:
     """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
 
-    Of a finished exchange, GIVEN stands for tokens that were given, such as replies, and of a session BEGINS for the
+    Of a finished conversation, GIVEN stands for tokens that others said, and of a session BEGINS for the
     prompt of another line, which is not read with what stands before it. `routes` are the experts that
     prompt and tokens but the last were sent to, as `Trajectory.routed_experts` has them before it is compressed; empty
     where the run does not ask for them.
@@ -161,8 +161,6 @@ class TrajectoryUpdate:
     stopped: bool = False
     whole: Prefix | None = None
     greedy: bool = False
-    text_from: int = 0
-    """Where in `whole` the text begins that scorers judge."""
     cache: CachedContext | None = None
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
     said: Said | None = None

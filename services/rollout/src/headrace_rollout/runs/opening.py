@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
-from headrace_schema.openings import RolloutConfig, policy_model, reply_model, role_model
+from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.generating import ModelSection
-from headrace_schema.sections.replying import ReplySection
 from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
@@ -32,8 +31,6 @@ from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
-from headrace_rollout.exchanges.engine import ExchangeEngine
-from headrace_rollout.exchanges.exchange import Rules
 from headrace_rollout.runs.opened import (
     RETENTION_BYTES,
     ConversationRun,
@@ -107,15 +104,9 @@ def _text_run(
             _require_images(chosen.name, engine, codec, config)
         return engine
 
-    if config.reply is not None:
-        return TextRun(name, config, _exchange_engine(config, config.reply, settings, build), codec)
     if config.environment is not None:
-        engine = build(settings)
-        policy = _player(config, engine, codec)
-        others, learning = _players(config, settings, policy, build)
-        frozen = {each.frozen.engine: each.frozen for each in others.values() if each.frozen}
-        if frozen or learning:
-            engine = EngineBeside(engine, [*frozen.values()], learning)
+        policy = _player(config, build(settings), codec)
+        others, engine = _players(config, settings, policy, build)
         pools = Pools(blobs, token, config.environment.step_timeout_s)
         return ConversationRun(name, config, engine, codec, policy.template, pools, others)
     if config.agent is not None and config.agent.online is not None:
@@ -173,8 +164,8 @@ def _players(
     settings: EngineConfig,
     policy: Player,
     build: Callable[[EngineConfig], Engine],
-) -> tuple[dict[str, Player], dict[str, Engine]]:
-    """Who plays each role that the config names, and the engines of the other policies that learn, by their names.
+) -> tuple[dict[str, Player], Engine]:
+    """Who plays each role that the config names, and the engines of all models as one.
 
     A frozen model that plays several roles is there once.
     """
@@ -183,11 +174,13 @@ def _players(
     assert config.environment is not None
     found: dict[str, Player] = {}
     policies: dict[str, Player] = {}
+    apart: list[Engine] = []
     for name, section in config.policies.items():
         model = policy_model(config.model, section)
         with _naming(f"policies.{name}.model.path"):
             codec = load_tokenizer(model)
             policies[name] = _player(config, build(replace(settings, model=model, codec=codec)), codec)
+        apart += [policies[name].engine] if section.own_devices else []
     made: dict[tuple[str, str | None], Player] = {}
     for name, role in config.environment.roles.items():
         player = policies.get(role.policy, policy)
@@ -200,13 +193,20 @@ def _players(
                     frozen = Frozen(engine, _reader(config, model))
                     made[role.path, role.revision] = _player(config, engine, codec, frozen=frozen)
                 player = made[role.path, role.revision]
+            if role.own_devices and player.engine not in apart:
+                apart.append(player.engine)
         found[name] = replace(
             player,
             learns=role.trained,
             temperature=role.temperature,
             max_new_tokens=role.max_new_tokens,
+            stop=role.stop,
         )
-    return found, {name: player.engine for name, player in policies.items()}
+    beside = [player.frozen for player in made.values() if player.frozen]
+    learning = {name: player.engine for name, player in policies.items()}
+    if not (beside or learning):
+        return found, policy.engine
+    return found, EngineBeside(policy.engine, beside, learning, apart)
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
@@ -222,8 +222,6 @@ def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
     elif not engine.capabilities.routed_experts:
         reason = f"rollout.engine: {name} does not tell which experts it sent tokens to"
         fix = "use the engine transformers or vllm, or leave it out"
-    elif config.reply is not None:
-        reason, fix = "an exchange with a reply is put together without routes", "leave it or reply out"
     if reason:
         raise PluginError([KeyProblem(key, reason, fix)])
 
@@ -296,41 +294,6 @@ def memory_on(leased: Sequence[str], engine_bytes: int = 0) -> Memory:
     return Memory(sum(map(free_bytes, gpus)), max(sum(map(used_bytes, gpus)), engine_bytes))
 
 
-def _exchange_engine(
-    config: RolloutConfig,
-    reply: ReplySection,
-    settings: EngineConfig,
-    build: Callable[[EngineConfig], Engine],
-) -> ExchangeEngine:
-    """The engines of both policies as one. Where other instances reply, the second model is not loaded here.
-
-    Of that one the tokenizer alone is read then. Raises ModelNotReadable where it or its tokenizer does not fit.
-    """
-    from headrace_modelkit.tokenizer import load_tokenizer
-
-    frozen = reply_model(config.model, reply)
-    replier: Frozen | None = None
-    if frozen is not None:
-        with _naming("reply.path"):
-            _same_tokens(settings.codec, reply, load_tokenizer(frozen))
-            if not config.replies_elsewhere:
-                replier = Frozen(build(replace(settings, model=frozen)), _reader(config, frozen))
-    speaker = build(settings)
-    engines = [speaker, replier.engine] if replier else [speaker]
-    rules = Rules(
-        turns=reply.turns,
-        before=_glue(settings.codec, reply.before),
-        after=_glue(settings.codec, reply.after),
-        distribution=Distribution(temperature=reply.temperature),
-        max_new_tokens=reply.max_new_tokens,
-        stop=tuple(reply.stop),
-        context_limit=min(engine.max_context_tokens for engine in engines),
-        last_alone=reply.scored == "last",
-    )
-
-    return ExchangeEngine(speaker, replier, rules)
-
-
 def _reader(config: RolloutConfig, model: ModelSection) -> Callable[[], tuple[str, Weights]]:
     """What reads a frozen model's weights."""
 
@@ -350,17 +313,3 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except ModelNotReadable as error:
         raise ModelNotReadable(str(error).replace("model.path", key)) from error
-
-
-def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:
-    """Ids of a text inside an exchange: without what the tokenizer puts before the beginning of one."""
-    ids: Sequence[int] = codec.tokenizer.encode(text, add_special_tokens=False) if text else ()
-    return tuple(ids)
-
-
-def _same_tokens(codec: TextCodec, reply: ReplySection, other: TextCodec) -> None:
-    if codec.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-        raise ModelNotReadable(
-            f"reply.path: {reply.path!r} has another tokenizer than the policy, and both read the same ids; give a "
-            "model of the same family"
-        )

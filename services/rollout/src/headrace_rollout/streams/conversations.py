@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.requests import check_number, json_object
@@ -14,7 +14,7 @@ from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.runs.opened import ConversationRun
 from headrace_rollout.streams.base import Serving
-from headrace_rollout.streams.generation import Generation
+from headrace_rollout.streams.generation import Generation, Produced
 from headrace_rollout.wire import duration_of, invalid, refusals
 
 
@@ -71,10 +71,13 @@ class ConversationStream(Generation):
         await self._runner.close()
 
     @override
-    def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
-        now = self._asked.seconds
-        response.stages.add(stage="simulate", wall_time=duration_of(now - self._told_s))
-        self._told_s = now
+    def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
+        response = super()._respond(outputs)
+        if response is not None:
+            now = self._asked.seconds
+            response.stages.add(stage="simulate", wall_time=duration_of(now - self._told_s))
+            self._told_s = now
+        return response
 
 
 def conversations_of(groups: Iterable[rollout_pb2.GroupAssignment]) -> Iterable[ConversationSample]:

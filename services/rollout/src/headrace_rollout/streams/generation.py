@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -15,8 +15,6 @@ from typing_extensions import override
 from headrace_rollout.engines.base import prefills_of
 from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, TrajectoryUpdate
 from headrace_rollout.environments.pool import Pool
-from headrace_rollout.exchanges.engine import ExchangeEngine, OtherSide
-from headrace_rollout.exchanges.repliers import Repliers
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.streams.base import Handover, SampleStream, Serving
 from headrace_rollout.wire import (
@@ -24,7 +22,6 @@ from headrace_rollout.wire import (
     fill_chunk,
     fill_trajectory,
     groups_of,
-    invalid,
     partial_of,
     refusals,
     stream_of,
@@ -36,11 +33,11 @@ _POLL_S = 0.02
 _TOKEN_BYTES = 8
 
 
-Produced = TrajectoryUpdate | rollout_pb2.LostReplier | Pool
+Produced = TrajectoryUpdate | Pool
 
 
 class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
-    """The life of a Generate stream. A replier, or a pool of conversations, among its outputs was lost."""
+    """The life of a Generate stream. A pool of conversations among its outputs was lost."""
 
     def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
@@ -55,22 +52,6 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             put([*outputs])
 
         self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
-        self._elsewhere = self._open_repliers(opening.repliers, lambda lost: put([lost]))
-        self._stages: dict[str, float] = {}
-
-    def _open_repliers(
-        self, named: Sequence[rollout_pb2.Replier], lost: Callable[[rollout_pb2.LostReplier], None]
-    ) -> tuple[Repliers, OtherSide] | None:
-        """Connects to the instances that reply to the stream's samples; None where this one does, or nobody."""
-        engine = self._engine
-        if not (isinstance(engine, ExchangeEngine) and self._run.config.replies_elsewhere):
-            if named:
-                raise invalid("repliers: the run's config says that nobody replies elsewhere; name none")
-            return None
-        repliers = Repliers(named, self._serving.token, lost)
-        limits = [each.max_context_tokens for each in named if each.max_context_tokens]
-        limit = min(limits, default=engine.max_context_tokens)
-        return repliers, engine.replied_to_by(self._stream, repliers, limit)
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
@@ -116,12 +97,6 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
     async def _abort(self) -> None:
         await self._engine.abort(None, stream=self._stream)
 
-    async def _leave(self) -> None:
-        await super()._leave()
-        if self._elsewhere is not None and isinstance(self._engine, ExchangeEngine):
-            self._engine.leave(self._stream)
-            await self._elsewhere[0].close()
-
     def _size(self, output: Produced) -> int:
         if not isinstance(output, TrajectoryUpdate):
             return 0
@@ -130,11 +105,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
     def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
         response = rollout_pb2.GenerateResponse(revoked=self._revoked)
         for output in outputs:
-            if not isinstance(output, TrajectoryUpdate):
-                if isinstance(output, Pool):
-                    response.lost_pools.append(output.name)
-                else:
-                    response.lost_repliers.append(output)
+            if isinstance(output, Pool):
+                response.lost_pools.append(output.name)
                 self._reading = False
                 continue
             self._outstanding -= output.whole is not None
@@ -147,21 +119,10 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             if output.finish is not None:
                 self._fill(chunk.finished, output)
                 self._retain(chunk.finished)
-        lost = response.lost_repliers or response.lost_pools
-        if not (response.chunks or response.partials or response.revoked or lost):
+        if not (response.chunks or response.partials or response.revoked or response.lost_pools):
             return None
         self._tell_prefills(response)
-        self._tell_stages(response)
         return response
-
-    def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
-        """Where others reply: seconds of answers and of replies since the response before."""
-        if self._elsewhere is None:
-            return
-        now = self._elsewhere[1].seconds()
-        for stage, seconds in now.items():
-            response.stages.add(stage=stage, wall_time=duration_of(seconds - self._stages.get(stage, 0.0)))
-        self._stages.update(now)
 
     def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:
         """Those since the response before. Two streams at once would both tell of all: the caller times one device."""

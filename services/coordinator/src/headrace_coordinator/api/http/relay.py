@@ -105,7 +105,7 @@ class Relay:
         if session:
             message = f"session {session} is lost: the rollout instance that had it is gone; begin a new one"
             raise Unanswered(404, "session_lost", message)
-        message = "no rollout instance has the run open now; see headrace run show"
+        message = "no rollout instance has the run open now; see headrace run get"
         raise Unanswered(503, "run_over", message)
 
     async def _in_order(self, request: Request, urls: Sequence[str], body: bytes) -> Sequence[str]:
@@ -142,7 +142,7 @@ class Relay:
         found = [each for each in await asyncio.gather(*(self._look(request, url) for url in urls)) if each]
         if not found:
             raise Unanswered(
-                503, "run_over", "no rollout instance has the run open now; see headrace run show"
+                503, "run_over", "no rollout instance has the run open now; see headrace run get"
             )
         if "status" in found[0]:
             return JSONResponse(found[0]["told"], found[0]["status"])

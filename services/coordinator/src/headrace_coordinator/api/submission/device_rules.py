@@ -16,17 +16,15 @@ from headrace_schema.spec import RunSpec
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.hardware_defaults import gpus_of
 from headrace_coordinator.api.submission.submission import Submission
-from headrace_coordinator.domain.devices.leases import all_gpus
+from headrace_coordinator.domain.devices.demand import devices_each
 from headrace_coordinator.domain.devices.places import named_devices
 
 
 def instances(submission: Submission) -> Iterator[KeyProblemView]:
     """Numbers of instances that are not ready."""
     spec, fleet = submission.spec, submission.fleet
-    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
     wanted = [
         ("rollout.instances", "rollout", spec.rollout.instances),
-        *([("reply.instances", "rollout", spec.rollout.instances + reply)] if reply else []),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
         ("reward.scorers", "reward", 1),
         *([("environment", "simulator", 1)] if spec.environment else []),
@@ -37,12 +35,6 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
             continue
         more = f"start more with `headrace scale {kind}={count}` (containers: `docker compose up -d --scale`)"
         reason = f"{count} {kind} instances are wanted and {ready} are ready"
-        if key == "reply.instances":
-            if spec.rollout.instances > ready:
-                continue  # The problem of rollout.instances says it.
-            reason = f"{count} rollout instances are wanted, {reply} of them to reply, and {ready} are ready"
-            yield problem(key, reason, f"{more}, or remove placement.reply: each rollout then replies itself")
-            continue
         yield problem(key, reason, f"the nearest valid value is {ready}; or {more}" if ready else more)
 
 
@@ -71,7 +63,7 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
         )
         return
     gpus = any(name.startswith("gpu:") for name in shown)
-    each = engine_gpus(spec.rollout.engine_options) if all_gpus(fleet.devices) else 1
+    each = devices_each(spec, fleet.devices)
     if gpus:
         yield from _on_gpus(spec)
         yield from _weights(spec, fleet)
@@ -82,9 +74,6 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
         yield from _scorers(spec, fleet, meant)
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
-        return
-    if placement.reply:
-        yield from _repliers(spec, meant)
         return
     if placement.reward:
         return
@@ -105,20 +94,34 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
 def _engines(
     spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], each: int
 ) -> Iterator[KeyProblemView]:
-    """Engines of several GPUs that the fleet cannot give as many as they span."""
+    """Rollout instances of several devices that the fleet cannot give as many: engines span GPUs, or have their own."""
+    key, fewer = SPAN, f"use a smaller {SPAN}"
+    if spec.engines > 1:
+        key = next(_own_devices(spec))
+        fewer = f"set {key}: false"
     most = max(fleet.rollouts_see, default=len(fleet.devices))
     if each > most:
-        reason = f"an engine of {each} GPUs is wanted and a rollout instance sees {most} at most"
+        reason = f"{each} devices are wanted for a rollout instance, and one sees {most} at most"
         more = "let one see more (CUDA_VISIBLE_DEVICES, --gpus, --devices)"
-        yield problem(SPAN, reason, f"the nearest valid value is {most}; or {more}" if most else more)
+        if spec.engines > 1:
+            yield problem(key, reason, f"{fewer}; or {more}")
+        else:
+            yield problem(SPAN, reason, f"the nearest valid value is {most}; or {more}" if most else more)
         return
     instances, named = spec.rollout.instances, meant["rollout"]
     if named and len(named) < instances * each:
-        reason = f"{instances} engines of {each} GPUs need {instances * each}, and {len(named)} are named"
-        yield problem("placement.rollout", reason, f"name more devices, or use a smaller {SPAN}")
+        reason = f"{instances} rollout instances of {each} devices need {instances * each}, and {len(named)} are named"
+        yield problem("placement.rollout", reason, f"name more devices, or {fewer}")
     if spec.rollout.helpers:
         reason = f"a helper decodes on a rank's one GPU, and the engine spans {each}"
         yield problem("rollout.helpers", reason, f"set rollout.helpers: 0, or leave {SPAN} out")
+
+
+def _own_devices(spec: RunSpec) -> Iterator[str]:
+    """Keys that give a model devices of its own in each rollout instance."""
+    roles = spec.environment.roles if spec.environment else {}
+    yield from (f"environment.roles.{name}.own_devices" for name, role in roles.items() if role.own_devices)
+    yield from (f"policies.{name}.own_devices" for name, each in spec.policies.items() if each.own_devices)
 
 
 def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
@@ -143,16 +146,6 @@ def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         else "take GPUs with more memory, or a smaller model"
     )
     yield problem(SPAN, reason, fix)
-
-
-def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
-    replies, mode = meant["reply"], spec.placement.mode
-    if both := sorted({*replies} & {*meant["rollout"]}):
-        yield acting.overlaps_rollout(both)
-    if mode in APART and (both := sorted({*replies} & {*meant["trainer"]})):
-        yield acting.overlaps_trainer(acting.REPLY, both, mode)
-    if spec.reply is not None and replies and len(replies) < spec.reply.instances:
-        yield acting.too_few_to_reply(len(replies), spec.reply.instances)
 
 
 def _simulators(
@@ -180,7 +173,7 @@ def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
         if known and not named_devices([name], there, fleet.hosts):
             fix = "name a device that one sees, or start reward instances with --devices auto"
             yield problem(f"placement.reward[{index}]", f"no reward instance sees {name!r}", fix)
-    for side in ("rollout", "simulator", "reply"):
+    for side in ("rollout", "simulator"):
         if both := sorted({*meant["reward"]} & {*meant[side]}):
             yield acting.scores_beside(both, side)
     if spec.placement.mode in APART and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):

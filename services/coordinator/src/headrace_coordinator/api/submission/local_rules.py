@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace_schema.model_size import model_size, text_config
-from headrace_schema.openings import reply_model, role_model
+from headrace_schema.openings import role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
@@ -34,8 +34,6 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     yield from _model_directory(spec.model, "model.path")
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
-    if spec.reply and (replier := reply_model(spec.model, spec.reply)):
-        yield from _model_directory(replier, "reply.path")
     for name, role in spec.environment.roles.items() if spec.environment else ():
         if role.path:
             yield from _model_directory(role_model(spec.model, role), f"environment.roles.{name}.path")

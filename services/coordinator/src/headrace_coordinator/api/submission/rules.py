@@ -69,8 +69,6 @@ def images(submission: Submission) -> Iterator[KeyProblemView]:
     if spec.workflow != REASONING:
         reason = "the data has images, which prompts of its conversations do not carry"
         yield problem("workflow", reason, f"set workflow: {REASONING}, or leave the images out")
-    if spec.reply is not None:
-        yield problem("reply", "the data has images, and a reply is made of text alone", "leave it out")
     engine, known = submission.engine, fleet.names("rollout", "engines")
     if engine in known and not fleet.offers(engine, IMAGES):
         fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]

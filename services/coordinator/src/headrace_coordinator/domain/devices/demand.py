@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from headrace_schema.sections.generating import engine_gpus
+from headrace_schema.sections.generating import engine_gpus, engines_apart
 from headrace_schema.sections.running import APART, PlacementSection
+from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.runs import RunState
 
 
@@ -41,10 +43,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Empty: simulators hold no devices."""
     reward_devices: tuple[str, ...] = ()
     """Empty: reward instances hold no devices."""
-    repliers: int = 0
-    """Rollout instances that reply on devices of their own."""
-    fewest_repliers: int = 0
-    reply_devices: tuple[str, ...] = ()
+    engines: int = 1
+    """Models with devices of their own in each rollout instance; it holds a CPU slot or more for each."""
     engine_gpus: int = 1
     """GPUs that each rollout instance holds where it runs on GPUs."""
     fair: bool = False
@@ -60,7 +60,7 @@ def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
     spec, placement = run.spec, run.spec["placement"]
     rollouts = spec["rollout"]["instances"]
-    repliers = spec["reply"].get("instances", 1) if placement.get("reply") else 0
+    engines = 1 + engines_apart(spec)
     begun = bool(run.lineage.head or run.evaluation)
     helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
     ahead = spec["algorithm"].get("max_staleness", 0) > 0 and not run.evaluation
@@ -83,15 +83,18 @@ def demand_of(run: RunState) -> Demand:
         trainer_devices=tuple(placement["trainer"]),
         simulator_devices=tuple(placement.get("simulator", ())),
         reward_devices=tuple(placement.get("reward", ())),
-        repliers=repliers,
-        fewest_repliers=min(repliers, 1) if begun else repliers,
-        reply_devices=tuple(placement.get("reply", ())),
-        engine_gpus=engine_gpus(spec["rollout"].get("engine_options", {})),
+        engines=engines,
+        engine_gpus=engines * engine_gpus(spec["rollout"].get("engine_options", {})),
     )
 
 
 def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
     return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
+
+
+def devices_each(spec: RunSpec, devices: Sequence[str]) -> int:
+    """Of `devices`, how many each rollout instance needs: on GPUs as many as its engines span, else a slot for each."""
+    return spec.engines * (engine_gpus(spec.rollout.engine_options) if all_gpus(devices) else 1)
 
 
 def shares(run: RunState) -> bool:

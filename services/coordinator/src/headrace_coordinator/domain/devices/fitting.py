@@ -42,11 +42,6 @@ class Fitting:
             return "a reward instance to register"
         if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
             return f"a simulator instance with the backend {demand.simulator} to register"
-        reply = self._repliers(demand, taken | {*kept.rollouts}, kept.repliers, demand.fewest_repliers)
-        if len(reply) < demand.fewest_repliers:
-            missing = self._missing("rollout", demand.fewest_repliers, len(reply), grants)
-            return f"{missing} to reply on {', '.join(demand.reply_devices)}"
-        taken |= {*reply}
         room = self._room(demand, grants, demand.rollout_devices)
         rollouts = self._choose(
             "rollout",
@@ -60,7 +55,6 @@ class Fitting:
         if len(rollouts) < demand.fewest_rollouts:
             return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
         decode = [i.incarnation for i in rollouts]
-        reply = self._repliers(demand, taken - {*reply} | {*decode}, reply, demand.repliers)
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         room = self._room(demand, grants, demand.trainer_devices)
         for each in rollouts if demand.disaggregated else ():
@@ -76,27 +70,15 @@ class Fitting:
         if demand.reward_devices and not scoring:
             return f"a reward instance that has {', '.join(demand.reward_devices)} to register"
         seeing += scoring
-        replying = [self._state.instances[who] for who in reply]
-        members = (*rollouts, *replying, *trainers, *seeing)
+        members = (*rollouts, *trainers, *seeing)
         devices = self._devices(demand, members, grants, kept.devices)
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
-        taken |= {*owners, *decode, *reply}
+        taken |= {*owners, *decode}
         helpers = self._beyond("trainer", facets, taken, kept, demand.helpers)
         helpers += self._beyond("rollout", {"engines": demand.engine}, taken, kept, demand.decoders)
-        return Grant(decode, owners, devices, helpers, reply)
-
-    def _repliers(self, demand: Demand, taken: set[str], own: Sequence[str], most: int) -> list[str]:
-        """Rollout instances that see a device for replies: the run's own, and up to `most` the last by name."""
-        if not demand.repliers:
-            return []
-        free = self._choose("rollout", {"engines": demand.engine}, taken, own, len(self._state.instances))
-        hosts = hosts_of(free)
-        seeing = [i for i in free if named_devices(demand.reply_devices, i.devices, hosts)]
-        mine = [i.incarnation for i in seeing if i.incarnation in own]
-        others = [i.incarnation for i in reversed(seeing) if i.incarnation not in own]
-        return [*mine, *others][: max(most, min(len(mine), demand.repliers))]
+        return Grant(decode, owners, devices, helpers)
 
     def _beyond(
         self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
@@ -163,9 +145,7 @@ class Fitting:
 
     def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:
         users = sorted(
-            run
-            for run, grant in grants.items()
-            if ((grant.rollouts or grant.repliers) if kind == "rollout" else grant.trainers)
+            run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
         )
         return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
@@ -186,11 +166,10 @@ class Fitting:
                 continue  # Instances without devices of their own run without a lease.
             everything = self._devices_of(here)
             on_gpus = all_gpus(everything)
-            engines = generate * demand.engine_gpus if on_gpus else generate
+            engines = generate * (demand.engine_gpus if on_gpus else demand.engines)
             needed = engines + learn if demand.disaggregated else max(engines, learn)
             free = [device for device in everything if device not in busy]
-            sides = (*demand.rollout_devices, *demand.trainer_devices, *demand.reply_devices)
-            names = sides if generate or learn else ()
+            names = (*demand.rollout_devices, *demand.trainer_devices) if generate or learn else ()
             kinds = {each.kind for each in here}
             names += demand.simulator_devices if "simulator" in kinds else ()
             names += demand.reward_devices if "reward" in kinds else ()
@@ -248,7 +227,7 @@ class Fitting:
 
     def _parts(self, demand: Demand) -> int:
         """How many parts a machine's devices are divided into: runs of this demand that the instances suffice for."""
-        rollouts = self._count("rollout") // max(demand.fewest_rollouts + demand.fewest_repliers, 1)
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
         if not demand.trainers:
             return max(1, rollouts)
         return max(1, min(rollouts, self._count("trainer") // demand.trainers))

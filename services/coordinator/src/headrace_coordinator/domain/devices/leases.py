@@ -21,8 +21,8 @@ HELP, DECODE = "help", "decode"
 BUILT_IN = "transformers"
 """The engine that computes in its instance's own process."""
 GENERATE = "generate"
-SIMULATE, REPLY, SCORE = "simulate", "reply", "score"
-"""Stages of leases that simulators, rollouts that reply, and scorers hold while the run's rollouts hold theirs."""
+SIMULATE, SCORE = "simulate", "score"
+"""Stages of leases that simulators and scorers hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 
@@ -184,7 +184,7 @@ def plan_release(
 
 def kept_bytes(lease: Lease, engine: str) -> int:
     """Bytes that a lease's holder may still use of its GPUs once it has released them; `engine`: of the lease's run."""
-    hosted = engine != BUILT_IN and lease.stage in (GENERATE, REPLY, DECODE)
+    hosted = engine != BUILT_IN and lease.stage in (GENERATE, DECODE)
     return ASLEEP_BYTES * len(lease.devices) if hosted else KEPT_BYTES
 
 

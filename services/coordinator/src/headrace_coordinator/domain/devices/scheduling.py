@@ -71,7 +71,6 @@ def plan_regroup(
         trainers=list(grant.trainers),
         devices=list(grant.devices),
         helpers=list(grant.helpers),
-        repliers=list(grant.repliers),
         ranks=ranks,
         step=run.ledger.step,
         reason=reason,
@@ -142,7 +141,6 @@ class _Planner:
                 trainers=list(grant.trainers),
                 devices=list(grant.devices),
                 helpers=list(grant.helpers),
-                repliers=list(grant.repliers),
             )
         )
 
@@ -154,9 +152,7 @@ class _Planner:
         kept = self._kept(held, trainers)
         demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
-        lacks |= len(kept.repliers) < demand.fewest_repliers
         fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers + demand.decoders
-        fewer |= len(kept.repliers) < demand.repliers
         if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
@@ -168,8 +164,7 @@ class _Planner:
 
     def _kept(self, held: Grant, trainers: list[str]) -> Grant:
         """The part of a run's grant that is left, with `trainers` for its trainers."""
-        rollouts, repliers = self._usable(held.rollouts), self._usable(held.repliers)
-        return Grant(rollouts, trainers, held.devices, self._helpers(held.helpers), repliers)
+        return Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
 
     def _helpers(self, incarnations: Iterable[str]) -> list[str]:
         """Helpers that the run keeps: while another run waits, those without a lease are not kept."""

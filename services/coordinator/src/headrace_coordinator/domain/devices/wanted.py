@@ -20,7 +20,7 @@ def instances_wanted(state: State) -> dict[str, int]:
     """
     demands = [(run, demand_of(run)) for run in state.active_runs() if run.intent == RUN]
     wanted = {
-        "rollout": sum(demand.rollouts + demand.repliers + demand.decoders for _, demand in demands),
+        "rollout": sum(demand.rollouts + demand.decoders for _, demand in demands),
         "trainer": sum(demand.trainers + demand.helpers for _, demand in demands),
     }
     users = {"reward": demands, "simulator": [each for each in demands if each[1].simulator]}

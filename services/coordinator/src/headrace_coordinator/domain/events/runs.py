@@ -56,8 +56,6 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     devices: list[str]
     helpers: list[str] = []
     """Trainers beside the group and rollouts without devices, which work on others' devices within a step."""
-    repliers: list[str] = []
-    """Rollout instances that reply to the policy within a trajectory."""
 
 
 class RanksWanted(RunEvent, frozen=True, kw_only=True):

@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from math import ceil
 
-from headrace_schema.sections.generating import engine_gpus
 from headrace_schema.sections.running import APART, PlacementSection
+from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.devices.demand import devices_each
 from headrace_coordinator.domain.devices.leases import all_gpus, is_gpu
 from headrace_coordinator.domain.devices.places import (
     device_order,
@@ -23,21 +24,23 @@ from headrace_coordinator.domain.devices.places import (
 from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 
+SEVERAL = "rollout.engine_options.tensor_parallel_size, own_devices"
+"""What gives a rollout instance more devices than one."""
+
 
 class PlacementError(Exception):
     """The spec's placement does not fit the fleet; the message names key and fix."""
 
 
 def assign_devices(workers: WorkerGroup, beside: set[str], *, joined: bool) -> None:
-    """Sets the `devices` of rollouts, trainers and repliers; raises `PlacementError`.
+    """Sets the `devices` of rollouts and trainers; raises `PlacementError`.
 
     `beside`: devices of the run's simulators and scorers. `joined`: the trainers have these and the rollouts' too.
     """
     spec, grant, section = workers.spec, workers.grant, workers.section
     rollouts = [worker for worker in workers.rollouts if worker.incarnation in grant.rollouts]
     trainers = [worker for worker in workers.trainers if worker.incarnation in grant.trainers]
-    each = engine_gpus(spec.rollout.engine_options)
-    devices_of = default_devices(section, grant.devices, rollouts, trainers, joined=joined, each=each)
+    devices_of = default_devices(section, grant.devices, rollouts, trainers, spec, joined=joined)
     for kind, side_workers, wanted in (
         ("rollout", rollouts, spec.rollout.instances),
         ("trainer", trainers, workers.ranks),
@@ -50,27 +53,13 @@ def assign_devices(workers: WorkerGroup, beside: set[str], *, joined: bool) -> N
             elif joined:
                 more = beside & devices_seen(worker.instance for worker in group) - {*side}
                 side = [*side, *sorted(more, key=device_order)]
-            gpus = each if kind == "rollout" else 1
-            seat(group, side, _seats(group, side, wanted, groups, gpus), f"placement.{kind}", gpus)
-    if section.reply:
-        _assign_repliers(workers, section.reply)
+            each = devices_each(spec, side) if kind == "rollout" else 1
+            seat(group, side, _seats(group, side, wanted, groups, each), f"placement.{kind}", each)
 
 
-def _assign_repliers(workers: WorkerGroup, names: Sequence[str]) -> None:
-    repliers = [worker for worker in workers.repliers if worker.incarnation in workers.grant.repliers]
-    wanted = workers.spec.reply.instances if workers.spec.reply else 0
-    hosts, groups = hosts_of(workers.fleet.event_log.state.instances.values()), by_machine(repliers)
-    for group in groups.values():
-        seen = devices_seen(worker.instance for worker in group) & {*workers.grant.devices}
-        side = named_devices(names, sorted(seen, key=device_order), hosts)
-        gpus = engine_gpus(workers.spec.rollout.engine_options)
-        seat(group, side, _seats(group, side, wanted, groups, gpus), "placement.reply", gpus)
-
-
-def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, groups: Sized, gpus: int) -> int:
+def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, groups: Sized, each: int) -> int:
     """Parts of a side's devices on a machine; a lost worker's is kept if possible, so that the others need not move."""
-    most = len(side) // gpus if all_gpus(side) else len(side)
-    return max(len(group), min(ceil(wanted / len(groups)), most))
+    return max(len(group), min(ceil(wanted / len(groups)), len(side) // each))
 
 
 def default_devices(
@@ -78,13 +67,13 @@ def default_devices(
     granted: Sequence[str],
     rollouts: Sequence[WorkerClient],
     trainers: Sequence[WorkerClient],
+    spec: RunSpec | None = None,
     *,
     joined: bool = False,
-    each: int = 1,
 ) -> dict[tuple[str, str], list[str]]:
     """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each.
 
-    `joined`: the trainers have the rollouts' too. `each`: GPUs of a rollout's engine.
+    `joined`: the trainers have the rollouts' too. `spec`: says how many a rollout needs; left out: one.
     """
     chosen: dict[tuple[str, str], list[str]] = {}
     for machine, workers in by_machine((*rollouts, *trainers)).items():
@@ -113,7 +102,7 @@ def default_devices(
                 )
             generate = sum(w.instance.kind == "rollout" for w in workers)
             learn = len(workers) - generate
-            generate *= each if all_gpus(everything) else 1
+            generate *= devices_each(spec, everything) if spec else 1
             half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
             rollout_side, trainer_side = everything[:-half], everything[-half:]
         for kind, names, side, usable in (
@@ -152,16 +141,15 @@ def by_machine(
 
 
 def seat(
-    workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str, gpus: int = 1
+    workers: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str, each: int = 1
 ) -> None:
     """Divides `devices` into seats; workers that hold a lease keep theirs where the others find room beside it.
 
-    `gpus`: how many of them a worker computes on where they are GPUs; of CPU slots each has its part.
+    `each`: how many a worker needs. Of GPUs it gets no more than it computes on; CPU slots are divided among all.
     """
-    each = gpus if all_gpus(devices) else 1
     if each > 1 and len(devices) < seats * each:
         raise PlacementError(
-            f"{key}: {seats} engines of {each} GPUs (rollout.engine_options.tensor_parallel_size) need "
+            f"{key}: {seats} instances of {each} devices each ({SEVERAL}) need "
             f"{seats * each} and there are {len(devices)} ({', '.join(devices)}); use fewer instances or a smaller "
             "tensor_parallel_size, or name more devices"
         )
@@ -176,7 +164,7 @@ def seat(
     if set(taken) - set(devices) or len(free) < (len(workers) - len(kept)) * each:
         kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
     others = [worker for worker in workers if worker not in kept]
-    if each > 1:
+    if each > 1 and all_gpus(devices):
         _seat_engines(others, free, each, key)
         return
     chunks = _chunks(free, max(seats - len(kept), len(others), 1))
@@ -193,14 +181,14 @@ def seat(
         worker.devices = own[:1] if is_gpu(own[0]) else own
 
 
-def _seat_engines(workers: Sequence[WorkerClient], devices: Sequence[str], gpus: int, key: str) -> None:
-    """Gives each worker the first `gpus` devices that are left and that it sees."""
+def _seat_engines(workers: Sequence[WorkerClient], devices: Sequence[str], each: int, key: str) -> None:
+    """Gives each worker the first `each` devices that are left and that it sees."""
     left = list(devices)
     for worker in workers:
-        own = [device for device in left if device in worker.instance.devices][:gpus]
-        if len(own) < gpus:
+        own = [device for device in left if device in worker.instance.devices][:each]
+        if len(own) < each:
             raise PlacementError(
-                f"{key}: rollout.engine_options.tensor_parallel_size: an engine of {gpus} GPUs is wanted and "
+                f"{key}: an instance of {each} GPUs ({SEVERAL}) is wanted and "
                 f"{worker.instance.instance} sees {len(own)} of those that are left for it ({', '.join(left)}); let "
                 "it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices), or use a smaller size"
             )

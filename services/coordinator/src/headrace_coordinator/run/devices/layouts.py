@@ -16,9 +16,9 @@ from headrace_planner.placements.layouts import (
     Shape,
     Style,
 )
-from headrace_schema.sections.generating import engine_gpus
 
-from headrace_coordinator.domain.devices.leases import all_gpus, is_gpu
+from headrace_coordinator.domain.devices.demand import devices_each
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import device_order, machines
 from headrace_coordinator.run.context import RunContext
 
@@ -75,9 +75,10 @@ class Layouts:
 
     @property
     def fewest(self) -> tuple[int, int]:
-        """The least devices that generate, and that learn: on GPUs an engine has as many as it spans."""
-        each = engine_gpus(self._spec.rollout.engine_options) if all_gpus(self.devices) else 1
-        return len(self._workers.rollouts) * each, len(self._workers.trainers)
+        """The least devices that generate, and that learn."""
+        return len(self._workers.rollouts) * devices_each(self._spec, self.devices), len(
+            self._workers.trainers
+        )
 
     @property
     def obstacle(self) -> str:

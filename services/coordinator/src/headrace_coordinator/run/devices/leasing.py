@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from headrace.common.v1 import common_pb2 as common
 
-from headrace_coordinator.domain.devices.leases import HELD, REPLY, SCORE, SIMULATE, LeaseRequest
+from headrace_coordinator.domain.devices.leases import HELD, SCORE, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
@@ -103,9 +103,8 @@ class WorkerLeases:
         """Epochs of the run's leases whose holder was lost, or was assigned other devices since."""
         group = self.workers
         passing = group.helpers if stage == "generate" else group.decoders
-        in_turns = group.in_turns and stage != REPLY
-        staying = workers if in_turns else [worker for worker in group.everyone if worker not in passing]
-        assigned = {worker.incarnation: worker.devices for worker in (*staying, *group.repliers)}
+        staying = workers if group.in_turns else [each for each in group.everyone if each not in passing]
+        assigned = {worker.incarnation: worker.devices for worker in staying}
         return [
             lease.epoch
             for lease in group.fleet.event_log.state.table.leases.values()

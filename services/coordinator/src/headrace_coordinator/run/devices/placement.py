@@ -116,21 +116,22 @@ class Placement:
             await self.lease_trainers()
 
     async def release_rollouts(self, *, keep: bool = False) -> None:
-        """Rollouts, simulators, and repliers and scorers on devices that a trainer is to have release what they hold.
+        """Rollouts, simulators, and scorers on devices that a trainer is to have release what they hold.
 
         `keep`: what is loaded stays.
         """
         workers = self.workers
         learning = {device for trainer in workers.trainers for device in trainer.devices}
-        leaving = [*workers.rollouts, *(r for r in workers.repliers if learning & {*r.devices})]
-        for rollout in _loaded(leaving) if not keep else ():
+        for rollout in _loaded(workers.rollouts) if not keep else ():
             try:
                 with self._leases.moving():
                     await rollout.suspend()
             except (InstanceDown, CallRefused):
                 if workers.fleet.alive(rollout.incarnation):
                     raise
-        await self._leases.release([rollout for rollout in leaving if rollout.lease_epoch], keep=keep)
+        await self._leases.release(
+            [rollout for rollout in workers.rollouts if rollout.lease_epoch], keep=keep
+        )
         await self._leases.simulators.release()
         await self._leases.scorers.release(learning)  # On devices of their own they stay loaded.
 

@@ -100,7 +100,7 @@ async def _drive(
     done: Answers,
 ) -> None:
     modality = context.modality
-    await modality.prepare(worker, published)
+    await modality.prepare(worker)
     opening = modality.opening(worker, questions.sampling)
     assignments, limit = _assignments(context, questions, mine, done), context.spec.limits.step_timeout_s
     try:

@@ -135,7 +135,8 @@ class SimulatorLeases(BesideLeases):
         if not section.simulator:
             return set()
         instances = workers.fleet.event_log.state.instances.values()
-        return sides(section, workers.grant.devices, instances, workers.spec.rollout.instances)[1]
+        engines = workers.spec.rollout.instances * workers.spec.engines
+        return sides(section, workers.grant.devices, instances, engines)[1]
 
 
 class ScorerLeases(BesideLeases):
@@ -165,11 +166,11 @@ def _holds(lease: Lease | None, client: WorkerClient) -> bool:
 
 
 def sides(
-    section: PlacementSection, granted: Collection[str], instances: Collection[InstanceState], rollouts: int
+    section: PlacementSection, granted: Collection[str], instances: Collection[InstanceState], engines: int
 ) -> tuple[set[str], set[str]]:
     """Devices that generate and devices that simulate, of those granted; no device is in both.
 
-    `instances` tell which devices are on one machine. On each of these are at most so many `rollouts`.
+    `instances` tell which devices are on one machine. On each of these are at most so many `engines`.
     """
     machine_of, hosts = machines(instances), hosts_of(instances)
     on: dict[str, set[str]] = {}
@@ -182,7 +183,7 @@ def sides(
         ]
         for machine, devices in on.items()
     }
-    found = [apart(generates, simulates, rollouts) for generates, simulates in named.values()]
+    found = [apart(generates, simulates, engines) for generates, simulates in named.values()]
     return {d for mine, _ in found for d in mine}, {d for _, theirs in found for d in theirs}
 
 

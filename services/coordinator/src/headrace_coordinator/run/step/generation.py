@@ -25,8 +25,6 @@ TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wa
 SHOWN_S = 2.0
 LONG_S = 86_400.0
 """Deadline of a stream that serves many steps: that each of them makes progress is watched for itself."""
-OWN_TURN = "own turn"
-"""Time in which the policy answers, where another one replies on devices of its own: no stage has a space in it."""
 
 
 class Generation:
@@ -147,7 +145,7 @@ class Generation:
         why = "its stream of work ended early"
         over, revoked = asyncio.Event(), False
         self._since[worker.incarnation], self._overs[worker.incarnation] = self._clock(), over
-        await self._context.modality.prepare(worker, self._attempt.published)
+        await self._context.modality.prepare(worker)
         assignments = self._work(worker, self._dispatch.assignments(worker, over.is_set))
         try:
             limit = LONG_S if self._attempt.ahead else self._context.spec.limits.step_timeout_s
@@ -228,22 +226,12 @@ class Generation:
     # --- times
 
     def _time_stages(self, worker: RolloutClient, response: Produced) -> None:
-        """Policy and environments, or two policies, take turns within generate.
-
-        The environments' time is on no device of the run.
-        """
+        """Policy and environments take turns within generate. The environments' time is on no device of the run."""
         now = self._clock()
         for metrics in response.stages:
             seconds = metrics.wall_time.ToNanoseconds() / 1e9
-            stage, devices = metrics.stage, worker.devices
-            if stage == "answer":
-                stage = OWN_TURN
-            elif stage == "reply":
-                stage = self._context.spec.graph.reply_stage
-                devices = tuple(self._context.repliers.devices)
-            elif stage == "simulate":
-                devices = ()
-            self._timer.add(stage, (now - seconds, now), devices)
+            devices = () if metrics.stage == "simulate" else worker.devices
+            self._timer.add(metrics.stage, (now - seconds, now), devices)
 
     def _time_prefills(self, worker: RolloutClient, response: rollout.GenerateResponse) -> None:
         """Prompts are computed within generate, where the engine tells it apart."""

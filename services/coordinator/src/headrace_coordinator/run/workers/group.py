@@ -1,6 +1,6 @@
 """The instances of a run: who they are, what the run may use, and which of them can be used now.
 
-Knows no step. `staffing`, the simulators' pools and the repliers fill its lists.
+Knows no step. `staffing` and the simulators' pools fill its lists.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class WorkerGroup:
         """Trainers beside the group, which learn on the rollouts' devices inside a step."""
         self.decoders: list[RolloutClient] = []
         """Rollouts without devices of their own, which decode on the trainer group's while it has nothing to learn."""
-        self.repliers: list[RolloutClient] = []
-        """Rollout instances that make no answers, but reply to them."""
         self.rewards: list[RewardClient] = []
         self.simulators: list[SimulatorClient] = []
 
@@ -65,7 +63,6 @@ class WorkerGroup:
             *self.helpers,
             *self.rewards,
             *self.simulators,
-            *self.repliers,
         ]
 
     @property

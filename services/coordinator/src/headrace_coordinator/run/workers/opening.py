@@ -82,8 +82,8 @@ async def open_rollouts(
 
 
 def drop_lost(workers: WorkerGroup) -> None:
-    """Removes rollouts, repliers and reward instances that are gone, have lost the run or are granted no more."""
+    """Removes rollouts and reward instances that are gone, have lost the run or are granted no more."""
     alive, grant = workers.fleet.alive, workers.grant
-    for rollouts, granted in ((workers.rollouts, grant.rollouts), (workers.repliers, grant.repliers)):
-        rollouts[:] = [r for r in rollouts if r.opened and alive(r.incarnation) and r.incarnation in granted]
+    rollouts = [each for each in workers.rollouts if each.opened and alive(each.incarnation)]
+    workers.rollouts[:] = [each for each in rollouts if each.incarnation in grant.rollouts]
     workers.rewards[:] = [r for r in workers.rewards if r.opened and alive(r.incarnation)]

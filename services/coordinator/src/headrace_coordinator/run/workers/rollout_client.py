@@ -75,13 +75,10 @@ class RolloutClient(WorkerClient):
     max_concurrency: int = 1
     digest: str = ""
     """Of the installed weights."""
-    max_context_tokens: int = 0
     endpoint_url: str = ""
     """Where clients of an online run speak with it."""
     lost_pools: list[str] = field(default_factory=list)
     """Pools of environments that answer no more, as it says."""
-    lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
-    """Instances that reply no more, as it says."""
     weights: Arrivals = field(default_factory=Arrivals)
     _failing: set[str] = field(default_factory=set)
     """Which transport from whom failed for the last version."""
@@ -91,7 +88,6 @@ class RolloutClient(WorkerClient):
         request = rollout.OpenRunRequest(config_json=config_json)
         response: rollout.OpenRunResponse = await self.call("OpenRun", request, LOAD_S)
         self.max_concurrency = max(1, response.max_concurrency)
-        self.max_context_tokens = response.max_context_tokens
         self.endpoint_url = response.endpoint_url
 
     async def install(

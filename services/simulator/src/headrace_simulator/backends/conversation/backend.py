@@ -8,12 +8,14 @@ from typing import Any
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import ConversationEnvironment
+from headrace_simulator.backends.conversation.exchange import Exchange, ExchangeOptions
 from headrace_simulator.backends.conversation.libraries import LIBRARIES, converse, library_of
 from headrace_simulator.backends.conversation.tools import ToolConversation, ToolOptions
 from headrace_simulator.backends.options import parse, unknown
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
 
 BUILT_IN: Mapping[str, Callable[[Mapping[str, Any]], ConversationEnvironment]] = {
+    "exchange": lambda options: Exchange(parse(ExchangeOptions, options)),
     "tools": lambda options: ToolConversation(parse(ToolOptions, options)),
 }
 

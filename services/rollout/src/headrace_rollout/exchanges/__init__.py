@@ -1,1 +1,0 @@
-"""Samples that are exchanges: the run's policy answers, and another policy, here or elsewhere, replies."""
