@@ -89,6 +89,7 @@ class MlpConfig(_ActorCriticConfig):
     """An actor-critic that reads a state."""
 
     kind: Literal["mlp"] = "mlp"
+    cameras: tuple[()] = Field(default=(), description="none: it reads no images")
     state_size: Count = Field(description="numbers of a state")
 
     @property
