@@ -320,6 +320,39 @@ def experts(bench: Bench) -> Finding:
     return Finding({"engine": engine, **found}, tuple(_of_run(found)))
 
 
+def simulated(bench: Bench) -> Finding:
+    """ManiSkill's PushCube many times in one process: starts follow from seeds, and what a step and a reset cost."""
+    import numpy as np
+    import torch
+    from headrace_simulator import backends
+    from headrace_simulator.backends.base import Start
+
+    number = 1 if bench.cpu else 256
+    where = {"sim_backend": "physx_cpu", "render_backend": "cpu"} if bench.cpu else {}
+    backend: Any = backends.create("maniskill")
+    vector = backend.make_vector("PushCube-v1", number, where, own_time_limit=False, dense=True)
+    try:
+        began = time.perf_counter()
+        begun = vector.reset({place: Start(seed=place // 2) for place in range(number)})
+        figures: dict[str, Any] = {"environments": number, "reset_s": time.perf_counter() - began}
+        states = [begun[place][0][vector.observation_spaces[0].name] for place in range(number)]
+        steps, action = 20, np.zeros(vector.action_space.shape, vector.action_space.dtype)
+        began = time.perf_counter()
+        for _ in range(steps):
+            vector.step(dict.fromkeys(range(number), action))
+        figures["steps_per_s"] = number * steps / (time.perf_counter() - began)
+        if not bench.cpu:
+            figures["device_gib"] = (lambda free, whole: (whole - free) / 2**30)(*torch.cuda.mem_get_info())
+    finally:
+        vector.close()
+    wrong = []
+    if any(not np.allclose(states[place], states[place + 1], atol=1e-4) for place in range(0, number - 1, 2)):
+        wrong.append("two environments with one seed begin differently")
+    if number > 2 and np.allclose(states[0], states[2], atol=1e-4):
+        wrong.append("two seeds begin alike")
+    return Finding(figures, tuple(wrong))
+
+
 def _of_run(found: Mapping[str, float]) -> list[str]:
     """What is wrong with any run."""
     wrong = []

@@ -60,6 +60,7 @@ CHECKS = (
     Check("killed_rank", 90, gpus=2),
     Check("megatron", 120, gpus=2, needs="megatron"),
     Check("experts", 90),
+    Check("simulated", 120, needs="mani_skill"),
 )
 
 

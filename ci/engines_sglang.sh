@@ -6,7 +6,7 @@ set -eu
 python=${1:-python3}
 env=.envs/sglang
 stamp=$env/.complete
-shims=$(pwd)/integration_tests/engines/sglang_cpu
+shims=$(pwd)/integration_tests/engines
 [ -e "$stamp" ] && [ constraints/sglang.txt -ot "$stamp" ] && [ ci/engines_sglang.sh -ot "$stamp" ] && exit 0
 echo "engines: making $env takes some minutes the first time"
 rm -rf "$env"
@@ -16,7 +16,7 @@ torch=$(grep '^torch==' constraints/sglang.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/sglang.txt
 $pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/rollout
-# One line for the path, one that runs at the start of every process, also of those that SGLang starts.
+# Lines for the path, one that runs at the start of every process, also of those that SGLang starts.
 site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-printf '%s\nimport sglang_cpu_shim\n' "$shims" >"$site/headrace_sglang_cpu.pth"
+printf '%s\n%s\nimport torchvision_cpu_shim\n' "$shims/sglang_cpu" "$shims/torchvision_cpu" >"$site/headrace_sglang_cpu.pth"
 touch "$stamp"

@@ -15,4 +15,7 @@ torch=$(grep '^torch==' constraints/vllm.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/vllm.txt
 $pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/rollout
+# torchvision, which its processor of images needs: a line for the path, one that runs at the start of every process.
+site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+printf '%s\nimport torchvision_cpu_shim\n' "$(pwd)/integration_tests/engines/torchvision_cpu" >"$site/headrace_torchvision_cpu.pth"
 touch "$stamp"

@@ -44,6 +44,33 @@ class Walk(gymnasium.Env):
         return {**found, "front": np.full((4, 6, 3), int(100 + 10 * self.place), np.uint8)}
 
 
+class Steps(gymnasium.Env):
+    """Back, stay or forth, until the goal's place."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, expert=False):
+        boxes = {"goal": spaces.Box(-9, 9, (1,), np.float32), "place": spaces.Box(-9, 9, (1,), np.float32)}
+        self.observation_space = spaces.Dict(boxes | ({"expert_action": spaces.Discrete(3)} if expert else {}))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = 0, int(self.np_random.integers(-3, 4))
+        return self.seen(), {}
+
+    def step(self, action):
+        self.place += action - 1
+        return self.seen(), 0.0, False, False, {"success": self.place == self.goal}
+
+    def seen(self):
+        found = {"goal": np.float32([self.goal]), "place": np.float32([self.place])}
+        return {**found, "expert_action": np.sign(self.goal - self.place) + 1}
+
+
+def make_steps(expert=False):
+    return Steps(expert)
+
+
 def make_env(expert=False):
     return Walk(expert)
 
@@ -96,6 +123,22 @@ def test_successful_episodes_become_a_data_set_that_the_trainer_and_pandas_read(
     episodes = pd.read_parquet(target / "meta" / "episodes")
     assert episodes["dataset_to_index"].tolist() == [12, 24, 36, 48]
     assert not list(target.parent.glob(".*")), "nothing is left aside"
+
+
+def test_demonstrations_of_categories_have_some_that_the_script_did_not_choose(headrace, spec, tmp_path):
+    command = ("demonstrations", "collect", str(spec("make_steps", policy="mlp")), "--episodes", "6", "--to")
+    for name, noise in (("exact", "0"), ("noisy", "0.5")):
+        done = headrace(*command, str(tmp_path / name), "--noise", noise)
+        assert done.returncode == 0, done.stderr
+        found = list(Demonstrations(tmp_path / name, []))
+        assert len(found) == 6 and all(each.action_TA.shape == (12, 1) for each in found)
+        gone = 0
+        for each in found:
+            goal_T, place_T = each.state_TS.numpy().T
+            script_T = np.sign(goal_T - place_T) + 1
+            assert each.action_TA[:, 0].tolist() == script_T.tolist(), "what is learned is the script's"
+            gone += int((np.diff(place_T) != script_T[:-1] - 1).sum())
+        assert (gone > 0) == (noise != "0"), "what is played leaves its path"
 
 
 def test_cameras_may_be_videos(headrace, spec, tmp_path):

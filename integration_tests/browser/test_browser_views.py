@@ -329,6 +329,17 @@ def test_an_episode_is_watched_step_by_step(crowd, open_page):
     page.locator(".episode").wait_for(state="detached")
 
 
+def test_a_training_episode_is_watched_among_the_runs_trajectories(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories")
+    page.locator(".trajectory").first.wait_for()
+    page.get_by_role("button", name="Watch step 3, item 1, sample 0").click()
+    page.locator(".episode .says").get_by_text("Step 0 of 5, chunk 1: the start; action 0, -0.5").wait_for()
+    assert page.locator(".episode .chart").count() == 2
+    page.goto(f"{crowd.url}/#/runs/done-1/trajectories")
+    page.locator(".trajectory").first.wait_for()
+    assert page.get_by_role("heading", name="Videos").count() == 0
+
+
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):
     page = open_page(f"{guarded.url}/#token=s3cret")
     page.locator(".runs tbody tr").first.wait_for()

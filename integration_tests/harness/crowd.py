@@ -79,7 +79,7 @@ class Crowd:
         self.evaluations = evaluations
         self.drained: list[str] = []
         self.labels: dict[str, dict[str, Any]] = {}
-        self.reads = self.past = self.suites = self.submissions = self
+        self.reads = self.past = self.suites = self.submissions = self.videos = self
         self.run_changes = self.instance_changes = self.vitals = self
 
     def run_states(self) -> dict[str, int]:
@@ -91,6 +91,8 @@ class Crowd:
         state = self.states.get(run_id, "SUCCEEDED")
         name, _, number = run_id.rpartition("-")
         spec = {"name": name, "seed": int(number)} if name == "seeds" else {"name": run_id, "seed": 0}
+        if name == "robot":
+            spec["environment"] = {"videos": {"every": 3}}
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -195,15 +197,17 @@ class Crowd:
             ),
         )  # fmt: skip
 
-    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
-        return VideoListView(
-            videos=[VideoView(name="0001-0-push-success.mp4", item=1, sample=0, success=True, size_bytes=4)]
+    async def run_videos(self, run_id: str) -> VideoListView:
+        step = None if run_id.startswith("eval-") else 3
+        video = VideoView(
+            name="0001-0-push-success.mp4", step=step, item=1, sample=0, success=True, size_bytes=4
         )
+        return VideoListView(videos=[video])
 
-    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+    async def run_video(self, run_id: str, name: str) -> Path:
         return Path(__file__).parents[1] / "packaging" / "six_frames.mp4"
 
-    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
+    async def run_steps(self, run_id: str, name: str) -> EpisodeView:
         return EpisodeView(
             actions=[[0.1 * step, -0.5] for step in range(5)], rewards=[0.0, 0.0, 0.25, 0.0, 1.0],
             successes=[False] * 4 + [True], chunk_starts=[0, 2, 4], values=[0.5, 0.75, 1.0], truncated=False,

@@ -88,3 +88,12 @@ def test_mixed_actions_from_stacked_frames_keep_success_once_and_at_the_end(flee
     found = judged(fleet, task, {"checkpoint": {"run": run.id}}).result
     assert (found.measure, found.modes[0].score) == ("success", 1.0)
     assert (found.episodes["success_at_end"], found.episodes["steps"]) == (0.0, levers.STEPS)
+
+
+def test_environments_that_one_call_steps_train_a_policy_and_lose_no_episode(fleet: Fleet):
+    own = {"tasks": ["Pendulum-v1"], "count": 4, "vectorized": True, "processes": 2, "max_episode_steps": 20}
+    run = fleet.succeed(fleet.submit(spec("mlp", "Pendulum-v1", "ppo", environment=own)))
+    found = audit(fleet, run)
+    assert len(found.trained) == STEPS * BATCH and not found.dropped
+    assert all(step.figures["log_prob_mismatch_max"] < 1e-5 for step in fleet.client.metrics(run.id))
+    assert all(view.episodes["steps"] == 20 for view in run.evaluations)

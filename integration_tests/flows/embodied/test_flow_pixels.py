@@ -11,20 +11,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from harness.environments import pictures
 from harness.fleet import Fleet
 from harness.ledger import audit
 from headrace_modelkit.presets.tiny_robot import tiny_fields, write_tiny_robot
+from headrace_modelkit.robot.directory import load_policy
+from headrace_modelkit.robot.language import instruction_encoder
+from headrace_modelkit.robot.policy import Observation
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.nightly
 BATCH, STEPS, LONGEST = 4, 3, 6
 MISMATCH = {"float32": 1e-3, "bfloat16": 0.1}
+PROMPT = "In: What action should the robot take to {question}?\nOut:"
 TASK = f"{pictures.__file__}:make_env"
 KINDS: dict[str, dict[str, Any]] = {
     "openvla": {"chunk_length": 1},
     "openvla_oft": {"chunk_length": 2},
     "pi0": {"chunk_length": 2, "state": 1},
+    "pi05": {"chunk_length": 2, "state": 1},
+    "smolvla": {"chunk_length": 2, "state": 1},
+    "act": {"chunk_length": 2, "state": 1},
 }
 
 
@@ -39,7 +49,8 @@ def model(kind: str, directory: Path) -> dict[str, Any]:
     """A new `cnn`, or the directory of a tiny policy that reads."""
     if kind == "cnn":
         return {"policy": {"kind": "cnn", "hidden": [16], "features": 16}}
-    write_tiny_robot(directory, tiny_fields(kind, 2, **KINDS[kind]))
+    sizes = {"height": pictures.SIZE, "width": pictures.SIZE} if kind == "act" else {}
+    write_tiny_robot(directory, tiny_fields(kind, 2, **KINDS[kind]) | sizes)
     return {"path": str(directory)}
 
 
@@ -61,13 +72,19 @@ LAYOUT = {
         ("openvla_oft", "grpo", LAYOUT, "bfloat16"),
         ("pi0", "ppo", {}, "float32"),
         ("pi0", "ppo", LAYOUT, "float32"),
+        ("pi05", "ppo", {}, "float32"),
+        ("pi05", "grpo", LAYOUT, "bfloat16"),
+        ("smolvla", "ppo", {}, "float32"),
+        ("smolvla", "grpo", LAYOUT, "bfloat16"),
+        ("act", "ppo", {}, "float32"),
     ],
 )
 def test_a_policy_that_sees_pictures_is_trained(
     fleet: Fleet, tmp_path: Path, kind: str, algorithm: str, trainer: dict[str, Any], dtype: str
 ):
     group = 2 if algorithm == "grpo" else 1
-    reads = {} if kind == "cnn" else {"cameras": {"image": "front"}, "instructions": {TASK: "push it"}}
+    cameras = {"cameras": {"image": "front"}}
+    reads = {"cnn": {}, "act": cameras}.get(kind, cameras | {"instructions": {TASK: "push it"}})
     spec = {
         "name": f"pixels-{kind.replace('_', '-')}",
         "workflow": "embodied",
@@ -78,7 +95,7 @@ def test_a_policy_that_sees_pictures_is_trained(
         "data": {
             "heldout": 2,
             "options": {"starts": 64},
-            "prompt": {"template": "In: What action should the robot take to {question}?\nOut:"},
+            "prompt": {"template": PROMPT},
         },
         "algorithm": {"name": algorithm, "group_size": group, "prompts_per_step": BATCH},
         "optimizer": {"lr": 1.0e-3},
@@ -96,4 +113,61 @@ def test_a_policy_that_sees_pictures_is_trained(
         "scored as it was drawn, with the same picture and words"
     )
     assert (Path(run.export_path) / "policy.json").is_file()
-    assert (Path(run.export_path) / "tokenizer.json").is_file() == (kind != "cnn")
+    assert (Path(run.export_path) / "tokenizer.json").is_file() == (kind not in ("cnn", "act"))
+
+
+def right(directory: Path, seed: int) -> float:
+    """The share of first numbers that push the square right, of what a policy draws on 32 pictures."""
+    policy = load_policy(directory)
+    ids = instruction_encoder(policy.config, str(directory))(PROMPT.format(question="push it"))
+    environment, seen = pictures.make_env(), []
+    for start in range(32):
+        seen.append(environment.reset(seed=start)[0]["front"])
+    shown = torch.from_numpy(np.stack(seen))
+    chunk = policy.act(
+        Observation(None, {"image": shown}, (ids,) * len(shown)), range(seed, seed + len(shown))
+    )
+    return float((chunk.executed_BCA[..., 0] > 0).float().mean())
+
+
+def test_adapters_of_a_tiny_oft_move_toward_rewarded_actions(fleet: Fleet, tmp_path: Path):
+    """What pushes the square right is rewarded, by an environment that the rollout acts in."""
+    fields = tiny_fields("openvla_oft", 2, chunk_length=2) | {"head": "l1", "log_std": -1.0}
+    write_tiny_robot(tmp_path / "policy", fields)
+    spec = {
+        "name": "oft-adapters-learn",
+        "workflow": "embodied",
+        "steps": 12,
+        "model": {"path": str(tmp_path / "policy"), "dtype": "float32"},
+        "trainer": {"lora": {"rank": 8, "alpha": 32}, "freeze": ["vision"]},
+        "environment": {
+            "tasks": [TASK],
+            "count": 4,
+            "max_episode_steps": LONGEST,
+            "cameras": {"image": "front"},
+            "instructions": {TASK: "push it"},
+        },
+        "data": {"options": {"starts": 64}, "prompt": {"template": PROMPT}},
+        "algorithm": {
+            "name": "ppo",
+            "group_size": 1,
+            "prompts_per_step": 16,
+            "options": {"epochs": 4, "level": "action", "value_clip": None, "gamma": 0.5},
+        },
+        "optimizer": {"lr": 2.0e-3, "grad_clip": 0.5},
+        "export": True,
+    }
+    run = fleet.succeed(fleet.submit(spec))
+    before, after = (right(Path(place), 100) for place in (tmp_path / "policy", run.export_path))
+    assert after > max(0.8, before + 0.15), (before, after)
+    rewards = [step.figures["reward_mean"] for step in fleet.client.metrics(run.id)]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
+    changed = changed_weights(tmp_path / "policy", Path(run.export_path))
+    assert changed and not any(name.startswith("vision_backbone.") for name in changed), "frozen parts stay"
+    assert (Path(run.export_path) / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def changed_weights(before: Path, after: Path) -> set[str]:
+    """Names of the weights that differ."""
+    one, other = (load_file(place / "model.safetensors") for place in (before, after))
+    return {name for name, tensor in one.items() if not torch.equal(tensor, other[name])}

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.convert import convert, load_published, main, published_config
+from headrace_modelkit.robot.convert import convert, load_published, main
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.openvla.model import OpenVlaConfig
 from headrace_modelkit.robot.openvla.tokens import ActionTokens
 from headrace_modelkit.robot.openvla.vit import PUBLISHED
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy
+from headrace_modelkit.robot.published import Wanted
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from openvla_parts import SHAPES, TEXT, Parts
@@ -44,8 +45,10 @@ def parts():
 
 
 @pytest.fixture
-def checkpoint(parts, tmp_path):
+def checkpoint(parts, tmp_path, monkeypatch):
     """A directory in the published form, in two files."""
+    for name, shape in SHAPES.items():
+        monkeypatch.setitem(PUBLISHED, name, shape)
     (tmp_path / "config.json").write_text(json.dumps(STATED))
     tensors = parts.published()
     names = sorted(tensors)
@@ -66,8 +69,7 @@ def seen(count=2):
 
 
 def read(checkpoint, **chosen):
-    config = published_config(checkpoint, "bridge_orig", shapes=SHAPES, **chosen)
-    return load_published(config, checkpoint)
+    return load_published(checkpoint, Wanted(chosen, unnorm_key="bridge_orig"))
 
 
 def log_probs(logits):
@@ -205,24 +207,24 @@ def test_statistics_un_normalise_by_data_set(checkpoint):
     policy = read(checkpoint)
     torch.testing.assert_close(policy.scaling(torch.tensor([0.5, 0.5])), torch.tensor([1.0, 0.5]))
     with pytest.raises(ModelNotReadable, match="names no data set of this checkpoint: bridge_orig, other"):
-        published_config(checkpoint, shapes=SHAPES)
+        load_published(checkpoint, Wanted())
 
 
 def test_a_checkpoint_with_a_weight_missing_or_too_many_is_refused(parts, checkpoint):
-    config = published_config(checkpoint, "bridge_orig", shapes=SHAPES)
     (checkpoint / "model.safetensors.index.json").unlink()
     tensors = parts.published()
     gone = tensors.pop("projector.fc3.bias")
     save_file(tensors, checkpoint / "model.safetensors")
     with pytest.raises(ModelNotReadable, match=r"1 missing, first projector\.fc3\.bias"):
-        load_published(config, checkpoint)
+        read(checkpoint)
     save_file(
         {**tensors, "projector.fc3.bias": gone, "moe.gate": gone.clone()}, checkpoint / "model.safetensors"
     )
     with pytest.raises(ModelNotReadable, match=r"1 unknown, first moe\.gate"):
-        load_published(config, checkpoint)
+        read(checkpoint)
+    PUBLISHED.pop("tiny_dinov2")
     with pytest.raises(ModelNotReadable, match="tiny_dinov2 is no known vision encoder"):
-        published_config(checkpoint, "bridge_orig")
+        read(checkpoint)
 
 
 def test_bins_are_openvlas():
@@ -274,8 +276,8 @@ def test_a_version_of_a_vla_moves_as_a_language_models_does(checkpoint):
 
 
 def test_plain_openvla_refuses_what_it_has_not(checkpoint):
-    with pytest.raises(ValueError, match="set kind: openvla_oft"):
-        published_config(checkpoint, "bridge_orig", shapes=SHAPES, chunk_length=8)
+    with pytest.raises(ModelNotReadable, match="set kind: openvla_oft"):
+        read(checkpoint, chunk_length=8)
     with pytest.raises(ValueError, match="ids of a prompt for each environment"):
         read(checkpoint).act(Observation(None, seen().images), [1, 2])
 
@@ -283,12 +285,14 @@ def test_plain_openvla_refuses_what_it_has_not(checkpoint):
 def test_a_published_checkpoint_becomes_a_policy_directory(parts, checkpoint, tmp_path, capsys):
     target = tmp_path / "policy"
     with pytest.raises(ModelNotReadable, match="holds no tokenizer"):
-        convert(checkpoint, target, "bridge_orig", shapes=SHAPES)
+        convert(checkpoint, target, Wanted(unnorm_key="bridge_orig"))
     (checkpoint / "tokenizer.json").write_text("{}")
-    convert(checkpoint, target, "bridge_orig", shapes=SHAPES, kind="openvla", temperature=0.6)
+    arguments = [str(checkpoint), str(target), "--unnorm-key", "bridge_orig"]
+    assert main([*arguments, "--kind", "openvla", "--temperature", "0.6"]) == 0
     policy, wanted = load_policy(target), read(checkpoint)
     assert policy.config.temperature == 0.6 and (target / "tokenizer.json").read_text() == "{}"
     for (name, tensor), (_, other) in zip(state_tensors(policy), state_tensors(wanted), strict=True):
         assert torch.equal(tensor, other), name
-    assert main([str(checkpoint), str(target), "--unnorm-key", "bridge_orig"]) == 1
+    PUBLISHED.pop("tiny_dinov2")
+    assert main(arguments) == 1
     assert "tiny_dinov2 is no known vision encoder" in capsys.readouterr().err

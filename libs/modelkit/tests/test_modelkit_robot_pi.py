@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.flow import FlowConfig
+from headrace_modelkit.robot.flow_policy import imitation_times
 from headrace_modelkit.robot.gaussian import row_noise
-from headrace_modelkit.robot.pi import PiConfig, fit, imitation_times, pi05_prompt
-from headrace_modelkit.robot.pi_expert import AdaptiveGemma
+from headrace_modelkit.robot.images import fit
+from headrace_modelkit.robot.pi.expert import AdaptiveGemma
+from headrace_modelkit.robot.pi.model import PiConfig
+from headrace_modelkit.robot.pi.words import StateWords, pi05_prompt
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, imitation_loss
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
@@ -47,16 +53,19 @@ SIZES = {
     "max_action_dim": 6,
 }
 PROMPTS = ((2, 5, 6, 7), (2, 9))
+LETTERS = "0123456789-;:, TaskStieAcon"
+TOKENIZER = character_tokenizer("".join(sorted(set(LETTERS))) + "\n")
+WORDS = StateWords.of(TOKENIZER)
 
 
 def config(kind="pi0", **chosen):
-    state = ActionBounds.unit(3) if kind == "pi0" else None
     return PiConfig(
         **{
             "kind": kind,
             "model": SIZES,
             "bounds": ActionBounds.unit(2),
-            "state": state,
+            "state": ActionBounds.unit(3),
+            "words": WORDS if kind == "pi05" else None,
             "cameras": ("front", "wrist"),
             "chunk_length": 3,
             "flow": FlowConfig(steps=4, drawn="all"),
@@ -84,7 +93,7 @@ def shaken(policy):
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
-@pytest.mark.parametrize("noise", ["sde", "learned"])
+@pytest.mark.parametrize("noise", ["sde", "learned", "cps"])
 @pytest.mark.parametrize("drawn", ["one", "all"])
 def test_a_chunk_is_scored_as_it_was_drawn(kind, noise, drawn):
     policy = shaken(config(kind, flow=FlowConfig(steps=3, noise=noise, drawn=drawn)).build(seed=0))
@@ -129,7 +138,7 @@ def test_imitation_of_pi0_is_transformers_own_loss():
     wanted = policy.model(
         state=torch.nn.functional.pad(observation.state_BS, (0, 2)),
         noise=row_noise([4, 5], (4, 6), torch.device("cpu")),
-        timestep=imitation_times(policy.sizes, [4, 5]),
+        timestep=imitation_times([4, 5]),
         input_ids=ids,
         pixel_values=pixels,
         pixel_attention_mask=torch.ones(2, 2, dtype=torch.bool),
@@ -155,7 +164,7 @@ def test_imitation_lowers_its_loss(kind):
 
 
 def test_times_of_imitation_are_of_the_configured_distribution():
-    times = imitation_times(config().build(seed=0).sizes, range(4000)).double()
+    times = imitation_times(range(4000)).double()
     grid = torch.linspace(0.05, 0.95, 10, dtype=torch.float64)
     shares = (times[:, None] <= grid * 0.999 + 0.001).double().mean(0)
     assert (shares - grid**1.5).abs().max() < 0.03
@@ -193,6 +202,110 @@ def test_adaptive_norms_that_do_not_depend_on_the_time_are_gemmas():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def turned(heads, places):
+    """Rotary angles of wavelength 10,000 on (B, T, heads, size)."""
+    half = heads.shape[-1] // 2
+    angles = (places[..., None] / 10_000 ** (torch.arange(half) / half))[:, :, None]
+    one, other = heads[..., :half], heads[..., half:]
+    return torch.cat(
+        [one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()], -1
+    )
+
+
+def plain_pi05(policy, observation, point, time):
+    """The velocity in one pass over prefix and actions, as openpi trains it: both stacks attend together."""
+    language, expert = policy.vlm.language_model, policy.expert
+    prefix, there = policy._embeds(observation, torch.device("cpu"))
+    waves = (
+        time.double()[:, None] * 2 * math.pi / (4e-3 * 1000 ** torch.linspace(0, 1, 8, dtype=torch.float64))
+    )
+    condition = torch.cat([waves.sin(), waves.cos()], -1).float()
+    for layer in (policy.time_mlp_in, policy.time_mlp_out):
+        condition = torch.nn.functional.silu(layer(condition))
+    actions, length = policy.action_in_proj(point), prefix.shape[1]
+    there = torch.nn.functional.pad(there, (0, point.shape[1]), value=True)
+    own = torch.arange(there.shape[1]) >= length
+    mask = there[:, None] & there[:, :, None] & ~(own[None] & ~own[:, None])[None]
+    mask |= torch.eye(there.shape[1], dtype=torch.bool)
+    places = there.cumsum(-1) - 1
+
+    def unit(hidden):
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
+
+    def adapted(norm, hidden):
+        scale, shift, gate = norm.dense(condition)[:, None].chunk(3, -1)
+        return unit(hidden) * (1 + scale) + shift, gate
+
+    def fed(layer, hidden):
+        gate = torch.nn.functional.gelu(layer.mlp.gate_proj(hidden), approximate="tanh")
+        return layer.mlp.down_proj(gate * layer.mlp.up_proj(hidden))
+
+    for reader, layer in zip(language.layers, expert.layers, strict=True):
+        normed, gate = adapted(layer.input_layernorm, actions)
+        inputs = unit(prefix) * (1 + reader.input_layernorm.weight), normed
+        queries, keys, values = (
+            torch.cat(
+                [
+                    getattr(each.self_attn, name)(given)
+                    for each, given in zip((reader, layer), inputs, strict=True)
+                ],
+                1,
+            ).unflatten(-1, (-1, 8))
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        scores = (
+            torch.einsum("bthd,bnd->bhtn", turned(queries, places), turned(keys, places)[:, :, 0]) / 8**0.5
+        )
+        shares = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        mixed = torch.einsum("bhtn,bnd->bthd", shares, values[:, :, 0]).flatten(2)
+        prefix = prefix + reader.self_attn.o_proj(mixed[:, :length])
+        prefix = prefix + fed(reader, unit(prefix) * (1 + reader.post_attention_layernorm.weight))
+        actions = actions + gate * layer.self_attn.o_proj(mixed[:, length:])
+        normed, gate = adapted(layer.post_attention_layernorm, actions)
+        actions = actions + gate * fed(layer, normed)
+    features = adapted(expert.norm, actions)[0]
+    return policy.action_out_proj(features), features
+
+
+@pytest.mark.parametrize("noise", ["sde", "learned", "cps"])
+def test_log_probs_of_pi05_are_those_of_a_plain_pass(noise):
+    """The field by one joint pass, the transitions by RLinf's weights of action and noise (`sample_mean_var_val`)."""
+    policy = shaken(
+        config("pi05", flow=FlowConfig(steps=3, noise=noise, drawn="all", level=0.4)).build(seed=0)
+    )
+    observation, delta, level = seen(), 1 / 3, 0.4
+    chunk = policy.act(observation, [4, 5])
+    path, summed = chunk.sampled[flow.PATH], torch.zeros(2, 4, 6)
+    assert chunk.sampled[flow.STEPS].shape[1] == (2 if noise == "cps" else 3), (
+        "the last step of CPS has no noise"
+    )
+    with torch.no_grad():
+        for step in range(chunk.sampled[flow.STEPS].shape[1]):
+            time, point = 1 - step * delta, path[:, step]
+            speed, features = plain_pi05(policy, observation, point, torch.full((2,), time))
+            action, start, kept = point - speed * time, point + speed * (1 - time), time - delta
+            if noise == "sde":
+                sigma = level * math.sqrt(time / (1 - min(time, 1 - delta)))
+                mean = action * (1 - kept) + start * (kept - sigma**2 * delta / (2 * time))
+                width = torch.tensor(sigma * math.sqrt(delta))
+            elif noise == "cps":
+                mean = action * (1 - kept) + start * kept * math.cos(math.pi * level / 2)
+                width = torch.tensor(kept * math.sin(math.pi * level / 2))
+            else:
+                least, most = (2 * math.log(each) for each in policy.config.flow.width)
+                share = (torch.tanh(policy.noise_head.layers(features)) + 1) / 2
+                mean = action * (1 - kept) + start * kept
+                width = torch.exp(0.5 * (least + (most - least) * share))
+            summed += torch.distributions.Normal(mean, width).log_prob(path[:, step + 1])
+    torch.testing.assert_close(chunk.log_probs_BCA, summed[:, :3, :2], rtol=1e-3, atol=2e-3)
+
+
+def test_the_last_step_is_never_drawn_where_it_is_ignored():
+    policy = config("pi05", flow=FlowConfig(steps=2, ignore_last=True)).build(seed=0)
+    many = seen().take([0] * 12)
+    assert policy.act(many, range(12)).sampled[flow.STEPS].unique().tolist() == [0]
+
+
 def test_pi05_feels_the_time_and_pads_nothing_in():
     policy = shaken(config("pi05").build(seed=0))
     observation = seen()
@@ -214,9 +327,36 @@ def test_the_state_is_in_the_prompt_of_pi05():
     )
 
 
+def test_pi05_reads_the_text_that_openpi_writes():
+    """The prompt of an episode and the words of a state, put together by the policy, are the ids of the whole text."""
+    policy = config("pi05").build(seed=0)
+    ids = policy.config.prompt_ids(TOKENIZER, "stack_it")
+    state = torch.tensor([[-1.0, 0.0, 0.999], [-3.0, 3.0, 0.25]])
+    found, kept = policy._prompt(Observation(state, prompts=(ids, ids)), torch.device("cpu"))
+    for row, own in enumerate(state):
+        whole = TOKENIZER.encode(pi05_prompt("stack_it", own), add_special_tokens=True)
+        assert found[row][kept[row]].tolist() == whole
+    assert found.shape[1] == len(ids) + policy.words.count(3)
+
+
+def test_a_tokenizer_whose_parts_are_not_the_whole_or_that_is_another_is_refused():
+    class Merging:
+        def encode(self, text, add_special_tokens):
+            return [text] if "1;" in text else list(text)
+
+    with pytest.raises(ValueError, match="do not begin with those of"):
+        StateWords.of(Merging())
+    other = character_tokenizer("".join(sorted(set(LETTERS), reverse=True)) + "\n")
+    with pytest.raises(ValueError, match="another tokenizer made"):
+        config("pi05").check_tokenizer(other)
+    config("pi05").check_tokenizer(TOKENIZER)
+
+
 def test_images_keep_their_shape_in_a_black_square():
-    found = fit(torch.ones(1, 3, 20, 40), 28)
+    found = fit(torch.ones(1, 3, 20, 40), (28, 28))
     assert found.shape == (1, 3, 28, 28)
+    end = fit(torch.ones(1, 3, 20, 40), (28, 28), at="end")
+    assert end[0, 0, 14:].min() > 0.999 and end[0, 0, :14].max() == 0
     assert found[0, 0, 7:21].min() > 0.999 and found[0, 0, :7].max() == 0 and found[0, 0, 21:].max() == 0
 
 
@@ -235,5 +375,11 @@ def test_a_version_of_a_flow_policy_moves_as_a_language_models_does(kind, tmp_pa
 def test_configurations_that_do_not_fit_are_refused():
     with pytest.raises(ValidationError, match="the model draws 4 actions of 6"):
         config(chunk_length=5)
-    with pytest.raises(ValidationError, match="pi05 reads it in the prompt"):
-        config("pi05", state=ActionBounds.unit(3))
+    with pytest.raises(ValidationError, match="pi05 reads the state in its prompt: give words"):
+        config("pi05", words=None)
+    with pytest.raises(ValidationError, match="at most 5"):
+        config(state=ActionBounds.unit(6))
+    with pytest.raises(ValidationError, match="its last step is not drawn"):
+        FlowConfig(steps=1, noise="cps")
+    with pytest.raises(ValidationError, match="a share below 1"):
+        FlowConfig(noise="cps", level=1.0)

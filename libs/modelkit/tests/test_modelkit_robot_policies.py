@@ -211,6 +211,7 @@ def test_a_directory_gives_the_same_policy_back(policy, tmp_path):
     [
         ({"kind": "mpl"}, "'mpl' is no robot policy.*did you mean mlp"),
         ({"state_sise": 3}, "state_sise: Extra inputs"),
+        ({"cameras": ["front"]}, "cameras: Tuple should have at most 0 items"),
         ({"state_size": 4}, r"actor\.0\.weight has shape \(64, 3\), not \(64, 4\)"),
     ],
 )

@@ -18,6 +18,8 @@ ASKED = "In: What action should the robot take to push the cube?\nOut:"
         ("openvla", []),
         ("openvla_oft", ["--chunk-length", "3", "--state", "5"]),
         ("pi0", ["--chunk-length", "3", "--state", "5"]),
+        ("pi05", ["--chunk-length", "3", "--state", "5"]),
+        ("smolvla", ["--chunk-length", "3", "--state", "5"]),
     ],
 )
 def test_the_directory_acts_on_pictures_and_words(tmp_path, kind, more):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc
-from headrace_servicekit.rpc.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore
+from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
+from headrace_servicekit.rpc.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore, BlobWriter
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
@@ -164,3 +164,22 @@ async def test_what_has_no_room_beside_the_weights_is_held_in_memory(served, rea
     monkeypatch.undo()
     filed = served.hold(BODY)
     assert file_of(served, filed).read_bytes() == BODY
+
+
+async def test_what_another_process_writes_into_the_folder_is_adopted(served, reader):
+    writer = BlobWriter(served.folder, "pool-a")
+    first = served.adopt(writer.put("0", memoryview(b"first")))
+    assert await reader("shm").read(first) == b"first"
+    assert await reader("elsewhere").read(first) == b"first", "its producer's address is in the reference"
+    second = served.adopt(writer.put("0", memoryview(b"other")))
+    assert await reader("shm").read(first) == b"first", "a name has two files, which are written in turn"
+    writer.put("0", memoryview(b"third"))
+    assert await reason_of_reading(reader("shm"), first) == "DIGEST_MISMATCH"
+    served.release(second)
+    assert await reason_of_reading(reader("elsewhere"), second) == "BLOB_GONE"
+    assert len([*served.folder.iterdir()]) == 2, "the files stay with their writer"
+    other = served.adopt(BlobWriter(served.folder, "pool-b").put("0", memoryview(b"longer than these")))
+    served.forget("pool-a")
+    assert [path.name for path in served.folder.iterdir()] == [other.blob_id] and len(served) == 1
+    with pytest.raises(ServiceError, match="names no file"):
+        served.adopt(common_pb2.BlobRef(blob_id="../weights"))

@@ -57,7 +57,7 @@ class FakeCoordinator:
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
         self.health = HealthView(status="ok")
-        self.reads = self.past = self.suites = self.submissions = self
+        self.reads = self.past = self.suites = self.submissions = self.videos = self
         self.run_changes = self.instance_changes = self.vitals = self
         self.bounds: dict[str, Any] = {}
         self.autoscaler = self
@@ -139,16 +139,16 @@ class FakeCoordinator:
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         raise Refused("NOT_FOUND", f"there is no evaluation {first!r}")
 
-    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+    async def run_videos(self, evaluation_id: str) -> VideoListView:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
-    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+    async def run_video(self, evaluation_id: str, name: str) -> Path:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
-    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+    async def run_episode(self, evaluation_id: str, name: str) -> Path:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
-    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
+    async def run_steps(self, evaluation_id: str, name: str) -> EpisodeView:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     def flow(self, run_id: str) -> FlowView:

@@ -223,6 +223,33 @@ def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks
     assert words in found.get(key, "")
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"backend": "maniskill", "options": {"sim_backend": "gpu"}}, "environment.options.sim_backend"),
+        ({"backend": "maniskill", "vectorized": True}, "environment.vectorized"),
+        ({"backend": "isaaclab", "vectorized": True}, "environment.backend"),
+        ({"backend": "maniskill", "options": {"sim_backend": "physx_cpu"}, "vectorized": True}, ""),
+        ({"backend": "maniskill"}, ""),
+        ({"backend": "gymnasium", "vectorized": True}, ""),
+    ],
+)
+def test_a_simulation_on_a_gpu_needs_a_simulator_that_sees_one(section, key):
+    robots = {
+        "workflow": "embodied",
+        "model": {"policy": {"kind": "mlp"}},
+        "environment": {"tasks": ["own.py:make_env"], "count": 8, **section},
+        "data": {},
+        "reward": {"scorers": [{"name": "episode"}]},
+    }
+    offered = {"simulator": {"backends": frozenset({section["backend"]})}}
+    without = replace(ROBOTS, capabilities=offered, instances={**ROBOTS.instances, "simulator": 1})
+    seen = replace(without, simulate=["GPU-8f2a/gpu:0"])
+    found = {name for name in problems(robots, without) if name.startswith("environment")}
+    assert found == ({key} if key else set())
+    assert not [name for name in problems(robots, seen) if name.startswith("environment")]
+
+
 def test_a_run_that_works_ahead_needs_devices_for_both_sides_where_auto_chooses():
     one = replace(FLEET, devices=["h/cpu:0"])
     assert "placement.mode" not in problems(fleet=one), "in turns one is enough"

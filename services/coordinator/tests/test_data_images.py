@@ -95,6 +95,89 @@ def test_bytes_of_parquet_and_images_of_datasets_are_read(tmp_path):
     assert item.images == (png(3),), "the file itself, not one that is written anew"
 
 
+def struct(seed):
+    return {"bytes": png(seed), "path": f"{seed}.png"}
+
+
+LAYOUTS = {
+    # hiyouga/geometry3k
+    "geometry3k": (
+        {"images": [struct(1)], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"},
+        {"question": "problem", "images": "images"},
+        ("<image>Find x.", "2 \\sqrt { 221 }", 1),
+    ),
+    # Several pictures a problem, as multi-image sets write them
+    "several": (
+        {"images": [struct(1), struct(2)], "problem": "<image> or <image>?", "answer": "A"},
+        {"question": "problem", "images": "images"},
+        ("<image> or <image>?", "A", 2),
+    ),
+    # HuggingFaceM4/ChartQA: the answer is a list of one
+    "chartqa": (
+        {"image": struct(1), "query": "How many bars?", "label": ["14"], "human_or_machine": 0},
+        {"question": "query", "answer": "label", "images": "image"},
+        ("How many bars?", "14", 1),
+    ),
+    # AI4Math/MathVista: `image` is a path of its archive, the picture is `decoded_image`
+    "mathvista": (
+        {
+            "pid": "1",
+            "question": "Which is longest?",
+            "image": "images/1.jpg",
+            "decoded_image": struct(1),
+            "choices": ["A", "B"],
+            "unit": None,
+            "precision": float("nan"),
+            "answer": "B",
+            "question_type": "multi_choice",
+            "answer_type": "text",
+            "metadata": {"category": "math-targeted-vqa", "grade": "high school", "skills": ["geometry"]},
+            "query": "Hint: give the letter.\nQuestion: Which is longest?\nChoices:\n(A) A\n(B) B",
+        },
+        {"question": "query", "images": "decoded_image"},
+        ("Hint: give the letter.\nQuestion: Which is longest?\nChoices:\n(A) A\n(B) B", "B", 1),
+    ),
+    # verl's geometry3k
+    "verl": (
+        {
+            "data_source": "hiyouga/geometry3k",
+            "prompt": [{"role": "user", "content": "<image>Find x."}],
+            "images": [struct(1)],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+            "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
+        },
+        {"form": "verl"},
+        ("<image>Find x.", "3", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", ["parquet", "huggingface"])
+def test_the_layouts_of_published_data_sets_are_read(tmp_path, layout, source):
+    row, options, (question, answer, images) = LAYOUTS[layout]
+    made = datasets.Dataset.from_list([row, row | {"answer": answer}])
+    for name, value in row.items():  # columns of images, as the hub's files say them
+        if value == struct(1):
+            made = made.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(value, list) and value[0] == struct(1):
+            made = made.cast_column(name, datasets.Sequence(datasets.Image(decode=False)))
+    made.to_parquet(str(tmp_path / "train.parquet"))
+    where = {"path": str(tmp_path / "train.parquet")} if source == "parquet" else {"dataset": str(tmp_path)}
+    first, second = items_of(source, **where, **options)
+    assert (first.question, first.answer) == (question, answer) == (second.question, second.answer)
+    assert first.images == tuple(png(seed + 1) for seed in range(images))
+    assert b"PNG" not in json.dumps(first.metadata).encode(), "no scorer is sent an image"
+
+
+def test_images_of_any_column_are_refused_until_an_option_names_them(tmp_path):
+    row, _, _ = LAYOUTS["mathvista"]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    found = refusal("parquet", path=str(tmp_path / "rows.parquet"), question="query")
+    assert "set data.options.images: decoded_image" in found
+
+
 def test_parts_of_messages_may_be_images(lines):
     url = {"url": f"data:image/png;base64,{encoded(png(1))}"}
     parts = [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from headrace_coordinator.api.reading.reads import Reads
-from headrace_coordinator.api.reading.suites import steps_of
+from headrace_coordinator.api.reading.videos import steps_of
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.videos import read_episode
@@ -151,9 +151,9 @@ async def test_videos_are_listed_and_served_as_files(api, fake_coordinator, tmp_
         assert (evaluation, name) == ("push-00001a", view.name)
         return tmp_path / "0001-0-push-success.episode"
 
-    monkeypatch.setattr(fake_coordinator, "evaluation_videos", videos)
-    monkeypatch.setattr(fake_coordinator, "evaluation_video", video)
-    monkeypatch.setattr(fake_coordinator, "evaluation_episode", episode)
+    monkeypatch.setattr(fake_coordinator, "run_videos", videos)
+    monkeypatch.setattr(fake_coordinator, "run_video", video)
+    monkeypatch.setattr(fake_coordinator, "run_episode", episode)
     listed = await api.get("/v1/evaluations/push-00001a/videos")
     assert listed.json() == {"videos": [view.model_dump()]}
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")

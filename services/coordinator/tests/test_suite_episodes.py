@@ -14,6 +14,7 @@ from headrace_coordinator.projections.videos import (
     Recording,
     Video,
     episode_name,
+    keep_within,
     list_videos,
     write_recordings,
 )
@@ -163,6 +164,25 @@ def test_videos_are_listed_by_item_with_what_they_show(tmp_path):
     assert all((tmp_path / FOLDER / each.name).is_file() for each in found)
     episodes = [(tmp_path / FOLDER / episode_name(each.name)).read_bytes() for each in found]
     assert episodes == [b"episode 1", b"episode 7"]
+
+
+def test_videos_of_training_are_listed_by_step_and_the_oldest_make_room(tmp_path):
+    _, items = evaluated()
+    made = [
+        Recording(Video.of(1000 * step, 1, items[1], success=False, step=step), b"x" * 600, b"e" * 400)
+        for step in (11, 1, 21)
+    ]
+    write_recordings(tmp_path, made)
+    assert [(each.step, each.item, each.sample) for each in list_videos(tmp_path)] == [
+        (1, 1000, 1),
+        (11, 11000, 1),
+        (21, 21000, 1),
+    ]
+    keep_within(tmp_path, 2500)
+    assert [each.step for each in list_videos(tmp_path)] == [11, 21]
+    assert len([*(tmp_path / FOLDER).iterdir()]) == 4, "an episode goes with its video"
+    keep_within(tmp_path, 1)
+    assert [each.step for each in list_videos(tmp_path)] == [21], "the newest stays"
 
 
 @pytest.mark.parametrize(

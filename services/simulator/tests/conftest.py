@@ -218,6 +218,7 @@ async def instance(tmp_path, monkeypatch, reset_timeout_s):
     monkeypatch.setenv("HEADRACE_SIMULATOR_CHILDREN", "2")
     monkeypatch.setenv("HEADRACE_SIMULATOR_ENVIRONMENTS", "32")
     monkeypatch.setenv("HEADRACE_SIMULATOR_RESET_TIMEOUT_S", str(reset_timeout_s))
+    monkeypatch.setenv("HEADRACE_SIMULATOR_GATHER_S", "0.3")
     made = Instance(InstanceConfig(kind="simulator", shm_dir=tmp_path / "shm", data_dir=tmp_path / "data"))
     close = await mount(made)
     await made.start()

@@ -20,6 +20,8 @@ class Case:
     pixels: dict[str, Any] | None = None
     has_success: bool = True
     expert: bool = False
+    together: bool = False
+    """Its environments are stepped in one call."""
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -30,6 +32,14 @@ CASES = [
         "Pendulun-v1",
         has_success=False,
         variant={"execution": {"g": [0.5, 0.8], "m": [1.5, 2.0]}},
+    ),
+    Case(
+        "gymnasium",
+        "Pendulum-v1",
+        "Pendulun-v1",
+        has_success=False,
+        together=True,
+        variant={"execution": {"action_noise": [0.4, 0.5], "action_delay": 1, "observation_noise": 0.1}},
     ),
     Case(
         "metaworld",
@@ -50,6 +60,14 @@ CASES = [
         "PutOnPlatePrimitives-v1",
         "PutOnPlatePrimitive-v1",
         pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
+    ),
+    Case(
+        "maniskill",
+        "PushCube-v1",
+        "PushCub-v1",
+        {"sim_backend": "physx_cpu", "render_backend": "cpu"},
+        together=True,
+        variant={"execution": {"action_noise": [0.4, 0.5]}},
     ),
     Case(
         "libero",

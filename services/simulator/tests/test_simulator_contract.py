@@ -24,7 +24,9 @@ pytestmark = pytest.mark.timeout(600)
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
-every = pytest.mark.parametrize("case", TESTED, ids=lambda case: case.name)
+every = pytest.mark.parametrize(
+    "case", TESTED, ids=lambda case: case.name + ("-together" if case.together else "")
+)
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def reset_timeout_s() -> float:
 
 
 async def opened(simulator, case, **fields):
-    fields = {"options": case.options, "step_timeout_s": 60.0, **fields}
+    fields = {"options": case.options, "step_timeout_s": 60.0, "vectorized": case.together, **fields}
+    if case.together and case.backend == "maniskill":
+        fields["processes"] = fields.get("count", 1)  # its CPU simulation has one environment in a process
     return await simulator.open(case.name, backend=case.backend, **fields)
 
 
@@ -137,12 +141,12 @@ async def test_truncation_keeps_the_final_observation(simulator, case, arrays):
 
 @every
 async def test_a_chunk_is_its_actions_one_by_one(simulator, case, arrays):
-    pool = await opened(simulator, case, count=2)
-    for environment in range(2):
-        await pool.reset(environment, seed=9)
+    pool, other = [await opened(simulator, case) for _ in range(2)]
+    for each in (pool, other):
+        await each.reset(seed=9)
     chosen = actions(pool, 3)
-    singles = [await pool.act(action, 0) for action in chosen]
-    chunk = await pool.act_chunk(np.stack(chosen), 1)
+    singles = [await pool.act(action) for action in chosen]
+    chunk = await other.act_chunk(np.stack(chosen))
     assert chunk.executed_length == 3 and chunk.status == OK
     rewards = decode_tensor(chunk.rewards, max_bytes=1 << 20)
     np.testing.assert_allclose(rewards, [each.reward for each in singles], atol=1e-9)
@@ -166,7 +170,10 @@ async def test_a_variant_follows_from_the_seed_and_changes_the_episode(simulator
 
 @every
 async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
-    """Two environments in one process: the episode of one is the same with and without resets of the other."""
+    """Two environments in one process: the episode of one is the same with and without resets of the other.
+
+    Both act in one message: those that are stepped together wait for each other.
+    """
     seen = []
     for disturbed in (False, True):
         pool = await opened(simulator, case, count=2, processes=1)
@@ -177,7 +184,12 @@ async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
         for action in chosen:
             if disturbed:
                 assert (await pool.reset(0)).status == OK
-            observed += await rollout(pool, 1, [action], arrays)
+            both = await pool.send(pool.action_operation(action, 0), pool.action_operation(action, 1))
+            assert (both[0].status, both[1].status) == (OK, OK), both
+            observed.append(flat(arrays(both[1])))
+            for environment, outcome in both.items():
+                if outcome.terminated or outcome.truncated:
+                    await pool.reset(environment)
         seen.append(observed)
         await close(simulator, pool)
     np.testing.assert_allclose(seen[0], seen[1], atol=1e-9)
@@ -195,7 +207,11 @@ async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
         both = await pool.send(pool.action_operation(action, 0), pool.action_operation(good, 1))
         assert both[0].status == REFUSED and both[0].detail
         assert both[1].status == OK
-    assert (await pool.act(good, 0)).status == OK
+        if case.together:  # the others went on without it
+            assert (await pool.act(good, 0)).status == LOST
+            await pool.reset(0)
+    both = await pool.send(pool.action_operation(good, 0), pool.action_operation(good, 1))
+    assert (both[0].status, both[1].status) == (OK, OK)
 
 
 @every

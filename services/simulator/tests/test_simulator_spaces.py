@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from headrace_servicekit.rpc.episodes import is_image
+from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.spaces import ArraySpace, action_fault, from_message, in_shape, to_message
@@ -13,6 +14,18 @@ from headrace_simulator.spaces import ArraySpace, action_fault, from_message, in
 BOX = ArraySpace("", np.dtype(np.float64), (2,), np.array([-1.0, -np.inf]), np.array([1.0, np.inf]))
 DISCRETE = ArraySpace("", np.dtype(np.int64), (), np.asarray(3), None, (4,))
 MIXED = ArraySpace("", np.dtype(np.float32), (2,), np.array([2.0, -1.0]), np.array([4.0, 1.0]), (3, 0))
+
+PONG = """
+import ale_py
+import gymnasium
+from gymnasium.wrappers import FrameStackObservation
+
+gymnasium.register_envs(ale_py)
+
+
+def make_env():
+    return FrameStackObservation(gymnasium.make("ALE/Pong-v5", obs_type="grayscale"), 4)
+"""
 
 
 @pytest.mark.parametrize(
@@ -164,3 +177,16 @@ def test_categories_are_one_hot_boards_are_numbers_and_text_is_left_out():
     assert found["board"].shape == (9, 9) and found["pair.1"].tolist() == [0, 1]
     with pytest.raises(BackendError, match="one of 5000 values"):
         Observations(spaces.Discrete(5000))
+
+
+async def test_pong_shows_stacked_frames_and_takes_one_of_six_actions(simulator, tmp_path):
+    pytest.importorskip("ale_py")
+    (tmp_path / "pong.py").write_text(PONG)
+    pool = await simulator.open("pong.py:make_env", step_timeout_s=60.0, max_episode_steps=5)
+    (frames,) = pool.opened.observation_spaces
+    assert (list(frames.shape), list(pool.opened.action_space.categories)) == ([210, 160, 4], [6])
+    outcomes = [await pool.reset(seed=1), *[await pool.act(np.array([way])) for way in (0, 2, 3, 2, 5)]]
+    assert outcomes[-1].truncated and not outcomes[-1].success_reported
+    images = [decode_tensor(each.observation[frames.name], max_bytes=1 << 20) for each in outcomes]
+    assert images[-1].std() > 5 and not np.array_equal(images[-1][..., 0], images[-1][..., 3])
+    np.testing.assert_array_equal(images[-1][..., 2], images[-2][..., 3])

@@ -25,6 +25,7 @@ ROWS = EPISODES * CHUNKS
 POLICIES = {
     "openvla_oft": ({"state": 0}, "action", 3e-3, 8),
     "pi0": ({"state": STATE}, "chunk", 3e-3, 8),
+    "pi05": ({"state": STATE}, "chunk", 3e-3, 8),
 }
 ADAPTERS = "openvla_oft adapters"
 LEARNERS = POLICIES | {ADAPTERS: ({"state": 0}, "action", 2e-3, 8)}

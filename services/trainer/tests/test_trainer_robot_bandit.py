@@ -9,7 +9,7 @@ from __future__ import annotations
 import algorithm_losses as losses
 import pytest
 import torch
-from headrace_modelkit.robot.directory import policy_config
+from headrace_modelkit.robot.directory import freeze, policy_config
 from headrace_modelkit.robot.policy import Observation, at_level
 from headrace_trainer import algorithms as alg
 
@@ -66,7 +66,34 @@ OPENVLA = {
 }
 OFT = {"kind": "openvla_oft", **OPENVLA, "chunk_length": 2}
 PI0 = {"kind": "pi0", "model": PI, "bounds": UNIT, "state": UNIT, "cameras": ["image"], "chunk_length": 2}
-PI05 = {"kind": "pi05", "model": PI, "bounds": UNIT, "cameras": ["image"], "chunk_length": 2}
+NUMBERS = {"numbers": [[5 + number % 50] for number in range(257)], "ending": [7]}
+PI05 = {**PI0, "kind": "pi05", "words": NUMBERS}
+SMOLVLA = {
+    "kind": "smolvla",
+    "vlm": {
+        "text_config": {**GEMMA, "model_type": "llama", "hidden_size": 32, "pad_token_id": 0},
+        "vision_config": {**SIGLIP, "image_size": 28},
+        "scale_factor": 2,
+    },
+    "horizon": 3,
+    "action_width": 4,
+    "state_width": 2,
+    **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
+}
+ACT = {
+    "kind": "act",
+    **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
+    "height": 14,
+    "width": 14,
+    "horizon": 3,
+    "dim_model": 16,
+    "n_heads": 2,
+    "dim_feedforward": 24,
+    "n_encoder_layers": 2,
+    "latent_dim": 4,
+    "n_vae_encoder_layers": 1,
+    "log_std": -1.2,
+}
 CNN = {"kind": "cnn", "bounds": UNIT, "cameras": ["image"], "height": 36, "width": 36}
 
 KINDS = {
@@ -81,6 +108,19 @@ KINDS = {
         3e-3,
     ),
     "pi05 flow-sde": ({**PI05, "flow": {"steps": 3}}, "chunk", 12, 3e-3),
+    "smolvla flow-noise": (
+        {**SMOLVLA, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}},
+        "chunk",
+        14,
+        3e-3,
+    ),
+    "smolvla flow-cps": (
+        {**SMOLVLA, "flow": {"steps": 3, "noise": "cps", "drawn": "all"}},
+        "chunk",
+        14,
+        3e-3,
+    ),
+    "act": (ACT, "chunk", 16, 3e-3),
 }
 
 
@@ -101,6 +141,7 @@ def reward(chunk, target_B):
 def test_ppo_moves_a_policy_toward_rewarded_actions(name):
     fields, level, iterations, rate = KINDS[name]
     policy, by_pixels = policy_config(fields).build(seed=0), name == "cnn"
+    freeze(policy, ["vision"] if name == "act" else [])  # a new ResNet has no norms to hold its features
     size = 36 if by_pixels else 14
     optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], lr=rate)
     earned = []

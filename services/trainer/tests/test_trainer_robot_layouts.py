@@ -16,7 +16,7 @@ from headrace_trainer.kinds import run_kind
 from headrace_trainer.memory import Room, Rooms, check_rooms
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
-from test_trainer_robot_bandit import OFT, OPENVLA, PI0, PI05, UNIT
+from test_trainer_robot_bandit import ACT, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
 
 pytestmark = pytest.mark.timeout(600)
 OFT = {**OFT, "head": "l1", "cameras": ["image", "wrist"], "proprio": UNIT}
@@ -26,6 +26,8 @@ POLICIES = {
     "openvla": {"kind": "openvla", **OPENVLA},
     "pi0": {**PI0, **FLOW},
     "pi05": {**PI05, "flow": {"steps": 3}},
+    "smolvla": {**SMOLVLA, **FLOW},
+    "act": {**ACT, "height": 20, "width": 20},
 }
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 SHARDED = {"shard": "weights", "shard_ranks": 2}
@@ -43,6 +45,12 @@ CASES = {
     "pi0 again": AGAIN,
     "pi05 whole": None,
     "pi05 again": AGAIN,
+    "smolvla whole": None,
+    "smolvla again": AGAIN,
+    "smolvla frozen": {"freeze": ["vision", "language"], **AGAIN},
+    "act whole": None,
+    "act again": AGAIN,
+    "act frozen": {"freeze": ["vision", "vae"], **AGAIN},
     "oft lora": {**LORA, "backend_options": {"shard": "state"}},
     "oft lora again": {**LORA, **AGAIN},
     "oft frozen": {"freeze": ["vision", "language"], **AGAIN},
@@ -149,11 +157,11 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
     assert plain.held and again.held
 
 
-@pytest.mark.parametrize("name", ["oft frozen", "pi0 frozen"])
+@pytest.mark.parametrize("name", ["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen"])
 def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, two, relative_l2):
     found, whole = two[name], two[f"{name.split()[0]} whole"]
     policy = policy_config(POLICIES[name.split()[0]]).build(0)
-    frozen = tuple(f"gradient/{each}" for part in ("vision", "language") for each in policy.shape.parts[part])
+    frozen = tuple(f"gradient/{each}" for part in CASES[name]["freeze"] for each in policy.shape.parts[part])
     gradient, expected = part(found, "gradient"), part(whole, "gradient")
     assert gradient and not any(each.startswith(frozen) for each in gradient)
     assert any(each.startswith(frozen) for each in expected)

@@ -61,6 +61,7 @@ _PI = {
 _PI_RUN = {
     "model": _PI,
     "bounds": ActionBounds.unit(ACTIONS).model_dump(),
+    "state": ActionBounds.unit(STATE).model_dump(),
     "cameras": ["image", "wrist"],
     "chunk_length": 10,
     "flow": {"steps": 4, "noise": "sde"},
@@ -68,8 +69,8 @@ _PI_RUN = {
 ROBOTS: dict[str, dict[str, Any]] = {
     "openvla-7b": _OPENVLA | {"kind": "openvla", "cameras": ["image"]},
     "openvla-oft-7b": _OPENVLA | {"kind": "openvla_oft", "cameras": ["image", "wrist"], "chunk_length": 8},
-    "pi0-3b": _PI_RUN | {"kind": "pi0", "state": ActionBounds.unit(STATE).model_dump()},
-    "pi05-3b": _PI_RUN | {"kind": "pi05"},
+    "pi0-3b": _PI_RUN | {"kind": "pi0"},
+    "pi05-3b": _PI_RUN | {"kind": "pi05", "words": {"numbers": [[1] * 4] * 257, "ending": [1] * 5}},
 }
 """Name → policy.json."""
 

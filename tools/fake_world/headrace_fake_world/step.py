@@ -24,7 +24,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
-from headrace_trainer.backends.fsdp.layouts.robot_sizes import chunks_of, seen_by
+from headrace_trainer.backends.fsdp.layouts.robot_sizes import WORDS, chunks_of
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.robot.episodes import Chunks, Credits
@@ -269,7 +269,7 @@ class _Episodes:
         self._backend, self._count = backend, chunks_of(policy, case.tokens)
         shape = self._count, policy.chunk_length, policy.action_size
         valid = torch.ones(shape[:2], dtype=torch.bool)
-        self._chunks = Chunks(*seen_by(policy, self._count), valid)
+        self._chunks = Chunks(*policy.example(self._count, WORDS), valid)
         backend._chunks = self._chunks
         backend._credits = Credits(
             *(torch.zeros(shape), torch.zeros(shape), torch.zeros(self._count), torch.zeros(shape[:2])),

@@ -14,6 +14,7 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
+from headrace_coordinator.api.reading.videos import Videos
 from headrace_coordinator.api.recordings import Recordings
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.run_changes import RunChanges
@@ -57,6 +58,7 @@ class Coordinator:
         self.recordings = Recordings(self.reads, fleet.recorder)
         self.past = Past(event_log, self.reads)
         self.suites = SuiteEvaluations(event_log, self.reads)
+        self.videos = Videos(self.reads)
         keys = Keys(event_log)
         self.submissions = Submissions(
             fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, open_dataset, new_id

@@ -69,7 +69,7 @@ class MovedCaches:
                 "moved samples of %s are computed again: it did not send one in %s s", producer, TAKE_S
             )
             return None
-        return CachedContext(state.cache.form, state.cache.tokens, data)
+        return CachedContext(state.cache.form, state.cache.tokens, memoryview(data))
 
     async def close(self) -> None:
         """Closes the connections to other instances."""

@@ -19,4 +19,9 @@ class SimulatorSettings(BaseModel):
     environments: PositiveInt = Field(1024, description="most environments of all pools together")
     step_timeout_s: PositiveFloat = Field(60.0, description="limit of a step where the pool names none")
     reset_timeout_s: PositiveFloat = Field(60.0, description="least limit of a reset and of a picture")
+    gather_s: PositiveFloat = Field(
+        10.0,
+        description="how long environments that are stepped in one call wait for the action of one whose episode goes "
+        "on; that episode is then lost",
+    )
     open_timeout_s: PositiveFloat = Field(300.0, description="limit of making one process's environments")

@@ -18,9 +18,10 @@ from headrace_servicekit.rpc.requests import check_enum, check_name, check_page,
 from headrace_servicekit.rpc.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings
+from headrace_simulator.pools.gathering import Authority
 from headrace_simulator.pools.host import HostFault, HostLost
 from headrace_simulator.pools.open_pools import Conflict, Pools, TooMany
-from headrace_simulator.pools.pool import Authority, EnvironmentPool, PoolPlan
+from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Outcomes = Iterator[asyncio.Future[list[simulator_pb2.EnvironmentOutcome]]]
@@ -229,6 +230,7 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         blob_bytes=request.blob_bytes,
         without_info=request.without_info,
         leased=request.leased or bool(request.header.lease_epoch),
+        vectorized=request.vectorized,
     )
 
 

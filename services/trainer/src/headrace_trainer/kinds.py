@@ -23,7 +23,6 @@ from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.robot.directory import (
     empty_policy,
-    is_large,
     learning_policy,
     parts_problem,
     policy_of,
@@ -69,7 +68,7 @@ from headrace_trainer.wire.episodes import Spaces, read_episodes
 from headrace_trainer.wire.messages import read_group, read_sequence
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyConfig
+    from headrace_modelkit.robot.policy import PolicyConfig
 
 AnyLearner = Learner | BatchLearner | EpisodeLearner | PoliciesLearner
 DEFAULT_BACKEND = "fsdp"
@@ -321,7 +320,7 @@ class AnswersRun(RunKind):
 class EpisodesRun(RunKind):
     """A run that learns from episodes of a robot policy."""
 
-    def __init__(self, config: TrainerConfig, policy: AnyConfig) -> None:
+    def __init__(self, config: TrainerConfig, policy: PolicyConfig) -> None:
         self._config = config
         self._policy = policy
 
@@ -337,7 +336,7 @@ class EpisodesRun(RunKind):
         if trainer.reference is not None:
             raise invalid("trainer.reference: is for language models; leave it out", key="trainer.reference")
         algorithm = self.algorithm()
-        if is_large(self._policy):
+        if self._policy.large:
             self._check_large(algorithm)
         else:
             self._check_small()
@@ -385,7 +384,7 @@ class EpisodesRun(RunKind):
     @override
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
         episodes = cast(EpisodeAlgorithm, algorithm)
-        if not is_large(self._policy):
+        if not self._policy.large:
             return WholeRobot(self._config, episodes, ranks)
         return ShardedRobot(
             self._config, episodes, ranks, options=choose_backend(self._config.trainer).options

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.directory import is_large, policy_of
+from headrace_modelkit.robot.directory import policy_of
 from headrace_schema.openings import TrainerConfig
 from pydantic import ValidationError
 
@@ -32,7 +32,7 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     if not isinstance(backend.options, FsdpOptions):
         raise Refusal("INVALID", f"trainer.backend: {config.trainer.backend} chooses no layout; fsdp does")
     policy = policy_of(config.model)
-    if policy is not None and not is_large(policy):
+    if policy is not None and not policy.large:
         raise Refusal(
             "INVALID", f"model: every rank has all of a policy of kind {policy.kind}: there is one layout"
         )

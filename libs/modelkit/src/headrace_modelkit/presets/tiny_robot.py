@@ -15,13 +15,17 @@ from typing import Any
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.robot.directory import CONFIG, policy_config, save_policy
-from headrace_modelkit.robot.language import SPACE
+from headrace_modelkit.robot.openvla.model import SPACE
+from headrace_modelkit.robot.pi.words import StateWords
 from headrace_modelkit.robot.scaling import ActionBounds
 
-KINDS = ("openvla", "openvla_oft", "pi0")
+STATEFUL = ("pi0", "pi05", "smolvla")
+"""Kinds that read a state; the others do where they are given one."""
+KINDS = ("openvla", "openvla_oft", *STATEFUL, "act")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + SPACE
 BINS, PADDING, PATCH, IMAGE = 256, 64, 14, 56
 WORDS = len(CHARACTERS) + 3
+_FLOW = {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}
 
 
 def tiny_fields(
@@ -30,8 +34,13 @@ def tiny_fields(
     """A policy's configuration: `actions` numbers of -1 to 1, `state` numbers that it reads (0: none)."""
     fields: dict[str, Any] = {"kind": kind, "cameras": list(cameras), "chunk_length": chunk_length}
     fields["bounds"] = _unit(actions)
-    if kind == "pi0":
-        return {**fields, "state": _unit(state), **_pi(actions, state, chunk_length)}
+    if kind in ("pi0", "pi05"):
+        words = StateWords.of(character_tokenizer(CHARACTERS)).model_dump() if kind == "pi05" else None
+        return {**fields, "state": _unit(state), "words": words, **_pi(actions, state, chunk_length)}
+    if kind == "smolvla":
+        return {**fields, "state": _unit(state), **_smolvla(actions, state, chunk_length)}
+    if kind == "act":
+        return {**fields, "state": _unit(state), "horizon": chunk_length, **_act()}
     return {**fields, "proprio": _unit(state) if state else None, **_openvla()}
 
 
@@ -40,7 +49,7 @@ def write_tiny_robot(directory: Path, fields: dict[str, Any], *, seed: int = 0) 
     policy = policy_config(fields).build(seed)
     with TemporaryDirectory() as beside:
         character_tokenizer(CHARACTERS).save_pretrained(beside)
-        save_policy(policy, directory, tokenizer=beside)
+        save_policy(policy, directory, tokenizer=beside if policy.config.reads else None)
 
 
 def _unit(size: int) -> dict[str, Any] | None:
@@ -90,7 +99,36 @@ def _pi(actions: int, state: int, chunk_length: int) -> dict[str, Any]:
         "max_state_dim": state,
         "max_action_dim": actions,
     }
-    return {"model": model, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}}
+    return {"model": model, "flow": _FLOW}
+
+
+def _smolvla(actions: int, state: int, horizon: int) -> dict[str, Any]:
+    text = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": WORDS,
+        "pad_token_id": 0,
+    }
+    eye = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+    }
+    sizes = {"horizon": horizon, "action_width": actions, "state_width": state}
+    return {"vlm": {"text_config": text, "vision_config": eye, "scale_factor": 2}, **sizes, "flow": _FLOW}
+
+
+def _act() -> dict[str, Any]:
+    sizes = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "n_encoder_layers": 1, "latent_dim": 4}
+    return {**sizes, "height": 64, "width": 64, "n_vae_encoder_layers": 1}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,17 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--kind", choices=KINDS, default="openvla_oft")
     parser.add_argument("--actions", type=int, required=True, help="numbers of an action")
-    parser.add_argument("--state", type=int, default=0, help="numbers of the state; pi0 needs one")
-    parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
     parser.add_argument(
-        "--chunk-length", type=int, default=1, help="actions drawn at once (openvla_oft, pi0)"
+        "--state", type=int, default=0, help="numbers of the state; pi0, pi05, smolvla need one"
     )
+    parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
+    parser.add_argument("--chunk-length", type=int, default=1, help="actions drawn at once (all but openvla)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     asked = parser.parse_args(arguments)
     if asked.actions < 1 or asked.chunk_length < 1 or asked.state < 0:
         parser.error("--actions and --chunk-length are 1 or more, --state is 0 or more")
-    if asked.kind == "pi0" and not asked.state:
-        parser.error("pi0 reads a state: give --state, how many numbers it has")
+    if asked.kind in STATEFUL and not asked.state:
+        parser.error(f"{asked.kind} reads a state: give --state, how many numbers it has")
     chosen = {"cameras": asked.cameras, "state": asked.state, "chunk_length": asked.chunk_length}
     if (asked.directory / CONFIG).exists():
         parser.error(f"{asked.directory} holds a policy already: remove it, or name another directory")

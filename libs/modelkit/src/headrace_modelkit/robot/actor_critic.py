@@ -7,13 +7,13 @@ running normaliser of the state.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
-from headrace_schema.sections.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
@@ -25,10 +25,12 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyConfig,
     PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
+    seen_example,
     state_of,
 )
 from headrace_modelkit.robot.scaling import ActionBounds
@@ -47,9 +49,11 @@ CONVOLUTIONS = {
 ones, at last for pictures whose pixels are a grid's cells."""
 
 
-class _ActorCriticConfig(Section):
+class _ActorCriticConfig(PolicyConfig):
     """What `mlp` and `cnn` share."""
 
+    large: ClassVar[bool] = False
+    reads: ClassVar[bool] = False
     bounds: ActionBounds = Field(
         description="the action space; of a category: its first and its last whole number"
     )
@@ -58,7 +62,6 @@ class _ActorCriticConfig(Section):
         description="of each number of an action, how many categories it is one of; 0: it is drawn from a Gaussian. "
         "Empty: all are",
     )
-    chunk_length: Count = Field(default=1, description="actions drawn at once")
     hidden: tuple[Count, ...] = Field(
         default=(64, 64), description="units of each layer, actor and critic alike"
     )
@@ -86,10 +89,16 @@ class MlpConfig(_ActorCriticConfig):
     """An actor-critic that reads a state."""
 
     kind: Literal["mlp"] = "mlp"
+    cameras: tuple[()] = Field(default=(), description="none: it reads no images")
     state_size: Count = Field(description="numbers of a state")
 
+    @property
+    @override
+    def state_numbers(self) -> int:
+        return self.state_size
+
+    @override
     def build(self, seed: int) -> MlpPolicy:
-        """The policy with weights drawn from a seed; changes no random state of the process."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return MlpPolicy(self)
@@ -108,14 +117,19 @@ class CnnConfig(_ActorCriticConfig):
     state_size: CountOrZero = Field(default=0, description="numbers of a state; 0: pixels alone")
     features: Count = Field(default=128, description="features that the convolutions give")
 
+    @property
+    @override
+    def state_numbers(self) -> int:
+        return self.state_size
+
+    @override
     def build(self, seed: int) -> CnnPolicy:
-        """As `MlpConfig.build`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return CnnPolicy(self)
 
 
-class _ActorCritic(nn.Module, RobotPolicy, ABC):
+class _ActorCritic(RobotPolicy):
     """Actor and critic on features of an observation."""
 
     shape = PolicyShape((), {}, ())
@@ -174,10 +188,18 @@ class _ActorCritic(nn.Module, RobotPolicy, ABC):
         outputs_BCO, values_B = self(observation)
         return Evaluation(*self.head.score(outputs_BCO, sampled[ACTIONS]), values_B)
 
+    @override
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Squared errors of means, cross-entropies of categories; see `RobotPolicy.imitate`."""
         outputs_BCO, _ = self(observation)
         return self.head.imitate(outputs_BCO, actions_BHA)
+
+    @override
+    def example(self, count: int, words: int) -> tuple[Observation, dict[str, Tensor]]:
+        config = self.config
+        pixels = (getattr(config, "height", 0), getattr(config, "width", 0))
+        seen = seen_example(config, count, words, pixels, getattr(config, "channels", 0))
+        return seen, {ACTIONS: torch.zeros(count, self.chunk_length, self.action_size)}
 
 
 class MlpPolicy(_ActorCritic):
@@ -208,12 +230,12 @@ class CnnPolicy(_ActorCritic):
         Raises ValueError for images of another size.
         """
         channels = self.config.channels
-        images = [image_of(observation, camera, channels) for camera in self.config.cameras]
+        images = [image_of(observation, camera, self.device, channels) for camera in self.config.cameras]
         wanted = (self.config.height, self.config.width)
         for camera, image in zip(self.config.cameras, images, strict=True):
             if image.shape[-2:] != wanted:
                 raise ValueError(f"camera {camera!r} gives {tuple(image.shape[-2:])} pixels, not {wanted}")
-        features_BF: Tensor = self.encoder(torch.cat(images, 1).to(self.device))
+        features_BF: Tensor = self.encoder(torch.cat(images, 1))
         return torch.cat([features_BF, self.state(observation)], -1) if self.state_size else features_BF
 
 

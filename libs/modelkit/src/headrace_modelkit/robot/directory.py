@@ -24,19 +24,13 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, replace_directory, sync_directory
 from headrace_modelkit.lora import add_adapters, targets_problem
 from headrace_modelkit.model_files import parameters_on_meta
+from headrace_modelkit.robot.policy import PolicyConfig, RobotPolicy
 from headrace_modelkit.tensor_files import TensorFiles, Tensors, TensorsInMemory, TornTensor
 from headrace_modelkit.weights import load_weights, state_tensors
 
 if TYPE_CHECKING:
     from headrace_schema.sections.generating import ModelSection
     from headrace_schema.sections.learning import LoraSection
-
-    from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
-    from headrace_modelkit.robot.openvla.model import OpenVlaConfig, OpenVlaPolicy
-    from headrace_modelkit.robot.pi import PiConfig, PiPolicy
-
-    AnyConfig = MlpConfig | CnnConfig | OpenVlaConfig | PiConfig
-    AnyPolicy = MlpPolicy | CnnPolicy | OpenVlaPolicy | PiPolicy
 
 CONFIG, WEIGHTS = "policy.json", "model.safetensors"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -46,13 +40,15 @@ KINDS = {
     "cnn": ("actor_critic", "CnnConfig"),
     "openvla": ("openvla.model", "OpenVlaConfig"),
     "openvla_oft": ("openvla.model", "OpenVlaConfig"),
-    "pi0": ("pi", "PiConfig"),
-    "pi05": ("pi", "PiConfig"),
+    "pi0": ("pi.model", "PiConfig"),
+    "pi05": ("pi.model", "PiConfig"),
+    "smolvla": ("smolvla.model", "SmolVlaConfig"),
+    "act": ("act.model", "ActConfig"),
 }
-"""Where the configuration of each kind is."""
+"""Where the configuration of each kind is: a PolicyConfig, whose `build` gives the policy."""
 
 
-def policy_config(fields: Mapping[str, Any]) -> AnyConfig:
+def policy_config(fields: Mapping[str, Any]) -> PolicyConfig:
     """The configuration that `fields` state, by their `kind`. Raises ModelNotReadable, which names the wrong one."""
     kind = fields.get("kind")
     if kind not in KINDS:
@@ -61,7 +57,7 @@ def policy_config(fields: Mapping[str, Any]) -> AnyConfig:
         raise ModelNotReadable(f"kind: {kind!r} is no robot policy, these are: {', '.join(KINDS)}{hint}")
     module, name = KINDS[kind]
     try:
-        config: AnyConfig = getattr(import_module(f"headrace_modelkit.robot.{module}"), name)(**fields)
+        config: PolicyConfig = getattr(import_module(f"headrace_modelkit.robot.{module}"), name)(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or kind
@@ -69,7 +65,7 @@ def policy_config(fields: Mapping[str, Any]) -> AnyConfig:
     return config
 
 
-def policy_of(section: ModelSection) -> AnyConfig | None:
+def policy_of(section: ModelSection) -> PolicyConfig | None:
     """The robot policy that a run's `model` names: a new one, or a directory's; None for a language model.
 
     Raises ModelNotReadable, which names the wrong field.
@@ -88,7 +84,7 @@ def policy_of(section: ModelSection) -> AnyConfig | None:
     return policy_config(fields)
 
 
-def initial_policy(section: ModelSection, seed: int) -> AnyPolicy:
+def initial_policy(section: ModelSection, seed: int) -> RobotPolicy:
     """The policy that a run begins with, in its type: a directory's weights, or new ones drawn from the seed.
 
     Raises ModelNotReadable, also where `section` names no robot policy.
@@ -100,27 +96,19 @@ def initial_policy(section: ModelSection, seed: int) -> AnyPolicy:
     return in_type(policy, policy_type(policy.config, section))
 
 
-def is_large(config: AnyConfig) -> bool:
-    """Whether a policy of this kind has layers that ranks divide, parts that can be frozen, and a type of its own.
-
-    The others are whole on every rank, in fp32.
-    """
-    return config.kind not in ("mlp", "cnn")
-
-
-def policy_type(config: AnyConfig, section: ModelSection) -> torch.dtype:
+def policy_type(config: PolicyConfig, section: ModelSection) -> torch.dtype:
     """What a run's policy computes in, and is published in."""
-    return DTYPES[section.dtype] if is_large(config) else torch.float32
+    return DTYPES[section.dtype] if config.large else torch.float32
 
 
-def in_type(policy: AnyPolicy, dtype: torch.dtype) -> AnyPolicy:
+def in_type(policy: RobotPolicy, dtype: torch.dtype) -> RobotPolicy:
     """The policy with its parameters in a type; buffers stay as they are."""
     for parameter in policy.parameters():
         parameter.data = parameter.data.to(dtype)
     return policy
 
 
-def empty_policy(section: ModelSection) -> AnyPolicy:
+def empty_policy(section: ModelSection) -> RobotPolicy:
     """A run's policy in its type, with its parameters on meta. Raises ModelNotReadable."""
     config = policy_of(section)
     if config is None:
@@ -148,7 +136,7 @@ def open_policy(section: ModelSection, seed: int) -> Tensors:
     return found
 
 
-def freeze(policy: AnyPolicy, parts: Iterable[str]) -> None:
+def freeze(policy: RobotPolicy, parts: Iterable[str]) -> None:
     """Takes the gradient from whole parts of a large policy."""
     names = tuple(name for part in parts for name in policy.shape.parts[part])
     for name, parameter in policy.named_parameters():
@@ -156,7 +144,7 @@ def freeze(policy: AnyPolicy, parts: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def parts_problem(policy: AnyPolicy, parts: Iterable[str]) -> str:
+def parts_problem(policy: RobotPolicy, parts: Iterable[str]) -> str:
     """What is wrong with the names of parts to be frozen, with the fix; empty: nothing."""
     for part in parts:
         if part not in policy.shape.parts:
@@ -167,7 +155,7 @@ def parts_problem(policy: AnyPolicy, parts: Iterable[str]) -> str:
     return ""
 
 
-def adapt(policy: AnyPolicy, lora: LoraSection, seed: int, device: torch.device | None = None) -> None:
+def adapt(policy: RobotPolicy, lora: LoraSection, seed: int, device: torch.device | None = None) -> None:
     """As `add_adapters`, of a large policy: what is frozen gets no adapter, and what is no part of the published model
     learns whole. Raises ValueError for a target that the policy has not.
     """
@@ -187,7 +175,7 @@ def adapt(policy: AnyPolicy, lora: LoraSection, seed: int, device: torch.device 
 
 def learning_policy(
     section: ModelSection, frozen: Iterable[str], lora: LoraSection | None, seed: int
-) -> AnyPolicy:
+) -> RobotPolicy:
     """`empty_policy`, a large one, with these parts frozen, and its adapters on the CPU.
 
     Raises ModelNotReadable, and ValueError for a target that the policy has not.
@@ -199,7 +187,7 @@ def learning_policy(
     return policy
 
 
-def layers_of_policy(policy: AnyPolicy) -> list[nn.Module]:
+def layers_of_policy(policy: RobotPolicy) -> list[nn.Module]:
     """The layers of a large policy, each of which is gathered alone; one that no pass goes through is none of them."""
     return [
         module
@@ -213,7 +201,7 @@ def tokenizer_files(directory: Path | str) -> list[Path]:
     return [file for pattern in TOKENIZER for file in sorted(Path(directory).glob(pattern)) if file.is_file()]
 
 
-def save_policy(policy: AnyPolicy, directory: Path | str, *, tokenizer: Path | str | None = None) -> None:
+def save_policy(policy: RobotPolicy, directory: Path | str, *, tokenizer: Path | str | None = None) -> None:
     """Writes the directory aside and renames it into place; an existing one is replaced.
 
     The tokenizer of the directory `tokenizer`, if it holds one, comes along.
@@ -222,7 +210,7 @@ def save_policy(policy: AnyPolicy, directory: Path | str, *, tokenizer: Path | s
 
 
 def write_policy(
-    config: AnyConfig,
+    config: PolicyConfig,
     weights: Mapping[str, Tensor],
     directory: Path | str,
     *,
@@ -247,7 +235,7 @@ def write_policy(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load_policy(directory: Path | str) -> AnyPolicy:
+def load_policy(directory: Path | str) -> RobotPolicy:
     """The policy that `save_policy` wrote, in fp32 and eval mode. Raises ModelNotReadable."""
     path = Path(directory)
     try:

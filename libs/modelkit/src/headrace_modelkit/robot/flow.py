@@ -2,7 +2,8 @@
 
 Time goes from 1 (noise) to 0 (action) in K equal steps; a field gives the velocity noise - action at a point and time.
 Flow-SDE turns the ODE into an SDE with the same marginals; Flow-Noise adds noise of a learned width to the ODE's
-steps. The noise that a path begins with is not scored: it depends on no weight. Facts of both are from RLinf
+steps; Flow-CPS turns a part of the noise that a step keeps into new noise. The noise that a path begins with is not
+scored: it depends on no weight. Facts of them are from RLinf
 `rlinf/models/embodiment/openpi/openpi_action_model.py` at 016c55e.
 Shapes: B environments, H × W numbers of a horizon of actions, K steps, M steps that were drawn. Knows no model.
 """
@@ -31,14 +32,37 @@ class FlowConfig(Section):
     """How actions are drawn from a flow."""
 
     steps: Count = Field(default=10, description="denoising steps")
-    noise: Literal["sde", "learned"] = Field(default="sde", description="Flow-SDE, or Flow-Noise")
-    level: float = Field(default=0.5, gt=0, le=2, description="of Flow-SDE: noise of a step")
+    noise: Literal["sde", "learned", "cps"] = Field(
+        default="sde", description="Flow-SDE, Flow-Noise (learned), or Flow-CPS"
+    )
+    level: float = Field(
+        default=0.5, gt=0, le=2, description="of Flow-SDE and Flow-CPS (there less than 1): noise of a step"
+    )
     width: tuple[float, float] = Field(
         default=(0.08, 0.16), description="of Flow-Noise: least and greatest width"
     )
     drawn: Literal["one", "all"] = Field(
         default="one", description="steps that are drawn: one, by chance, among ODE steps, or all"
     )
+    ignore_last: bool = Field(
+        default=False,
+        description="never draw the last step, whose noise is the action's own (of Flow-CPS always so)",
+    )
+
+    @property
+    def candidates(self) -> int:
+        """How many steps, from the first on, may be drawn."""
+        return self.steps - (self.ignore_last or self.noise == "cps")
+
+    @model_validator(mode="after")
+    def _possible(self) -> FlowConfig:
+        if not self.candidates:
+            raise ValueError(
+                "steps is 1, and its last step is not drawn: give 2 or more, or draw the last one"
+            )
+        if self.noise == "cps" and self.level >= 1:
+            raise ValueError(f"level is {self.level}: Flow-CPS takes a share below 1")
+        return self
 
     @model_validator(mode="after")
     def _widths(self) -> FlowConfig:
@@ -123,7 +147,8 @@ def transition(
 
     Flow-SDE: with d = 1 / K, s^2 = level^2 t / (1 - t), and the noise e = x + (1 - t) v that x is thought to come
     from, the mean is x - v d - e s^2 d / (2 t), the width s sqrt(d). At t = 1, where s has no bound, 1 - t is d (for
-    K = 1: 1). Flow-Noise: the mean is the ODE's.
+    K = 1: 1). Flow-Noise: the mean is the ODE's. Flow-CPS: with an angle of level quarter turns, the mean keeps its
+    cosine of the noise that the ODE would keep, and the width is the sine of it.
     Raises ValueError when Flow-Noise is given no widths.
     """
     delta = 1 / config.steps
@@ -133,8 +158,12 @@ def transition(
             raise ValueError("Flow-Noise needs a field that gives log-widths")
         return following, log_width
     time = time_B[:, None, None]
-    variance = config.level**2 * time / (1 - time).clamp(min=delta)
     noise = point + (1 - time) * velocity
+    if config.noise == "cps":
+        angle, kept = config.level * math.pi / 2, time - delta
+        mean = (point - time * velocity) * (1 - kept) + noise * kept * math.cos(angle)
+        return mean, (kept * math.sin(angle)).log().expand_as(mean)
+    variance = config.level**2 * time / (1 - time).clamp(min=delta)
     mean = following - noise * variance * delta / (2 * time)
     return mean, (0.5 * (variance * delta).log()).expand_as(mean)
 
@@ -148,9 +177,9 @@ def _drawn_steps(config: FlowConfig, count: int, seeds: Sequence[int] | None) ->
     if seeds is None:
         return torch.zeros(count, 0, dtype=torch.long)
     if config.drawn == "all":
-        return torch.arange(config.steps).expand(count, -1)
+        return torch.arange(config.candidates).expand(count, -1)
     uniform_B1 = gaussian.row_uniform([_mixed(seed, 2) for seed in seeds], (1,), torch.device("cpu"))
-    return (uniform_B1 * config.steps).long()
+    return (uniform_B1 * config.candidates).long()
 
 
 def _mixed(seed: int, stream: int) -> int:

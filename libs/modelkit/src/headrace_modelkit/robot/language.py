@@ -4,62 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from headrace_modelkit.errors import ModelNotReadable
-
-if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyConfig
-
-BLIND = ("mlp", "cnn")
-"""Kinds that read no language."""
-SPACE = "▁"
-"""Llama's empty token, which OpenVLA reads behind its prompt (predict_action of modeling_prismatic.py)."""
+from headrace_modelkit.robot.policy import PolicyConfig
 
 Encode = Callable[[str], tuple[int, ...]]
 
 
-def instruction_encoder(config: AnyConfig, directory: str) -> Encode:
+def instruction_encoder(config: PolicyConfig, directory: str) -> Encode:
     """From a rendered instruction to a prompt's ids, by the tokenizer in the policy's `directory`.
 
-    A policy that reads no language gets none. Raises ModelNotReadable where there is no tokenizer, and for a kind whose
-    prompt is no whole episode's.
+    A policy that reads no language gets none. Raises ModelNotReadable where there is no tokenizer, or another one than
+    the policy was made with.
     """
-    if config.kind in BLIND:
+    if not config.reads:
         return _nothing
-    if config.kind == "pi05":
-        raise ModelNotReadable(
-            "model.path: pi05 reads the state in its prompt, another one for each chunk, and an episode has one "
-            "prompt; use pi0"
-        )
     if not directory:
         raise ModelNotReadable(
             f"model.policy: {config.kind} reads language and needs a tokenizer; give model.path, a directory with "
             "policy.json and a tokenizer"
         )
-    tokenizer = _tokenizer(directory)
-    space = tokenizer.convert_tokens_to_ids(SPACE) if config.kind != "pi0" else None
-    ending = [] if space in (None, tokenizer.unk_token_id) else [space]
+    tokenizer = read_tokenizer(directory)
+    try:
+        config.check_tokenizer(tokenizer)
+    except ValueError as error:
+        raise ModelNotReadable(
+            f"model.path: the tokenizer in {directory!r} does not fit: {error}; put the one beside policy.json that "
+            "the policy was made with"
+        ) from error
 
     def encode(instruction: str) -> tuple[int, ...]:
-        ids = list(tokenizer.encode(instruction, add_special_tokens=True))
-        return tuple(ids if ids[-1:] == ending else [*ids, *ending])
+        return config.prompt_ids(tokenizer, instruction)
 
     return encode
 
 
-def _nothing(instruction: str) -> tuple[int, ...]:
-    return ()
-
-
-def _tokenizer(directory: str) -> Any:
-    path = Path(directory)
+def read_tokenizer(directory: Path | str) -> Any:
+    """The tokenizer in a directory. Raises ModelNotReadable."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(Path(directory))
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotReadable(
-            f"model.path: {directory!r} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put its "
-            "tokenizer.json and tokenizer_config.json beside policy.json"
+            f"model.path: {str(directory)!r} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put "
+            "its tokenizer.json and tokenizer_config.json beside policy.json"
         ) from error
+
+
+def _nothing(instruction: str) -> tuple[int, ...]:
+    return ()

@@ -6,14 +6,18 @@ action is a token where the policy draws tokens. Knows no environment, no wire a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from headrace_schema.sections.base import Count, Section
+from pydantic import Field
+from torch import Tensor, nn
 
 from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.scaling import ActionBounds
 
 ACTIONS = "actions"
 """The entry of `ActionChunk.sampled` that every policy has: what it drew, (B, C, A), numbers or token ids."""
@@ -100,10 +104,42 @@ class PolicyShape:
     added: tuple[str, ...]
 
 
-@runtime_checkable
-class RobotPolicy(Protocol):
-    """A torch module whose parameters and persistent buffers are one version of the policy."""
+class PolicyConfig(Section, ABC):
+    """What `policy.json` says of a policy: what every kind says, to which each adds its own."""
 
+    large: ClassVar[bool] = True
+    """Whether it has layers that ranks divide, parts that can be frozen, and a type of its own. Others are whole on
+    every rank, in fp32."""
+    reads: ClassVar[bool] = True
+    """Whether it reads an instruction."""
+
+    kind: str
+    bounds: ActionBounds = Field(description="statistics that un-normalise actions")
+    cameras: tuple[str, ...] = Field(default=(), description="names of the cameras, in their order")
+    chunk_length: Count = Field(default=1, description="actions drawn at once")
+
+    @property
+    def state_numbers(self) -> int:
+        """S, numbers of a state that it reads; 0: none."""
+        return 0
+
+    @abstractmethod
+    def build(self, seed: int) -> RobotPolicy:
+        """The policy with random weights, drawn from a seed; changes no random state of the process."""
+
+    def prompt_ids(self, tokenizer: Any, instruction: str) -> tuple[int, ...]:
+        """The ids that it reads for an instruction, by a tokenizer of transformers."""
+        return tuple(tokenizer.encode(instruction, add_special_tokens=True))
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises ValueError for a tokenizer whose ids are not those that the policy was made for."""
+
+
+class RobotPolicy(nn.Module, ABC):
+    """A module whose parameters and persistent buffers are one version of the policy."""
+
+    config: Any
+    """Its kind's PolicyConfig."""
     shape: PolicyShape
     chunk_length: int
     action_size: int
@@ -114,6 +150,7 @@ class RobotPolicy(Protocol):
     normalizer: Normalizer | None
     """Changed by `Normalizer.update` alone, when a version is committed."""
 
+    @abstractmethod
     def act(
         self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
     ) -> ActionChunk:
@@ -122,18 +159,24 @@ class RobotPolicy(Protocol):
         `seeds` has one number an environment: the same seed draws the same noise whatever else is in the batch.
         `deterministic` takes the most likely action. Raises ValueError when the observation does not fit.
         """
-        ...
 
+    @abstractmethod
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
         """Scores `ActionChunk.sampled` again under the present weights."""
-        ...
 
+    @abstractmethod
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """(B, H) losses of imitating a demonstration's next H = `horizon` actions, in the environment's units.
 
         `seeds` are for policies whose loss is drawn (flows).
         """
-        ...
+
+    @abstractmethod
+    def example(self, count: int, words: int) -> tuple[Observation, dict[str, Tensor]]:
+        """What `evaluate` takes of so many environments, of the shapes that a run's has; instructions have `words` ids.
+
+        For plans of memory: zeros.
+        """
 
 
 def at_level(values_BCA: Tensor, valid_BC: Tensor, level: Level) -> tuple[Tensor, Tensor]:
@@ -166,8 +209,11 @@ def state_of(observation: Observation, size: int) -> Tensor:
     return state_BS.float()
 
 
-def image_of(observation: Observation, camera: str, channels: int = 3) -> Tensor:
-    """(B, channels, H, W) fp32 in 0 to 1. Raises ValueError when there is no such camera, or it has other pixels."""
+def image_of(observation: Observation, camera: str, device: torch.device, channels: int = 3) -> Tensor:
+    """(B, channels, H, W) fp32 in 0 to 1 on `device`, to which they go in uint8.
+
+    Raises ValueError when there is no such camera, or it has other pixels.
+    """
     image = observation.images.get(camera)
     if image is None:
         raise ValueError(f"the observation has no camera {camera!r}, only {sorted(observation.images)}")
@@ -175,10 +221,21 @@ def image_of(observation: Observation, camera: str, channels: int = 3) -> Tensor
         raise ValueError(
             f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; the policy reads (B, H, W, {channels}) uint8"
         )
-    return image.permute(0, 3, 1, 2).float() / 255
+    return image.to(device).permute(0, 3, 1, 2).float() / 255
 
 
 def check_seeds(observation: Observation, seeds: Sequence[int]) -> None:
     """Raises ValueError unless there is one seed an environment."""
     if len(seeds) != len(observation):
         raise ValueError(f"{len(seeds)} seeds for {len(observation)} environments: give one each")
+
+
+def seen_example(
+    config: PolicyConfig, count: int, words: int, pixels: tuple[int, int], channels: int = 3
+) -> Observation:
+    """An observation of zeros, as `RobotPolicy.example` gives it; `pixels` are height and width."""
+    state = torch.zeros(count, config.state_numbers) if config.state_numbers else None
+    image = torch.zeros(count, *pixels, channels, dtype=torch.uint8)
+    return Observation(
+        state, dict.fromkeys(config.cameras, image), ((1,) * words,) * count if config.reads else ()
+    )

@@ -16,11 +16,17 @@ from torch import Tensor, nn
 class ActionBounds(Section):
     """What -1 and 1 stand for, number by number; null in both leaves a number as it was drawn.
 
-    The bounds of an action space, or the 1% and 99% quantiles of a data set (OpenVLA's `norm_stats`).
+    The bounds of an action space, the 1% and 99% quantiles of a data set (OpenVLA's `norm_stats`), or its mean less and
+    plus a standard deviation, which normalises by mean and deviation; numbers that may lie beyond want `clip: false`.
     """
 
     low: tuple[float | None, ...] = Field(description="what -1 stands for")
     high: tuple[float | None, ...] = Field(description="what 1 stands for")
+    clip: bool | tuple[float, float] = Field(
+        default=True,
+        description="keep actions between low and high; false: they may lie beyond; two numbers: between those, in the "
+        "environment's units",
+    )
 
     @model_validator(mode="after")
     def _pairs(self) -> ActionBounds:
@@ -59,15 +65,18 @@ class ActionScaling(nn.Module):
     """Un-normalises actions by fixed bounds. Not among the weights: it is a part of the policy's configuration."""
 
     low_A: Tensor
-    high_A: Tensor
+    width_A: Tensor
     mask_A: Tensor
     least_A: Tensor
     most_A: Tensor
 
     def __init__(self, bounds: ActionBounds) -> None:
         super().__init__()
-        self.register_buffer("low_A", _filled(bounds.low, -1.0), persistent=False)
-        self.register_buffer("high_A", _filled(bounds.high, 1.0), persistent=False)
+        self.clip = bounds.clip
+        low, high = _filled(bounds.low, -1.0), _filled(bounds.high, 1.0)
+        self.register_buffer("low_A", low.float(), persistent=False)
+        # In fp64: numbers that hardly differ have a width for all that.
+        self.register_buffer("width_A", (high - low).float(), persistent=False)
         self.register_buffer("least_A", _inside(bounds.low, up=True), persistent=False)
         self.register_buffer("most_A", _inside(bounds.high, up=False), persistent=False)
         self.register_buffer(
@@ -75,8 +84,13 @@ class ActionScaling(nn.Module):
         )
 
     def forward(self, drawn: Tensor) -> Tensor:
-        """What the environment is given: clipped to -1 to 1 and scaled where there are bounds."""
-        scaled = 0.5 * (drawn.clamp(-1, 1) + 1) * (self.high_A - self.low_A) + self.low_A
+        """What the environment is given: clipped to -1 to 1, unless the bounds say otherwise, and scaled where there
+        are bounds.
+        """
+        if self.clip is not True:
+            free = torch.where(self.mask_A, 0.5 * (drawn + 1) * self.width_A + self.low_A, drawn)
+            return free.clamp(*self.clip) if self.clip else free
+        scaled = 0.5 * (drawn.clamp(-1, 1) + 1) * self.width_A + self.low_A
         # Rounding may leave the bounds, and an environment refuses what is outside by one bit.
         inside = torch.minimum(torch.maximum(scaled, self.least_A), self.most_A)
         return torch.where(self.mask_A, inside, drawn)
@@ -86,13 +100,13 @@ class ActionScaling(nn.Module):
 
         A number whose bounds are equal is 0.
         """
-        width_A = self.high_A - self.low_A
+        width_A = self.width_A
         unit = 2 * (executed - self.low_A) / torch.where(width_A == 0, torch.ones_like(width_A), width_A) - 1
         return torch.where(self.mask_A, torch.where(width_A == 0, torch.zeros_like(unit), unit), executed)
 
 
 def _filled(bounds: Sequence[float | None], missing: float) -> Tensor:
-    return torch.tensor([missing if bound is None else bound for bound in bounds])
+    return torch.tensor([missing if bound is None else bound for bound in bounds], dtype=torch.float64)
 
 
 def _inside(bounds: Sequence[float | None], *, up: bool) -> Tensor:

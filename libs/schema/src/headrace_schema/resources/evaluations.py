@@ -118,11 +118,10 @@ class EvaluationRunListView(Resource):
 
 
 class VideoView(Resource):
-    """A video of an episode of an evaluation."""
+    """A video of an episode of an evaluation or of a run's training."""
 
-    name: str = Field(
-        description="of the file; `/v1/evaluations/{id}/videos/{name}` is the file itself, an MP4"
-    )
+    name: str = Field(description="of the file; `…/videos/{name}` is the file itself, an MP4")
+    step: int | None = Field(default=None, description="of a run's training")
     item: int = Field(description="as `prompt_ordinal` of its transcript")
     sample: int
     success: bool
@@ -130,7 +129,7 @@ class VideoView(Resource):
 
 
 class VideoListView(Resource):
-    """The videos of an evaluation, by item."""
+    """The videos of an evaluation or a run, by step and item."""
 
     videos: list[VideoView]
 

@@ -33,6 +33,7 @@ OTHERWISE = {
     "environment.state": "the environment's messages are what the policy reads",
     "environment.cameras": "the environment's messages are what the policy reads",
     "environment.instructions": "the environment's first messages say what is asked for",
+    "environment.videos": "a conversation has no pictures, and all of it is among the run's trajectories",
     "environment.variants": "give the environment options of its own in environment.options",
     "data.prompt.template": "the environment's first messages are the prompt",
     "data.prompt.system": "the environment's first messages are the prompt",

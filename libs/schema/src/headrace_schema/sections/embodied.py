@@ -48,13 +48,24 @@ class RoleSection(Section):
         return self.learns and not self.path
 
 
+class VideosSection(Section):
+    """Which training episodes are recorded: their pictures, beside actions and rewards."""
+
+    every: Count = Field(default=10, description="of so many steps one, and the first step")
+    starts: Count = Field(
+        default=1,
+        description="start states of such a step that are recorded, each with all episodes of its group",
+    )
+    mib: Count = Field(default=256, description="room of a run's videos; beyond it the oldest are removed")
+
+
 class EnvironmentSection(Section):
     """The environments of an embodied or agentic run, which simulator instances hold."""
 
     backend: str = Field(
         default="gymnasium",
-        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero; of an agentic run: "
-        "conversation",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an "
+        "agentic run: conversation",
     )
     tasks: list[str] = Field(
         min_length=1,
@@ -92,6 +103,11 @@ class EnvironmentSection(Section):
     processes: CountOrZero = Field(
         default=0, description="child processes of a pool; 0: the simulator's choice"
     )
+    vectorized: bool = Field(
+        default=False,
+        description="the environments of a process are stepped in one call, as simulators on a GPU are; there is then "
+        "one process, unless `processes` says more, and `alternating` is best the same number",
+    )
     state: list[str] | None = Field(
         default=None,
         description="observations that are the policy's state, one after the other; default: all that are no images",
@@ -103,6 +119,10 @@ class EnvironmentSection(Section):
     instructions: dict[str, str] = Field(
         default_factory=dict,
         description="what a task asks for, in words, by task; default: what the environment says",
+    )
+    videos: VideosSection | None = Field(
+        default=None,
+        description="training episodes that are recorded, to be watched in the dashboard; default: none",
     )
 
     rewritten_turns: Literal["refuse", "append"] = Field(

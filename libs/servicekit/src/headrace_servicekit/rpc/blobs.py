@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import mmap
 import os
 import re
 import shutil
@@ -52,6 +53,7 @@ class BlobStore:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._kept: dict[str, common_pb2.BlobRef] = {}
         self._in_memory: dict[str, bytes] = {}
+        self._adopted: set[str] = set()
         self._filed_bytes = 0
         self._spare: dict[int, list[Path]] = defaultdict(list)
         self._spare_bytes = 0
@@ -59,6 +61,11 @@ class BlobStore:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are: a BlobWriter of another process of this host writes there."""
+        return self._folder
 
     def put(self, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
         """Keeps a copy of `data` until `release`. Raises ServiceError NO_SPACE when the tmpfs is full."""
@@ -78,6 +85,24 @@ class BlobStore:
         except ServiceError:
             self._in_memory[name] = bytes(data)
         return self._keep(name, data)
+
+    def adopt(self, written: common_pb2.BlobRef) -> common_pb2.BlobRef:
+        """Keeps what a BlobWriter has written. `release` leaves the file to its writer. Raises ServiceError INVALID."""
+        if not _NAME.fullmatch(written.blob_id):
+            raise invalid("blob_id", f"{written.blob_id!r} names no file")
+        reference = common_pb2.BlobRef(producer_address=self.address, incarnation=self._incarnation)
+        reference.MergeFrom(written)
+        self._adopted.add(written.blob_id)
+        self._kept[written.blob_id] = reference
+        return reference
+
+    def forget(self, prefix: str) -> None:
+        """Removes the files of writers whose names begin so."""
+        for name in [each for each in self._adopted if each.startswith(prefix)]:
+            self._adopted.discard(name)
+            self._kept.pop(name, None)
+        for path in self._folder.glob(f"{prefix}*"):
+            path.unlink(missing_ok=True)
 
     def _keep(self, name: str, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
         reference = self._kept[name] = common_pb2.BlobRef(
@@ -119,7 +144,11 @@ class BlobStore:
     def release(self, reference: common_pb2.BlobRef) -> None:
         """Drops a blob. Whoever still reads it gets its bytes or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
-        if kept is None or self._in_memory.pop(kept.blob_id, None) is not None:
+        if (
+            kept is None
+            or self._in_memory.pop(kept.blob_id, None) is not None
+            or kept.blob_id in self._adopted
+        ):
             return
         path, size = self._folder / kept.blob_id, kept.size_bytes
         self._filed_bytes -= size
@@ -130,6 +159,39 @@ class BlobStore:
         path.rename(spare)
         self._spare[size].append(spare)
         self._spare_bytes += size
+
+
+class BlobWriter:
+    """Writes bodies into a store's folder from another process of the host; the store adopts them.
+
+    Each name has two files, which are mapped and written in turn: a body stays until the one after the next is put.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._turn: dict[str, int] = {}
+
+    def put(self, name: str, data: memoryview) -> common_pb2.BlobRef:
+        """A reference without its producer. Raises OSError where the tmpfs has no room."""
+        turn = self._turn[name] = 1 - self._turn.get(name, 1)
+        blob_id = f"{self._prefix}-{name}-{turn}"
+        mapped = self._mapped.get(blob_id)
+        if mapped is None or len(mapped) != data.nbytes:
+            mapped = self._mapped[blob_id] = self._map(blob_id, data.nbytes)
+        mapped[:] = data.cast("B")
+        return common_pb2.BlobRef(blob_id=blob_id, size_bytes=data.nbytes, digest=digest_bytes(data))
+
+    def _map(self, blob_id: str, size: int) -> mmap.mmap:
+        handle = os.open(self._folder / blob_id, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(handle, size)
+            os.posix_fallocate(
+                handle, 0, size
+            )  # writing to pages that a full tmpfs cannot give would kill the process
+            return mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
 
 
 class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
@@ -159,8 +221,8 @@ class BlobReader:
         self._token = token
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def read(self, reference: common_pb2.BlobRef) -> bytes:
-        """The verified body.
+    async def read(self, reference: common_pb2.BlobRef) -> bytearray:
+        """The verified body, in memory of its own: an array over it needs no copy.
 
         Raises ServiceError INVALID for a reference that names no file, DIGEST_MISMATCH, and BLOB_GONE when neither
         the file nor the producer has it.
@@ -181,7 +243,7 @@ class BlobReader:
             await channel.close(None)
         self._channels.clear()
 
-    def _from_file(self, reference: common_pb2.BlobRef) -> bytes | None:
+    def _from_file(self, reference: common_pb2.BlobRef) -> bytearray | None:
         for name in (reference.incarnation, reference.blob_id):
             if not _NAME.fullmatch(name):
                 raise ServiceError(
@@ -195,12 +257,14 @@ class BlobReader:
         try:
             if os.fstat(handle).st_size != reference.size_bytes:
                 raise _mismatch(reference)
+            found = bytearray(reference.size_bytes)
             with os.fdopen(handle, "rb", closefd=False) as file:
-                return file.read()
+                file.readinto(found)
+            return found
         finally:
             os.close(handle)
 
-    async def _from_producer(self, reference: common_pb2.BlobRef) -> bytes:
+    async def _from_producer(self, reference: common_pb2.BlobRef) -> bytearray:
         address = reference.producer_address
         if not address:
             raise _gone(reference, "its file is not on this host and it names no address")
@@ -218,7 +282,7 @@ class BlobReader:
             raise _gone(reference, f"{address}: {message_of(error)}") from error
         except TimeoutError as error:
             raise _gone(reference, f"{address} did not send it within {limit_s:.0f} s") from error
-        return bytes(found)
+        return found
 
 
 def _write(path: Path, data: bytes | bytearray | memoryview) -> None:

@@ -26,7 +26,7 @@ INLINE_BYTES = 256 * 1024
 """Largest body of a tensor that travels in the message itself."""
 
 Arrays = Mapping[str, np.ndarray]
-Bodies = Mapping[str, bytes]
+Bodies = Mapping[str, bytes | bytearray]
 """What tensors refer to, by digest."""
 NO_BODIES: Bodies = MappingProxyType({})
 
@@ -201,7 +201,9 @@ def _decoded(
     return array
 
 
-def _array(where: str, tensor: common_pb2.Tensor, max_bytes: int, body: bytes | None = None) -> np.ndarray:
+def _array(
+    where: str, tensor: common_pb2.Tensor, max_bytes: int, body: bytes | bytearray | None = None
+) -> np.ndarray:
     try:
         return decode_tensor(tensor, max_bytes=max_bytes, body=body)
     except ServiceError as error:

@@ -66,8 +66,12 @@ def write_tensor(
         tensor.blob.CopyFrom(hold(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))
 
 
-def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int, body: bytes | None = None) -> np.ndarray:
+def decode_tensor(
+    tensor: common_pb2.Tensor, *, max_bytes: int, body: bytes | bytearray | None = None
+) -> np.ndarray:
     """A writable array with the tensor's elements; `body` are those of a tensor that refers to them.
+
+    A `body` that can be written becomes the array's memory, which spares a copy.
 
     Raises ServiceError INVALID when the type is unknown, the shape is no shape, the data is not exactly
     shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob
@@ -86,7 +90,8 @@ def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int, body: bytes | No
     dtype = NUMPY_TYPES[tensor.data_type]
     if dtype.kind == "b" and data.translate(None, b"\x00\x01"):
         raise _invalid("a bool tensor holds bytes other than 0 and 1")
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return array if array.flags.writeable else array.copy()
 
 
 def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:

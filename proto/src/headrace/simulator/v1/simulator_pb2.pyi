@@ -58,7 +58,7 @@ class Environment(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class OpenPoolRequest(_message.Message):
-    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout", "reward_mode", "auto_reset", "processes", "blob_bytes", "leased", "without_info")
+    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout", "reward_mode", "auto_reset", "processes", "blob_bytes", "leased", "without_info", "vectorized")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class OpenPoolRequest(_message.Message):
     BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_INFO_FIELD_NUMBER: _ClassVar[int]
+    VECTORIZED_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     environment: Environment
     count: int
@@ -85,7 +86,8 @@ class OpenPoolRequest(_message.Message):
     blob_bytes: int
     leased: bool
     without_info: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., leased: _Optional[bool] = ..., without_info: _Optional[bool] = ...) -> None: ...
+    vectorized: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., leased: _Optional[bool] = ..., without_info: _Optional[bool] = ..., vectorized: _Optional[bool] = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("name", "data_type", "shape", "low", "high", "categories")

@@ -1,6 +1,6 @@
-"""Recorded episodes of an evaluation: a video and a file of the episode's arrays for each. Synchronous.
+"""Recorded episodes of an evaluation or of training: a video and a file of the episode's arrays. Synchronous.
 
-Both are in the evaluation's directory; a video's name tells its episode.
+Both are in the run's directory; a video's name tells its episode.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 FOLDER = "videos"
 MEDIA_TYPE = "video/mp4"
 EPISODE_MEDIA_TYPE = "application/x-protobuf"
-_NAME = re.compile(r"(\d{1,9})-(\d{1,9})-[a-z0-9-]*-(success|failure)\.mp4")
+_NAME = re.compile(r"(?:s(\d{1,9})-)?(\d{1,12})-(\d{1,9})-[a-z0-9-]*-(success|failure)\.mp4")
 _LONGEST = 80
 
 
 @dataclass(frozen=True)
 class Video:
-    """One file. `item` and `sample` are those of its transcript."""
+    """One file. `item` and `sample` are those of its transcript; `step` is None in an evaluation."""
 
     name: str
     item: int
     sample: int
     success: bool
     size_bytes: int = 0
+    step: int | None = None
 
     @classmethod
-    def of(cls, index: int, sample: int, item: DataItem, *, success: bool) -> Video:
+    def of(cls, index: int, sample: int, item: DataItem, *, success: bool, step: int | None = None) -> Video:
         """The video of an item's episode."""
         what = re.sub(r"[^a-z0-9]+", "-", item.question.lower()).strip("-")[-_LONGEST:]
-        name = f"{index:04d}-{sample}-{what}-{'success' if success else 'failure'}.mp4"
-        return cls(name, index, sample, success)
+        of = "" if step is None else f"s{step:06d}-"
+        name = f"{of}{index:04d}-{sample}-{what}-{'success' if success else 'failure'}.mp4"
+        return cls(name, index, sample, success, step=step)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,21 @@ def list_videos(directory: Path) -> list[Video]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := _NAME.fullmatch(path.name):
-            item, sample = int(match[1]), int(match[2])
-            found.append(Video(path.name, item, sample, match[3] == "success", path.stat().st_size))
-    return sorted(found, key=lambda video: (video.item, video.sample))
+            step = None if match[1] is None else int(match[1])
+            item, sample, success = int(match[2]), int(match[3]), match[4] == "success"
+            found.append(Video(path.name, item, sample, success, path.stat().st_size, step))
+    return sorted(found, key=lambda video: (video.step or 0, video.item, video.sample))
+
+
+def keep_within(directory: Path, limit_bytes: int) -> None:
+    """Removes the oldest videos with their episodes until what is left fits; the newest stays. Raises OSError."""
+    folder, left = directory / FOLDER, list_videos(directory)
+    sizes = {video.name: video.size_bytes + _size(folder / episode_name(video.name)) for video in left}
+    while len(left) > 1 and sum(sizes[video.name] for video in left) > limit_bytes:
+        name = left.pop(0).name
+        for each in (name, episode_name(name)):
+            (folder / each).unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

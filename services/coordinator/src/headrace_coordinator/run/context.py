@@ -219,9 +219,9 @@ class RunContext:
                     steps.append((step_index(event), event.observed))
         self.curriculum.begin(group for _, observed in steps for group in observed)
 
-    def prompt(self, prompt: int) -> rollout.Prompt:
-        """The prompt of a prompt ordinal."""
-        return self.modality.prompt(self.item(prompt))
+    def prompt(self, prompt: int, *, record: bool = False) -> rollout.Prompt:
+        """The prompt of a prompt ordinal; `record` has its episodes recorded."""
+        return self.modality.prompt(self.item(prompt), record=record)
 
     def images(self, prompt: int) -> list[common.Image]:
         """The images of a prompt, as its trainer gets them."""

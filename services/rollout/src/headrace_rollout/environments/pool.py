@@ -18,6 +18,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
+from headrace_servicekit.rpc.episodes import Bodies
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
@@ -48,6 +49,8 @@ class Environment:
 
     def __init__(self, pool: Pool, index: int) -> None:
         self.turn = asyncio.Lock()
+        self.bodies: dict[str, bytearray] = {}
+        """What the last outcome refers to, by digest."""
         self.due = math.inf
         """When the operation under way has to be answered, by the loop's clock."""
         self._pool, self._index = pool, index
@@ -101,13 +104,13 @@ class Environment:
             self._operate(Operation(await_agent=simulator_pb2.AwaitAgent(kill=True)), 1, answered)
 
     async def settled(self, outcome: Outcome) -> Outcome:
-        """The outcome, with what it refers to.
+        """The outcome; what it refers to is in `bodies`.
 
         Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason.
         """
         if outcome.status != simulator_pb2.OUTCOME_STATUS_OK:
             self._check(outcome)
-        await self._pool.fetch_blobs(outcome)
+        self.bodies = await self._pool.fetch_blobs(outcome)
         return outcome
 
     async def video(self) -> bytes:
@@ -251,12 +254,15 @@ class Pool:
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close(None)
 
-    async def fetch_blobs(self, outcome: Outcome) -> None:
-        """Puts the bodies of an outcome's references in their place: they are gone after the next operation."""
-        for tensors in (outcome.observation, outcome.final_observation):
-            for tensor in tensors.values():
-                if tensor.WhichOneof("body") == "blob":
-                    tensor.data = await self._blobs.read(tensor.blob)
+    async def fetch_blobs(self, outcome: Outcome) -> dict[str, bytearray]:
+        """The bodies of an outcome's references, by digest: they are gone after the next operation."""
+        wanted = [
+            tensor.blob
+            for tensors in (outcome.observation, outcome.final_observation)
+            for tensor in tensors.values()
+            if tensor.WhichOneof("body") == "blob"
+        ]
+        return {reference.digest: await self._blobs.read(reference) for reference in wanted}
 
     async def video(self, environment: int) -> bytes:
         """The MP4 file of an environment's episode. Raises as `Environment.video`."""
@@ -338,7 +344,13 @@ def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
         raise invalid("pools: a pool is named twice")
 
 
-def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:
-    """The observation by name; `final`: the ended episode's last, where the pool resets by itself."""
+def arrays_of(outcome: Outcome, bodies: Bodies, *, final: bool = False) -> dict[str, np.ndarray]:
+    """The observation by name; `final`: the ended episode's last, where the pool resets by itself.
+
+    An array of a body of `bodies` lies in its memory.
+    """
     tensors = outcome.final_observation if final and outcome.final_observation else outcome.observation
-    return {name: decode_tensor(each, max_bytes=MAX_OBSERVATION_BYTES) for name, each in tensors.items()}
+    return {
+        name: decode_tensor(each, max_bytes=MAX_OBSERVATION_BYTES, body=bodies.get(each.blob.digest))
+        for name, each in tensors.items()
+    }

@@ -28,7 +28,7 @@ from headrace_rollout.robot.model import Decision, RobotModel, Row, Views
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyConfig
+    from headrace_modelkit.robot.policy import PolicyConfig
 
 QUICK_S = 0.002
 """A policy whose last pass took less acts in the event loop: the way to its thread and back would take as long."""
@@ -50,7 +50,7 @@ class RobotEngine(ThreadedHolder):
 
     def __init__(
         self,
-        policy: AnyConfig,
+        policy: PolicyConfig,
         dtype: torch.dtype,
         environment: EnvironmentSection,
         devices: tuple[torch.device, ...],

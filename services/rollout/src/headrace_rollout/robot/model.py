@@ -25,7 +25,7 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyConfig, AnyPolicy
+    from headrace_modelkit.robot.policy import PolicyConfig, RobotPolicy
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Decision:
 class RobotModel(HeldModel):
     """A robot policy in the run's type; used from its holder's thread alone."""
 
-    def __init__(self, config: AnyConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: PolicyConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.device = HOST
         self.policy: Policy | None = None
-        self._module: AnyPolicy = in_type(config.build(seed=0).eval().requires_grad_(False), dtype)
+        self._module: RobotPolicy = in_type(config.build(seed=0).eval().requires_grad_(False), dtype)
         use_fp32_products(self._module, device)
         self._memory = ParameterMemory(self._module)
         self._memory.free()
@@ -155,11 +155,11 @@ class NotFinite(Exception):
 class Views:
     """Maps observations by their names in the environment to the names of an episode."""
 
-    def __init__(self, policy: AnyConfig, environment: EnvironmentSection) -> None:
+    def __init__(self, policy: PolicyConfig, environment: EnvironmentSection) -> None:
         self._state = environment.state
         self._cameras = environment.cameras
-        self._wanted = tuple(getattr(policy, "cameras", ()))
-        self._reads_state = any(getattr(policy, key, None) for key in ("state_size", "proprio", "state"))
+        self._wanted = policy.cameras
+        self._reads_state = policy.state_numbers > 0
 
     def __call__(self, observation: Arrays) -> dict[str, np.ndarray]:
         """STATE, (S,) float32, and IMAGE + camera, (H, W, channels) uint8: those that the policy reads.

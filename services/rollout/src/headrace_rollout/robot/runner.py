@@ -133,7 +133,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
         """The episode as it was recorded, and what was seen at its end."""
         plan = self._plan
         recording = Recording(plan.environment.stop_on_success or plan.until_success)
-        seen = plan.views(arrays_of(await environment.reset(sample.start)))
+        seen = plan.views(arrays_of(await environment.reset(sample.start), environment.bodies))
         while not recording.ended:
             if not plan.holds():
                 raise _NotHeld
@@ -141,7 +141,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             row = Row(seen, sample.prompt_ids, seed, sample.greedy)
             decision, outcome = await turns.take(row, environment)
             recording.add(seen, decision, outcome)
-            seen = plan.views(arrays_of(outcome, final=recording.ended))
+            seen = plan.views(arrays_of(outcome, environment.bodies, final=recording.ended))
         return recording, seen
 
 

@@ -44,7 +44,7 @@ from headrace_rollout.wire import weights_of
 
 if TYPE_CHECKING:
     import torch
-    from headrace_modelkit.robot.directory import AnyConfig
+    from headrace_modelkit.robot.policy import PolicyConfig
     from headrace_modelkit.tokenizer import TextCodec
 EPISODES_SHARE = 0.125
 """Share of the host's free memory that an instance's episodes may have before it takes no more work: they have images.
@@ -240,7 +240,7 @@ def _require_images(name: str, engine: Engine, codec: TextCodec, config: Rollout
 def _robot_run(
     name: str,
     config: RolloutConfig,
-    policy: AnyConfig,
+    policy: PolicyConfig,
     devices: tuple[torch.device, ...],
     blobs: BlobReader,
     token: str | None,

@@ -12,7 +12,10 @@ GYMNASIUM = Plugin(f"{_HERE}.gymnasium:build", description="environments of Gymn
 METAWORLD = Plugin(
     f"{_HERE}.metaworld.backend:build", description="Meta-World's tasks, a new goal each episode"
 )
-MANISKILL = Plugin(f"{_HERE}.maniskill.backend:build", description="ManiSkill 3's tasks on the CPU")
+MANISKILL = Plugin(
+    f"{_HERE}.maniskill.backend:build", description="ManiSkill 3's tasks, on the CPU or many on a GPU"
+)
+ISAACLAB = Plugin(f"{_HERE}.isaaclab:build", description="Isaac Lab's tasks, many in one process on a GPU")
 LIBERO = Plugin(f"{_HERE}.libero:build", description="LIBERO's five suites with their initial states")
 CONVERSATION = Plugin(
     f"{_HERE}.conversation.backend:build",
@@ -28,7 +31,7 @@ BACKENDS: Registry[AnyBackend] = Registry(
     "environment.backend_options",
     {
         name: f"{_HERE}:{name.upper()}"
-        for name in ("gymnasium", "metaworld", "maniskill", "libero", "conversation", "agent")
+        for name in ("gymnasium", "metaworld", "maniskill", "libero", "isaaclab", "conversation", "agent")
     },
 )
 

@@ -90,6 +90,55 @@ class SimulatedEnvironment(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Start:
+    """How an episode begins: the arguments of `SimulatedEnvironment.reset`."""
+
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    init_state: int | None = None
+
+
+class VectorEnvironment(Protocol):
+    """Environments that one call steps, numbered from 0. It may raise anything: the service then makes a new one."""
+
+    @property
+    def observation_spaces(self) -> list[ArraySpace]:
+        """Space of each named observation of one environment."""
+        ...
+
+    @property
+    def action_space(self) -> ArraySpace:
+        """Space of one environment's action."""
+        ...
+
+    @property
+    def init_state_count(self) -> int:
+        """As of a SimulatedEnvironment."""
+        ...
+
+    @property
+    def instruction(self) -> str:
+        """As of a SimulatedEnvironment."""
+        ...
+
+    def reset(self, starts: Mapping[int, Start]) -> Mapping[int, tuple[Observation, Mapping[str, Any]]]:
+        """Starts episodes in some environments; those of the others go on, and a seed decides its own alone."""
+        ...
+
+    def step(self, actions: Mapping[int, np.ndarray]) -> Mapping[int, Transition]:
+        """Acts once in some environments. The episodes of the others are over, or abandoned: they may go on too."""
+        ...
+
+    def render(self, environment: int) -> np.ndarray:
+        """A picture, (height, width, 3) uint8."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...
+
+
 Message = Mapping[str, str]
 """{"role": …, "content": …}; roles are system, user, assistant and tool. Where several parties speak: with "to", who is
 told it, or "by", who said it.
@@ -131,7 +180,8 @@ class Backend(Protocol):
     """A simulator; made without arguments, imports its heavy packages only then.
 
     It may have a method `perturbations(name)` beside these: by each name that `semantic.perturbation` of a variant may
-    say for an environment, the options with which `make` makes it so (other objects, places, words).
+    say for an environment, the options with which `make` makes it so (other objects, places, words). One that is a
+    VectorBackend too makes environments that are stepped together.
     """
 
     def environments(self) -> list[str]:
@@ -148,6 +198,17 @@ class Backend(Protocol):
         Raises:
             BackendError: the name or an option is wrong, there is no shaped reward, or a package is missing.
         """
+        ...
+
+
+@runtime_checkable
+class VectorBackend(Protocol):
+    """A simulator that steps many environments in one call."""
+
+    def make_vector(
+        self, name: str, count: int, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> VectorEnvironment:
+        """Makes `count` environments; the rest is as in `Backend.make`."""
         ...
 
 

@@ -14,10 +14,12 @@ from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
+from headrace_simulator.backends.batched import MASKS, Batched, success_of
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
 
-_SUCCESS_KEYS = ("success", "is_success")
+_NO_LIMIT = 1 << 30
+_SYNC, _OWN = "sync", "vector_entry_point"
 
 
 class GymnasiumBackend:
@@ -37,15 +39,51 @@ class GymnasiumBackend:
         if is_user_environment(name):
             own = load_factory(name)(**options)
             return GymnasiumEnvironment(own, knobs=_knobs(own))
+        name = self._registered(name)
+        limit = None if own_time_limit else -1
+        arguments = {"render_mode": _render_mode(name), "max_episode_steps": limit, **options}
+        made: gymnasium.Env[Any, Any] = gymnasium.make(name, disable_env_checker=True, **arguments)
+        return GymnasiumEnvironment(made, knobs=_knobs(made))
+
+    def make_vector(
+        self, name: str, count: int, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> Batched:
+        """Makes environments that are stepped in one call, as `gymnasium.make_vec` does.
+
+        The option `vectorization_mode` says how, where there is a choice. A user's own function gets `num_envs` beside
+        the options, and returns a gymnasium.vector.VectorEnv.
+        """
+        if is_user_environment(name):
+            own = load_factory(name)(num_envs=count, **options)
+            if not isinstance(own, gymnasium.vector.VectorEnv):
+                reason = f"{name} made a {type(own).__name__} for environment.vectorized, and not a VectorEnv"
+                raise BackendError("environment.name", f"{reason}: return one of num_envs environments")
+            return Batched(own, count, MASKS, name)
+        name = self._registered(name)
+        chosen = dict(options)
+        own_class = gymnasium.spec(name).vector_entry_point is not None
+        mode = chosen.pop("vectorization_mode", _OWN if own_class else _SYNC)
+        if mode not in (_SYNC, _OWN) or (mode == _OWN and not own_class):
+            has = f"{_SYNC!r} or {_OWN!r}" if own_class else f"{_SYNC!r}: {name} has no vector_entry_point"
+            raise BackendError(
+                "options_json.vectorization_mode",
+                f"{mode!r} is not served; it may be {has}. For environments in processes of their own, leave out "
+                "environment.vectorized",
+            )
+        arguments: dict[str, Any] = {"render_mode": _render_mode(name), **chosen}
+        if not own_time_limit:
+            arguments.setdefault("max_episode_steps", -1 if mode == _SYNC else _NO_LIMIT)
+        made = gymnasium.make_vec(name, num_envs=count, vectorization_mode=mode, **arguments)
+        return Batched(made, count, MASKS, name)
+
+    def _registered(self, name: str) -> str:
+        """A name without the module that registers it. Raises BackendError for one that is not registered."""
         module, _, name = name.rpartition(":")
         if module:
             importlib.import_module(module)
         if name not in gymnasium.registry:
             raise BackendError("environment.name", self._unknown(name))
-        limit = None if own_time_limit else -1
-        arguments = {"render_mode": _render_mode(name), "max_episode_steps": limit, **options}
-        made: gymnasium.Env[Any, Any] = gymnasium.make(name, disable_env_checker=True, **arguments)
-        return GymnasiumEnvironment(made, knobs=_knobs(made))
+        return name
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self.environments(), n=3)
@@ -82,10 +120,8 @@ class GymnasiumEnvironment:
     def step(self, action: np.ndarray) -> Transition:
         """Acts once."""
         observation, reward, terminated, truncated, info = self._environment.step(self._act(action))
-        flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
-        success = any(flags) if flags else None
         arrays = self._observe(observation)
-        return Transition(arrays, float(reward), bool(terminated), bool(truncated), success, info)
+        return Transition(arrays, float(reward), bool(terminated), bool(truncated), success_of(info), info)
 
     def render(self) -> np.ndarray:
         """A picture; ValueError where the environment makes none."""

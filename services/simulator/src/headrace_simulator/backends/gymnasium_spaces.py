@@ -6,13 +6,14 @@ A: numbers of an action, all parts of a Dict or Tuple space one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from headrace_simulator.backends.base import BackendError
+from headrace_simulator.backends.base import EXPERT_ACTION, BackendError
 from headrace_simulator.spaces import ArraySpace
 
 MOST_CATEGORIES = 4096
@@ -146,6 +147,8 @@ def _categories(space: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _shown(name: str, space: spaces.Space[Any]) -> tuple[ArraySpace, Convert]:
     """The arrays of an observation, and what makes them."""
+    if name == EXPERT_ACTION:  # an action as policies give it, a category too
+        return replace(Actions(space).space, name=name), np.asarray
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         first, counts = _categories(space)
         if counts.max() > MOST_CATEGORIES:

@@ -7,19 +7,29 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
+from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
-from headrace_simulator.backends.base import AgentBackend, AnyBackend, BackendError, ConversationBackend
+from headrace_simulator.backends.base import (
+    AgentBackend,
+    AnyBackend,
+    BackendError,
+    ConversationBackend,
+    VectorBackend,
+    VectorEnvironment,
+)
 from headrace_simulator.child.agents import Agents
 from headrace_simulator.child.conversations import Conversations
-from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.episodes import Episodes, Raised, Rules, Shelf, call, written
 from headrace_simulator.child.output import bound_output
-from headrace_simulator.child.variants import split, varied
+from headrace_simulator.child.together import Together
+from headrace_simulator.child.variants import Variant, split, varied
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
 
@@ -33,16 +43,27 @@ class Host:
     def __init__(self) -> None:
         self._opening: dict[str, Any] = {}
         self._backend: AnyBackend | None = None
-        self._environments: dict[int, Episodes | Conversations | Agents] = {}
+        self._environments: dict[int, Any] = {}
+        """Episodes, Conversations or Agents."""
+        self.together: Together | None = None
+        """Of environments that are stepped in one call: operations of several go there."""
+        self._shelf: Shelf | None = None
 
     def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
         """Makes the environments; BackendError or Raised where they cannot be made."""
         self._opening = opening
+        if opening["shelf"] is not None:
+            folder, prefix, least_bytes = opening["shelf"]
+            self._shelf = Shelf(BlobWriter(Path(folder), prefix), least_bytes)
         self._backend = call(lambda: backends.create(opening["backend"]))
         if isinstance(self._backend, ConversationBackend | AgentBackend):
             bound_output()
-        for index in opening["environments"]:
-            self._environments[index] = self._make()
+        if opening["vectorized"]:
+            self.together = Together(self._make_vector, self._rules, opening["environments"])
+            self._environments = self.together.members
+        else:
+            for index in opening["environments"]:
+                self._environments[index] = self._make(index)
         opened = self._environments[opening["environments"][0]]
         if not isinstance(opened, Episodes):
             roles = opened.roles if isinstance(opened, Conversations) else ()
@@ -60,22 +81,12 @@ class Host:
     ) -> None:
         """Resets or steps one environment, and writes how it went into an empty outcome."""
         index = operation.environment
-        outcome.environment, outcome.step_index = index, operation.step_index
-        try:
+        with written(operation, outcome, self._environments):
             if index not in self._environments:
                 if not operation.HasField("reset"):
                     raise Raised("an action before its reset")
-                self._environments[index] = self._make()
+                self._environments[index] = self._make(index)
             self._environments[index].operate(operation, outcome)
-            outcome.status = simulator_pb2.OUTCOME_STATUS_OK
-        except (Raised, BackendError) as error:
-            lost = self._environments.pop(index, None)
-            if isinstance(lost, Episodes):
-                lost.stop_recording()
-            outcome.Clear()
-            outcome.environment, outcome.step_index = index, operation.step_index
-            outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
-            outcome.detail = f"the environment raised {error}"
 
     def render(self, index: int) -> bytes:
         """A picture as a serialized Tensor; Raised where there is none."""
@@ -95,7 +106,7 @@ class Host:
             raise Raised("a conversation has no video")
         return episodes.take_video()
 
-    def _make(self) -> Episodes | Conversations | Agents:
+    def _make(self, index: int) -> Episodes | Conversations | Agents:
         opening, backend = self._opening, self._backend
         if backend is None:
             raise Raised("no backend is open")
@@ -112,8 +123,30 @@ class Host:
                 variant,
             )
         )
-        rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"])
-        return Episodes(environment, rules)
+        return Episodes(environment, self._rules, str(index))
+
+    def _make_vector(self) -> tuple[VectorEnvironment, Variant]:
+        opening, backend = self._opening, self._backend
+        if not isinstance(backend, VectorBackend):
+            reason = f"{opening['backend']} steps no environments together"
+            raise BackendError("environment.vectorized", f"{reason}; leave it out")
+        variant, options = call(lambda: split(opening["options"], backend, opening["name"]))
+        made = call(
+            lambda: backend.make_vector(
+                opening["name"],
+                len(opening["environments"]),
+                options,
+                own_time_limit=opening["max_episode_steps"] == 0,
+                dense=opening["dense"],
+            )
+        )
+        return made, variant
+
+    @property
+    def _rules(self) -> Rules:
+        opening = self._opening
+        limit, sparse = opening["max_episode_steps"], opening["sparse"]
+        return Rules(limit, sparse, opening["auto_reset"], opening["without_info"], self._shelf)
 
 
 def main() -> None:
@@ -152,6 +185,10 @@ def _answers(host: Host, kind: Kind, payload: bytes) -> Iterator[Message]:
 def _operated(host: Host, request: simulator_pb2.StepRequest) -> Iterator[Message]:
     """Outcomes in the order of the operations; those that come fast leave together."""
     response, begun = simulator_pb2.StepResponse(), time.monotonic()
+    if host.together is not None:
+        host.together.operate(request.operations, response)
+        yield Kind.OPERATE, response.SerializeToString()
+        return
     for operation in request.operations:
         host.operate(operation, response.outcomes.add())
         if time.monotonic() - begun > _TOGETHER_S:

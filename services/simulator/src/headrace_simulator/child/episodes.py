@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
+from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
@@ -106,6 +110,14 @@ def call(function: Callable[[], _RESULT]) -> _RESULT:
 
 
 @dataclass(frozen=True)
+class Shelf:
+    """Where observations of at least `least_bytes` are written, in place of travelling in messages."""
+
+    writer: BlobWriter
+    least_bytes: int
+
+
+@dataclass(frozen=True)
 class Rules:
     """How a pool's episodes go."""
 
@@ -116,13 +128,15 @@ class Rules:
     auto_reset: bool
     without_info: bool = False
     """Whether the outcomes of actions leave out what the environment says beside the reward."""
+    shelf: Shelf | None = None
 
 
 class Episodes:
-    """An environment with the count of its episode's steps."""
+    """An environment with the count of its episode's steps; `name` is that of its bodies on the shelf."""
 
-    def __init__(self, environment: SimulatedEnvironment, rules: Rules) -> None:
+    def __init__(self, environment: SimulatedEnvironment, rules: Rules, name: str = "0") -> None:
         self.environment = environment
+        self._name = name
         self._rules = rules
         self._steps = 0
         self._success_reported = False
@@ -143,14 +157,12 @@ class Episodes:
             )
             if reset.record:
                 self._record()
-            _write(outcome.observation, observation)
+            self._write(outcome.observation, observation)
             outcome.info_json = _info_json(info)
         elif kind == "action_chunk":
-            done = self._act(decode_tensor(operation.action_chunk, max_bytes=MAX_FRAME_BYTES), outcome)
-            write_tensor(outcome.rewards, np.array([each.reward for each in done]))
-            write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
+            write_chunk(self._act(decoded(operation), outcome), outcome)
         else:
-            self._act(decode_tensor(operation.action, max_bytes=MAX_FRAME_BYTES)[None], outcome)
+            self._act(decoded(operation), outcome)
 
     def take_video(self) -> bytes:
         """The video of the episode so far, once; Raised where there is none, with the reason."""
@@ -198,15 +210,36 @@ class Episodes:
     def _act(self, actions: np.ndarray, outcome: simulator_pb2.EnvironmentOutcome) -> list[Transition]:
         """Executes actions, (length, action shape), until the episode ends."""
         done: list[Transition] = []
-        truncated = False
-        for action in in_shape(self.environment.action_space, actions, chunk=True):
-            done.append(self._step(action))
-            self._picture()
-            self._steps += 1
-            limit = self._steps == self._rules.max_episode_steps and not done[-1].terminated
-            truncated = done[-1].truncated or limit
-            if done[-1].terminated or truncated:
+        for action in self.actions(actions):
+            done.append(self.take(call(lambda: self.environment.step(action))))  # noqa: B023 - called at once
+            if done[-1].terminated or done[-1].truncated:
                 break
+        self.write(done, outcome)
+        return done
+
+    def actions(self, rows: np.ndarray) -> np.ndarray:
+        """A chunk of actions, (length, action shape), in the shape of the action's space."""
+        return in_shape(self.environment.action_space, rows, chunk=True)
+
+    def take(self, transition: Transition) -> Transition:
+        """Counts an action of the episode; what it led to, with the reward and the limit of the rules."""
+        reward = transition.reward
+        if self._rules.sparse:
+            reward = float(
+                bool(transition.success)
+            )  # Many environments report it with their episode's end alone.
+        if not np.isfinite(reward):
+            raise Raised(f"a reward of {reward}, which is not finite")
+        self._checked(transition.observation)
+        self._picture()
+        self._steps += 1
+        limit = self._steps == self._rules.max_episode_steps and not transition.terminated
+        if not (limit or self._rules.sparse):
+            return transition
+        return replace(transition, reward=reward, truncated=transition.truncated or limit)
+
+    def write(self, done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
+        """Writes how a chunk's executed actions went; begins the next episode where the rules say so."""
         last = done[-1]
         outcome.success_reported = any(each.success is not None for each in done)
         self._success_reported |= outcome.success_reported
@@ -218,27 +251,33 @@ class Episodes:
         outcome.executed_length = len(done)
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)
-        outcome.terminated, outcome.truncated = last.terminated, truncated
+        outcome.terminated, outcome.truncated = last.terminated, last.truncated
         if not self._rules.without_info:
             outcome.info_json = _info_json(last.info)
         observation = last.observation
-        if self._rules.auto_reset and (last.terminated or truncated):
-            _write(outcome.final_observation, observation)
+        if self._rules.auto_reset and (last.terminated or last.truncated):
+            self._write(outcome.final_observation, observation, "final-")
             observation, _ = self._reset(None, {}, None)
-        _write(outcome.observation, observation)
-        return done
+        self._write(outcome.observation, observation)
 
-    def _step(self, action: np.ndarray) -> Transition:
-        transition = call(lambda: self.environment.step(action))
-        reward = transition.reward
-        if self._rules.sparse:
-            reward = float(
-                bool(transition.success)
-            )  # Many environments report it with their episode's end alone.
-        if not np.isfinite(reward):
-            raise Raised(f"a reward of {reward}, which is not finite")
-        self._checked(transition.observation)
-        return replace(transition, reward=reward) if self._rules.sparse else transition
+    def _write(self, fields: Any, observation: Observation, kind: str = "") -> None:
+        """Encodes the arrays into a map field of tensors, of which the large ones are references to the shelf."""
+        for place, (name, array) in enumerate(observation.items()):
+            try:
+                self._write_tensor(fields[name], array, f"{self._name}-{kind}{place}")
+            except ServiceError as error:
+                raise Raised(f"observation {name!r}: {error.message}") from error
+
+    def _write_tensor(self, tensor: common_pb2.Tensor, array: np.ndarray, name: str) -> None:
+        shelf = self._rules.shelf
+        if shelf is not None and array.nbytes >= shelf.least_bytes:
+            try:
+                write_tensor(tensor, array, lambda data: shelf.writer.put(name, data))
+                return
+            except OSError as error:  # the tmpfs is full: inline tensors need none
+                sys.stderr.write(f"an observation travels inline: {error}\n")
+                tensor.Clear()
+        write_tensor(tensor, array)
 
     def _checked(self, observation: Observation) -> Observation:
         for space in self.environment.observation_spaces:
@@ -253,13 +292,39 @@ class Episodes:
         return observation
 
 
-def _write(fields: Any, observation: Observation) -> None:
-    """Encodes the arrays into a map field of tensors."""
-    for name, array in observation.items():
-        try:
-            write_tensor(fields[name], array)
-        except ServiceError as error:
-            raise Raised(f"observation {name!r}: {error.message}") from error
+@contextmanager
+def written(
+    operation: simulator_pb2.EnvironmentOperation,
+    outcome: simulator_pb2.EnvironmentOutcome,
+    environments: MutableMapping[int, Any],
+) -> Iterator[None]:
+    """Says of an empty outcome whose it is, and how the operation ended: one that raises is lost, and taken out."""
+    index = operation.environment
+    outcome.environment, outcome.step_index = index, operation.step_index
+    try:
+        yield
+        outcome.status = simulator_pb2.OUTCOME_STATUS_OK
+    except (Raised, BackendError) as error:
+        lost = environments.pop(index, None)
+        if isinstance(lost, Episodes):
+            lost.stop_recording()
+        outcome.Clear()
+        outcome.environment, outcome.step_index = index, operation.step_index
+        outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
+        outcome.detail = f"the environment raised {error}"
+
+
+def decoded(operation: simulator_pb2.EnvironmentOperation) -> np.ndarray:
+    """The actions of an operation, (length, …); one of an `action`."""
+    if operation.HasField("action_chunk"):
+        return decode_tensor(operation.action_chunk, max_bytes=MAX_FRAME_BYTES)
+    return decode_tensor(operation.action, max_bytes=MAX_FRAME_BYTES)[None]
+
+
+def write_chunk(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
+    """Reward and success of each executed action, which the outcome of a chunk has."""
+    write_tensor(outcome.rewards, np.array([each.reward for each in done]))
+    write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
 
 
 def _info_json(info: Mapping[str, Any]) -> str:

@@ -118,7 +118,7 @@ class VariedEnvironment:
     def __init__(
         self, environment: SimulatedEnvironment, variant: Variant, knobs: Mapping[str, Knob]
     ) -> None:
-        self._environment, self._spans, self._knobs = environment, variant.spans, knobs
+        self.inner, self._spans, self._knobs = environment, variant.spans, knobs
         self.action_space, self.init_state_count = environment.action_space, environment.init_state_count
         self.instruction = variant.semantic.instruction or environment.instruction
         noisy = "execution.observation_noise" in self._spans
@@ -140,12 +140,12 @@ class VariedEnvironment:
         self._values = {name: float(self._random.uniform(*span)) for name, span in self._spans.items()}
         for name in self._values.keys() & self._knobs.keys():
             self._knobs[name](self._values[name])
-        observation, info = self._environment.reset(seed, options, init_state)
+        observation, info = self.inner.reset(seed, options, init_state)
         for _ in range(self._whole("execution.random_start")):
-            step = self._environment.step(self._any_action())
+            step = self.inner.step(self._any_action())
             observation = step.observation
             if step.terminated or step.truncated:  # as it began, then
-                observation, info = self._environment.reset(seed, options, init_state)
+                observation, info = self.inner.reset(seed, options, init_state)
                 break
         still = np.clip(np.zeros(self.action_space.shape), self.action_space.low, self.action_space.high)
         self._waiting = deque([still.astype(self.action_space.dtype)] * self._whole("execution.action_delay"))
@@ -158,17 +158,24 @@ class VariedEnvironment:
 
     def step(self, action: np.ndarray) -> Transition:
         """Acts once."""
+        return self.shown(self.inner.step(self.given(action)))
+
+    def given(self, action: np.ndarray) -> np.ndarray:
+        """What the environment gets now, where it is stepped by others than this."""
         self._waiting.append(self._disturbed(action))
-        transition = self._environment.step(self._waiting.popleft())
+        return self._waiting.popleft()
+
+    def shown(self, transition: Transition) -> Transition:
+        """What is seen of a step."""
         return replace(transition, observation=self._seen(transition.observation))
 
     def render(self) -> np.ndarray:
         """A picture."""
-        return self._environment.render()
+        return self.inner.render()
 
     def close(self) -> None:
         """Frees what it holds."""
-        self._environment.close()
+        self.inner.close()
 
     def _whole(self, name: str) -> int:
         return round(self._values.get(name, 0.0))
@@ -231,6 +238,8 @@ def _check(
         raise _refused(
             name, f"this environment has no such variant{_hint(name, have)}; it has: {_list(have)}"
         )
+    if name == "execution.random_start" and not getattr(environment, "steps_alone", True):
+        raise _refused(name, "an environment that is stepped together with others takes no step alone")
     low, high = _LIMITS[name]
     if not low <= least <= most <= high:
         raise _refused(name, f"is {least:g} to {most:g}; it may be {low:g} to {high:g}")

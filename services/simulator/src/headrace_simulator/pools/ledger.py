@@ -59,6 +59,21 @@ class EnvironmentLedger:
         self._last: tuple[Operation, Outcome] | None = None
         self._seeded_generation = -1
         self._waiting_for_reset = "it is new"
+        self.gone = ""
+        """Why the running episode is lost where no process ended."""
+
+    @property
+    def acting(self) -> bool:
+        """Whether an episode goes on."""
+        return not self._waiting_for_reset and self.generation >= 0
+
+    def acts_with(self, operation: Operation) -> bool:
+        """Whether the operation is the next action of the episode that goes on."""
+        return self.acting and operation.step_index == self._next_index and not operation.HasField("reset")
+
+    def abandon(self, why: str) -> None:
+        """The running episode is lost, which its next action learns."""
+        self.generation, self.gone = -1, why
 
     def admit(self, operation: Operation) -> Outcome | None:
         """The outcome, where it is known without running the operation; None where it has to run.
@@ -94,7 +109,7 @@ class EnvironmentLedger:
     def record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
         """Notes how an admitted operation ended; returns the outcome."""
         if outcome.status == _OK:
-            self.generation = generation
+            self.generation, self.gone = generation, ""
             self._note_success(operation, outcome)
         else:
             self._waiting_for_reset = "it was lost"

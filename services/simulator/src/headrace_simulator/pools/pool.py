@@ -6,25 +6,23 @@ import asyncio
 import json
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.blobs import BlobStore
-from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
+from headrace_simulator.pools.gathering import Authority, Gathering, Part
 from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
 from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
 from headrace_simulator.spaces import from_message
 
 _RESULT = TypeVar("_RESULT")
-Authority = Callable[[], str | None]
-"""Why the caller may not act now; None where it may. Asked right before the effect."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,8 @@ class PoolPlan:
     """Whether outcomes of actions have no figures beside the reward."""
     leased: bool = False
     """Whether its operations need a lease."""
+    vectorized: bool = False
+    """Whether the environments of a process are stepped in one call."""
 
 
 class EnvironmentPool:
@@ -60,11 +60,15 @@ class EnvironmentPool:
         self.plan = plan
         self.description = simulator_pb2.OpenPoolResponse(pool=name, pool_incarnation=self.incarnation)
         self._settings = settings
-        self._shelf = Shelf(blobs, plan.blob_bytes)
+        self._shelf = Shelf(blobs, self.incarnation)
+        shelf = [str(blobs.folder), self.incarnation, plan.blob_bytes] if plan.blob_bytes else None
         self._hosts = [
-            ChildHost(opening, settings.open_timeout_s) for opening in _openings(plan, settings.children)
+            ChildHost({**opening, "shelf": shelf}, settings.open_timeout_s)
+            for opening in _openings(plan, settings.children)
         ]
         self._ledgers: list[EnvironmentLedger] = []
+        self._gatherings: list[Gathering] = []
+        """One for each child of a vectorized pool."""
         self._running: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
@@ -92,6 +96,16 @@ class EnvironmentPool:
         shared = Description(action_space, found.init_state_count, self.plan.auto_reset)
         seed = self.plan.seed
         self._ledgers = [EnvironmentLedger(i, seed + i, shared) for i in range(self.plan.count)]
+        if self.plan.vectorized:
+            self._gatherings = [
+                Gathering(
+                    [ledger for ledger in self._ledgers if self._place(ledger.environment) == place],
+                    partial(self._run_parts, place),
+                    self._finish,
+                    self._settings.gather_s,
+                )
+                for place in range(len(self._hosts))
+            ]
 
     def perform(
         self, operations: Sequence[Operation], authority: Authority
@@ -100,11 +114,14 @@ class EnvironmentPool:
         batches: defaultdict[int, list[Operation]] = defaultdict(list)
         for operation in operations:
             inside = 0 <= operation.environment < self.plan.count
-            batches[operation.environment % len(self._hosts) if inside else -1].append(operation)
+            batches[self._place(operation.environment) if inside else -1].append(operation)
         if outside := batches.pop(-1, None):
             yield self._finish(self._refuse(outside))
         for index, batch in batches.items():
-            yield self._finish(self._in_turn(self._hosts[index], batch, authority))
+            if self._gatherings:
+                yield self._finish(self._gatherings[index].outcomes(batch, authority))
+            else:
+                yield self._finish(self._in_turn(self._hosts[index], batch, authority))
 
     async def render(self, environment: int) -> common_pb2.Tensor:
         """A picture, (height, width, 3) uint8.
@@ -130,12 +147,16 @@ class EnvironmentPool:
 
     async def settle(self, notice_s: float) -> None:
         """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
+        for gathering in self._gatherings:
+            gathering.go_on()  # What waits is refused by now.
         if self._running:
             await asyncio.wait(self._running, timeout=notice_s)
         await asyncio.gather(*(host.kill() for host in self._hosts if host.turn.locked()))
 
     async def close(self) -> None:
         """Kills the children; operations that still run raise CancelledError."""
+        for gathering in self._gatherings:
+            gathering.close()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -146,8 +167,9 @@ class EnvironmentPool:
     def _reset_timeout_s(self) -> float:
         return max(self.plan.step_timeout_s, self._settings.reset_timeout_s)
 
-    def _host(self, environment: int) -> ChildHost:
-        return self._hosts[environment % len(self._hosts)]
+    def _place(self, environment: int) -> int:
+        """Which child has an environment."""
+        return place_of(environment, self.plan, len(self._hosts))
 
     def _finish(self, work: Coroutine[None, None, _RESULT]) -> asyncio.Future[_RESULT]:
         """Finishes what has begun even when its caller goes away: no answer is left in a pipe."""
@@ -170,7 +192,7 @@ class EnvironmentPool:
         ]
 
     async def _asked(self, kind: Kind, environment: int) -> bytes:
-        host = self._host(environment)
+        host = self._hosts[self._place(environment)]
 
         async def ask() -> bytes:
             async with host.turn:
@@ -184,16 +206,35 @@ class EnvironmentPool:
         self, host: ChildHost, operations: Sequence[Operation], authority: Authority
     ) -> list[Outcome]:
         async with host.turn:
-            outcomes, admitted = list[Outcome](), list[Operation]()
-            for operation in operations:
-                known = self._ledgers[operation.environment].admit(operation)
-                if known is None:
-                    admitted.append(operation)
-                else:
-                    outcomes.append(known)
-            if admitted and (why_not := authority()) is not None:
-                return outcomes + [_revoked(each, why_not) for each in admitted]
+            outcomes, admitted = self._admitted(operations, authority)
             return outcomes + await self._run(host, admitted) if admitted else outcomes
+
+    async def _run_parts(self, place: int, parts: Sequence[Part]) -> None:
+        """Runs the operations of several messages as one batch."""
+        host = self._hosts[place]
+        async with host.turn:
+            found = [(part, *self._admitted(part.operations, part.authority)) for part in parts]
+            admitted = [operation for _, _, mine in found for operation in mine]
+            self._gatherings[place].abandon_but(admitted)
+            ran = {each.environment: each for each in await self._run(host, admitted)} if admitted else {}
+        for part, outcomes, mine in found:
+            if not part.outcomes.done():  # who waited for it may be gone
+                part.outcomes.set_result(outcomes + [ran[operation.environment] for operation in mine])
+
+    def _admitted(
+        self, operations: Sequence[Operation], authority: Authority
+    ) -> tuple[list[Outcome], list[Operation]]:
+        """Outcomes that are known without running the operations, and the operations that are to run."""
+        outcomes, admitted = list[Outcome](), list[Operation]()
+        for operation in operations:
+            known = self._ledgers[operation.environment].admit(operation)
+            if known is None:
+                admitted.append(operation)
+            else:
+                outcomes.append(known)
+        if admitted and (why_not := authority()) is not None:
+            return outcomes + [_revoked(each, why_not) for each in admitted], []
+        return outcomes, admitted
 
     async def _run(self, host: ChildHost, operations: Sequence[Operation]) -> list[Outcome]:
         """Runs admitted operations in one child; an episode that began in a past child is lost."""
@@ -208,7 +249,8 @@ class EnvironmentPool:
             if operation.HasField("reset") or ledger.generation == generation:
                 sent.append(ledger.effective(operation, generation))
             else:
-                outcomes.append(self._lost(operation, "the process that held it ended", host))
+                why = ledger.gone or "the process that held it ended"
+                outcomes.append(self._lost(operation, why, host))
         if not sent:
             return outcomes
         child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
@@ -216,7 +258,7 @@ class EnvironmentPool:
         waiting = deque(given[each.environment] for each in sent)
         while waiting:
             try:
-                answer = await host.answer(child, self._limit_s(waiting[0]))
+                answer = await host.answer(child, self._limit_s(waiting))
             except HostLost as lost:
                 outcomes += [self._lost(each, str(lost), host) for each in waiting]
                 break
@@ -224,9 +266,11 @@ class EnvironmentPool:
                 outcomes.append(self._record(waiting.popleft(), reply, generation))
         return outcomes
 
-    def _limit_s(self, operation: Operation) -> float:
-        steps_s = self.plan.step_timeout_s * length_of(operation)
-        resets = operation.HasField("reset") or self.plan.auto_reset
+    def _limit_s(self, waiting: Sequence[Operation]) -> float:
+        """How long the next answer may take: the first operation's, or that of all which are stepped together."""
+        next_ones = waiting if self.plan.vectorized else [waiting[0]]
+        steps_s = self.plan.step_timeout_s * max(map(length_of, next_ones))
+        resets = self.plan.auto_reset or any(each.HasField("reset") for each in next_ones)
         return steps_s + (self._reset_timeout_s if resets else 0.0)
 
     def _record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
@@ -262,9 +306,20 @@ def _revoked(operation: Operation, why: str) -> Outcome:
     )
 
 
+def place_of(environment: int, plan: PoolPlan, children: int) -> int:
+    """Which child has an environment: they take turns; those that are stepped together lie side by side.
+
+    A rollout acts for blocks of environments in turn: a block is then in one child, and is stepped in one call.
+    """
+    return environment * children // plan.count if plan.vectorized else environment % children
+
+
 def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
-    """What each child holds: environment i is in child i modulo their number."""
-    number = min(plan.count, plan.processes or children)
+    """What each child holds."""
+    number = min(plan.count, plan.processes or (1 if plan.vectorized else children))
+    held: list[list[int]] = [[] for _ in range(number)]
+    for environment in range(plan.count):
+        held[place_of(environment, plan, number)].append(environment)
     return [
         {
             "backend": plan.backend,
@@ -275,45 +330,32 @@ def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
             "sparse": plan.sparse,
             "auto_reset": plan.auto_reset,
             "without_info": plan.without_info,
-            "environments": list(range(first, plan.count, number)),
+            "vectorized": plan.vectorized,
+            "environments": environments,
         }
-        for first in range(number)
+        for environments in held
     ]
 
 
-_logger = get_logger("headrace.simulator")
-
-
 class Shelf:
-    """Keeps the tensors of at least `blob_bytes` of each environment's last outcome; 0 keeps none."""
+    """Keeps what a pool's children wrote of each environment's last outcome; `prefix` begins their files' names."""
 
-    def __init__(self, blobs: BlobStore, blob_bytes: int) -> None:
-        self._blobs, self._blob_bytes = blobs, blob_bytes
+    def __init__(self, blobs: BlobStore, prefix: str) -> None:
+        self._blobs, self._prefix = blobs, prefix
         self._kept: dict[int, list[common_pb2.BlobRef]] = {}
 
     def place(self, outcome: simulator_pb2.EnvironmentOutcome) -> None:
-        """Replaces large tensors by references, and releases those of the environment's outcome before."""
-        if not self._blob_bytes:
-            return
-        self._release(outcome.environment)
-        kept = self._kept[outcome.environment] = []
+        """Completes an outcome's references, and releases those of the environment's outcome before."""
+        for reference in self._kept.pop(outcome.environment, []):
+            self._blobs.release(reference)
         for tensors in (outcome.observation, outcome.final_observation):
             for tensor in tensors.values():
-                if len(tensor.data) < self._blob_bytes:
-                    continue
-                try:
-                    reference = self._blobs.put(tensor.data)
-                except ServiceError as error:  # the tmpfs is full: inline tensors need none
-                    _logger.warning("an observation travels inline", extra={"why": error.message})
-                    return
-                kept.append(reference)
-                tensor.blob.CopyFrom(reference)
+                if tensor.HasField("blob"):
+                    reference = self._blobs.adopt(tensor.blob)
+                    self._kept.setdefault(outcome.environment, []).append(reference)
+                    tensor.blob.CopyFrom(reference)
 
     def clear(self) -> None:
-        """Releases everything."""
-        for environment in list(self._kept):
-            self._release(environment)
-
-    def _release(self, environment: int) -> None:
-        for reference in self._kept.pop(environment, []):
-            self._blobs.release(reference)
+        """Removes everything."""
+        self._kept.clear()
+        self._blobs.forget(self._prefix)

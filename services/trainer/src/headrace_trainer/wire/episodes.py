@@ -86,7 +86,7 @@ def read_episodes(message: trainer_pb2.SettledGroup, spaces: Spaces, bodies: Bod
 async def fetch_bodies(groups: Iterable[trainer_pb2.SettledGroup], blobs: BlobReader) -> Bodies:
     """What episodes refer to, a few at a time. Raises ServiceError, such as BLOB_GONE."""
     wanted = [body for group in groups for member in group.members for body in bodies_of(member.trajectory)]
-    found: dict[str, bytes] = {}
+    found: dict[str, bytearray] = {}
     for first in range(0, len(wanted), FETCHED_TOGETHER):
         some = wanted[first : first + FETCHED_TOGETHER]
         bodies = await asyncio.gather(*(blobs.read(each) for each in some))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.sections.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -23,6 +23,7 @@ from typing_extensions import override
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import gaussian
 from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.openvla.heads import L1Head, Proprio
 from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
 from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
 from headrace_modelkit.robot.policy import (
@@ -30,16 +31,21 @@ from headrace_modelkit.robot.policy import (
     ActionChunk,
     Evaluation,
     Observation,
+    PolicyConfig,
     PolicyShape,
     RobotPolicy,
     check_seeds,
     image_of,
+    seen_example,
     state_of,
 )
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 
+SPACE = "▁"
+"""Llama's empty token, which OpenVLA reads behind its prompt (predict_action of modeling_prismatic.py)."""
 
-class OpenVlaConfig(Section):
+
+class OpenVlaConfig(PolicyConfig):
     """Sizes of the parts, and what actions are."""
 
     kind: Literal["openvla", "openvla_oft"]
@@ -49,11 +55,9 @@ class OpenVlaConfig(Section):
         description="ids of the vocabulary without its padding; actions are the last"
     )
     bins: Count = Field(default=256, ge=3, description="ids that are actions")
-    bounds: ActionBounds = Field(description="statistics that un-normalise actions")
     cameras: tuple[str, ...] = Field(
         min_length=1, description="names of the cameras, in the order of their patches"
     )
-    chunk_length: Count = 1
     head: Literal["tokens", "l1"] = "tokens"
     temperature: float = Field(default=1.0, gt=0, description="of drawing and of scoring")
     log_std: float = Field(default=-2.0, description="log-width of the Gaussian around the L1 head's actions")
@@ -72,14 +76,24 @@ class OpenVlaConfig(Section):
             )
         return self
 
+    @property
+    @override
+    def state_numbers(self) -> int:
+        return 0 if self.proprio is None else self.proprio.size
+
+    @override
+    def prompt_ids(self, tokenizer: Any, instruction: str) -> tuple[int, ...]:
+        ids, space = super().prompt_ids(tokenizer, instruction), tokenizer.convert_tokens_to_ids(SPACE)
+        return ids if space in (None, tokenizer.unk_token_id) or ids[-1:] == (space,) else (*ids, space)
+
+    @override
     def build(self, seed: int) -> OpenVlaPolicy:
-        """The policy with random weights, drawn from a seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return OpenVlaPolicy(self) if self.kind == "openvla" else OpenVlaOftPolicy(self)
 
 
-class OpenVlaPolicy(nn.Module, RobotPolicy):
+class OpenVlaPolicy(RobotPolicy):
     """`openvla`: the numbers of one action, one token after the other."""
 
     shape = PolicyShape(
@@ -145,6 +159,7 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         hidden_BND, _ = self._read(embeds_BND, mask_BN, None, use_cache=False)
         return self._score(hidden_BND[:, -self.action_size :], ids_BA[:, None])
 
+    @override
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Negative log-probs of the actions' tokens; see `RobotPolicy.imitate`.
 
@@ -152,6 +167,13 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         """
         ids_BCA = self.tokens.encode(self.scaling.drawn(actions_BHA))
         return -self.evaluate(observation, {ACTIONS: ids_BCA}).log_probs_BCA.mean(-1)
+
+    @override
+    def example(self, count: int, words: int) -> tuple[Observation, dict[str, Tensor]]:
+        side = self.config.featurizers[0].image_size
+        drawn = torch.zeros(count, self.chunk_length, self.action_size)
+        seen = seen_example(self.config, count, words, (side, side))
+        return seen, {ACTIONS: drawn if self.config.head == "l1" else drawn.long()}
 
     def prefix(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
@@ -173,7 +195,7 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
     def _seen(self, observation: Observation) -> Tensor:
         """(B, P, D) of all cameras."""
         device = self.value_head.weight.device
-        images = [image_of(observation, camera).to(device) for camera in self.config.cameras]
+        images = [image_of(observation, camera, device) for camera in self.config.cameras]
         patches = [self.projector(self.vision_backbone(image)) for image in images]
         return torch.cat(patches, 1)
 
@@ -199,7 +221,8 @@ class OpenVlaPolicy(nn.Module, RobotPolicy):
         """(B, N, K) over the ids of actions, whose rows of the head alone are multiplied, in fp32."""
         rows_KD = self.language_model.lm_head.weight[self.tokens.first : self.tokens.action_vocabulary]
         logits_BNK = F.linear(hidden_BND.float(), rows_KD.float())
-        return (logits_BNK / self.config.temperature).log_softmax(-1)
+        found_BNK: Tensor = (logits_BNK / self.config.temperature).log_softmax(-1)
+        return found_BNK
 
     def _score(self, hidden_BND: Tensor, ids_BCA: Tensor) -> Evaluation:
         log_probs_BNK = self._log_probs(hidden_BND)
@@ -228,9 +251,9 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         hidden = int(self.language_model.config.hidden_size)
         if config.proprio is not None:
             self.proprio_scaling = ActionScaling(config.proprio)
-            self.proprio_projector = _Proprio(config.proprio.size, hidden)
+            self.proprio_projector = Proprio(config.proprio.size, hidden)
         if config.head == "l1":
-            self.action_head = _L1Head(hidden, self.action_size)
+            self.action_head = L1Head(hidden, self.action_size)
             self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
         self.chunk_tokens += 1 + (config.proprio is not None)
 
@@ -263,6 +286,7 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         entropy_BCA = gaussian.entropy(log_std).expand_as(mean_BCA)
         return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
 
+    @override
     def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
         """Absolute errors of the L1 head, or token losses; see `RobotPolicy.imitate`."""
         if self.config.head == "tokens":
@@ -346,56 +370,6 @@ class _Projector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         found: Tensor = self.fc2(F.gelu(self.fc1(features)))
         return self.fc3(F.gelu(found)) if self.fused else found
-
-
-class _Proprio(nn.Module):
-    def __init__(self, size: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(size, hidden)
-        self.fc2 = nn.Linear(hidden, hidden)
-
-    def forward(self, state_BS: Tensor) -> Tensor:
-        found: Tensor = self.fc2(F.gelu(self.fc1(state_BS)))
-        return found
-
-
-class _L1Head(nn.Module):
-    """OFT's `L1RegressionActionHead`: a residual network on the hidden states of one action's numbers."""
-
-    def __init__(self, hidden: int, action_size: int) -> None:
-        super().__init__()
-        self.model = _ResNet(hidden * action_size, hidden, action_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.model(hidden)
-        return found
-
-
-class _ResNet(nn.Module):
-    def __init__(self, inputs: int, hidden: int, outputs: int, blocks: int = 2) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(inputs)
-        self.fc1 = nn.Linear(inputs, hidden)
-        self.mlp_resnet_blocks = nn.ModuleList(_ResNetBlock(hidden) for _ in range(blocks))
-        self.layer_norm2 = nn.LayerNorm(hidden)
-        self.fc2 = nn.Linear(hidden, outputs)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = F.relu(self.fc1(self.layer_norm1(values)))
-        for block in self.mlp_resnet_blocks:
-            values = block(values)
-        found: Tensor = self.fc2(self.layer_norm2(values))
-        return found
-
-
-class _ResNetBlock(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.ffn = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.ReLU())
-
-    def forward(self, values: Tensor) -> Tensor:
-        found: Tensor = values + self.ffn(values)
-        return found
 
 
 def pixels(image: Tensor, shape: VitShape) -> Tensor:

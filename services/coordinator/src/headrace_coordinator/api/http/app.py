@@ -36,6 +36,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+from headrace_coordinator.api.http.routes.videos import video_routes
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -79,6 +80,8 @@ def make_app(
     app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
+    for kind in ("runs", "evaluations"):
+        app.include_router(video_routes(coordinator, kind))
     app.include_router(overview_routes(coordinator, runs_directory))
     app.include_router(fleet_routes(coordinator, runs_directory.parent / "logs"))
     app.include_router(service_routes(coordinator))

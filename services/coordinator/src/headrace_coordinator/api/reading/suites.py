@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +11,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
-    EpisodeView,
     EvaluationRunView,
-    VideoListView,
-    VideoView,
 )
 from headrace_schema.resources.views import RunView
 
@@ -25,13 +20,12 @@ from headrace_coordinator.api.reading.reads import Page, Reads
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import estimates
 from headrace_coordinator.projections.transcripts import Answer, Key, read_answers
-from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos, read_episode
 from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite
 
 if TYPE_CHECKING:
-    from headrace_servicekit.rpc.episodes import Episode
+    pass
 
 SCORE = "score"
 """Mean reward of all answers: what any two evaluations have."""
@@ -71,55 +65,6 @@ class SuiteEvaluations:
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         """Second minus first, item by item. INVALID for evaluations that cannot be compared, with the reason."""
         return await asyncio.to_thread(compare, self._reads.run(first), self._reads.run(second))
-
-    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
-        """The videos of an evaluation; NOT_FOUND as `suite_evaluation`."""
-        found = await asyncio.to_thread(list_videos, self._evaluation_directory(evaluation_id))
-        return VideoListView(videos=[VideoView(**asdict(video)) for video in found])
-
-    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
-        """The file of a video; NOT_FOUND names those that there are."""
-        directory = self._evaluation_directory(evaluation_id)
-        names = [video.name for video in await asyncio.to_thread(list_videos, directory)]
-        if name not in names:
-            have = f"it has {', '.join(names[:5])}" if names else "it has none"
-            raise Refused("NOT_FOUND", f"evaluation {evaluation_id} has no video {name!r}; {have}")
-        return directory / FOLDER / name
-
-    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
-        """The file of the episode that a video shows, an ActionSegment; NOT_FOUND as `evaluation_video`."""
-        video = await self.evaluation_video(evaluation_id, name)
-        path = video.with_name(episode_name(video.name))
-        if not await asyncio.to_thread(path.is_file):
-            reason = f"evaluation {evaluation_id} kept the video {name!r} alone; evaluate again"
-            raise Refused("NOT_FOUND", reason)
-        return path
-
-    async def evaluation_steps(self, evaluation_id: str, name: str) -> EpisodeView:
-        """The episode that a video shows, step by step; NOT_FOUND as `evaluation_episode`."""
-        path = await self.evaluation_episode(evaluation_id, name)
-        try:
-            return steps_of(await asyncio.to_thread(read_episode, path))
-        except ValueError as error:
-            raise Refused("NOT_FOUND", f"{error}; evaluate again") from error
-
-    def _evaluation_directory(self, evaluation_id: str) -> Path:
-        self.suite_evaluation(evaluation_id)
-        return Path(self._reads.run(evaluation_id).run_directory)
-
-
-def steps_of(episode: Episode) -> EpisodeView:
-    """What was done in it, action by action."""
-    valid_TC, values_T = episode.valid_TC, episode.values_T
-    lengths = valid_TC.sum(1)
-    return EpisodeView(
-        actions=episode.executed_TCA[valid_TC].astype(float).tolist(),
-        rewards=episode.rewards_TC[valid_TC].astype(float).tolist(),
-        successes=episode.successes_TC[valid_TC].tolist(),
-        chunk_starts=(lengths.cumsum() - lengths).tolist(),
-        values=None if values_T is None or not isfinite(values_T.sum()) else values_T.astype(float).tolist(),
-        truncated=episode.truncated,
-    )
 
 
 def compare(first: RunView, second: RunView) -> ComparisonView:

@@ -11,6 +11,7 @@ from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import REASONING
+from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
@@ -27,6 +28,8 @@ IMAGES = "images"
 """Feature of an engine that takes images in prompts."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
+ON_CPU = ("physx_cpu", "cpu")
+"""ManiSkill's simulations without a GPU, by its option `sim_backend`."""
 Rule = Callable[[Submission], Iterator[KeyProblemView]]
 _VERSION = re.compile(r"-v\d+$")
 
@@ -221,6 +224,24 @@ def tasks(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem(f"environment.tasks[{index}]", reason, choose(name, known))
 
 
+def simulated_on_gpus(submission: Submission) -> Iterator[KeyProblemView]:
+    """A simulator that computes on a GPU alone, where no instance of simulators sees one."""
+    environment, fleet = submission.spec.environment, submission.fleet
+    if environment is None or not fleet.instances.get("simulator") or gpu_uuids(fleet.simulate):
+        return
+    chosen = environment.options.get("sim_backend")
+    if environment.backend == "isaaclab":
+        reason = "Isaac Lab simulates on a GPU, and no simulator instance sees one"
+        yield problem("environment.backend", reason, "start one with --devices auto on a host with a GPU")
+    elif environment.backend == "maniskill" and (chosen or environment.vectorized) and chosen not in ON_CPU:
+        key = "environment.options.sim_backend" if chosen else "environment.vectorized"
+        reason = (
+            "ManiSkill simulates many environments in a process on a GPU, and no simulator instance sees one"
+        )
+        fix = "start one with --devices auto on a host with a GPU, or set sim_backend: physx_cpu without vectorized"
+        yield problem(key, reason, fix)
+
+
 def _has(name: str, known: set[str]) -> bool:
     suite, _, index = name.partition("/")
     if index.isdecimal() and any(each.startswith(f"{suite}/") for each in known):
@@ -233,7 +254,18 @@ def _stem(name: str) -> str:
     return _VERSION.sub("", name.partition("/")[0])
 
 
-OF_FLEET: tuple[Rule, ...] = (engine, images, answers, names, staleness, options, tasks, instances, devices)
+OF_FLEET: tuple[Rule, ...] = (
+    engine,
+    images,
+    answers,
+    names,
+    staleness,
+    options,
+    tasks,
+    simulated_on_gpus,
+    instances,
+    devices,
+)
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,

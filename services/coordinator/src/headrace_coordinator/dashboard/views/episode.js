@@ -2,14 +2,24 @@
 
 import { file, get } from "../api.js";
 import { Chart } from "../charts.js";
-import { h } from "../dom.js";
-import { number, plural } from "../format.js";
+import { h, table } from "../dom.js";
+import { bytes, number, plural } from "../format.js";
 
 const MOST_NUMBERS = 8; // Of an action, a line each.
 const ENOUGH = 2; // HTMLMediaElement.HAVE_CURRENT_DATA
 
+// The panel of what was recorded, of an evaluation or of a run's training; nothing where nothing was.
+export async function recorded(path, signal, ...above) {
+  const { videos } = await get(`${path}/videos`, signal);
+  if (!videos.length) return [];
+  const trained = videos[0].step !== null;
+  const row = (each) => h("tr", {}, trained && h("td", {}, `${each.step}`), h("td", {}, `${each.item}`), h("td", {}, `${each.sample}`), h("td", {}, each.success ? "yes" : "no"), h("td", {}, bytes(each.size_bytes)),
+    h("td", {}, h("button", { type: "button", "aria-label": `Watch ${trained ? `step ${each.step}, ` : ""}item ${each.item}, sample ${each.sample}`, onclick: (event) => watch(event.currentTarget, `${path}/videos/${encodeURIComponent(each.name)}`, signal) }, "Watch")));
+  return [h("section", { class: "panel" }, h("h2", {}, "Videos"), ...above, table("Videos", [...(trained ? ["Step"] : []), "Item", "Sample", "Success", "Size", ""], videos.map(row))[0])];
+}
+
 // Shows the episode below the table that the button is in; at another press, hides it.
-export async function watch(button, path, signal) {
+async function watch(button, path, signal) {
   const panel = button.closest("section");
   const shown = panel.querySelector(".episode");
   shown?.end();

@@ -2,9 +2,9 @@
 
 import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
-import { bytes, clock, duration, episodeFacts, number, plural, spoken } from "../format.js";
+import { clock, duration, episodeFacts, number, plural, spoken } from "../format.js";
 import { answer } from "../tokens.js";
-import { watch } from "./episode.js";
+import { recorded } from "./episode.js";
 import { progress } from "./runs.js";
 import { trajectories } from "./trajectories.js";
 
@@ -127,7 +127,6 @@ async function one(root, place, signal) {
 
 async function results(evaluation, signal) {
   const { result } = evaluation;
-  const videos = (await get(`${path(evaluation.id)}/videos`, signal)).videos;
   return [
     h("section", { class: "panel" }, h("h2", {}, "Figures"),
       table("Figures", ["Figure", spoken(result.measure || "score"), "95% interval over items"], result.modes.map((each) => h("tr", {}, h("th", { scope: "row" }, each.mode), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0],
@@ -142,10 +141,7 @@ async function results(evaluation, signal) {
     ...(result.tasks.length ? [h("section", { class: "panel" }, h("h2", {}, "By task"),
       table("Figures by task", ["Task", "Variant", "Items", result.modes[0]?.mode ?? "Score", "95% interval over items"], result.tasks.map((each) => h("tr", {},
         h("th", { scope: "row" }, each.task), h("td", {}, each.variant || "–"), h("td", {}, each.items.toLocaleString("en")), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0])] : []),
-    ...(videos.length ? [h("section", { class: "panel" }, h("h2", {}, "Videos"),
-      h("p", { class: "muted" }, "Fetch them with ", h("code", {}, `headrace eval videos ${evaluation.id} DIR`), "."),
-      table("Videos", ["Item", "Sample", "Success", "Size", ""], videos.map((each) => h("tr", {}, h("td", {}, `${each.item}`), h("td", {}, `${each.sample}`), h("td", {}, each.success ? "yes" : "no"), h("td", {}, bytes(each.size_bytes)),
-        h("td", {}, h("button", { type: "button", "aria-label": `Watch item ${each.item}, sample ${each.sample}`, onclick: (event) => watch(event.currentTarget, `${path(evaluation.id)}/videos/${encodeURIComponent(each.name)}`, signal) }, "Watch")))))[0])] : []),
+    ...await recorded(path(evaluation.id), signal, h("p", { class: "muted" }, "Fetch them with ", h("code", {}, `headrace eval videos ${evaluation.id} DIR`), ".")),
   ];
 }
 

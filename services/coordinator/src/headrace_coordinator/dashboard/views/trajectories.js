@@ -6,6 +6,7 @@ import { conversation } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
 import { number, plural } from "../format.js";
 import { answer } from "../tokens.js";
+import { recorded } from "./episode.js";
 import { rewards } from "./rewards.js";
 
 const SIZE = 25;
@@ -37,6 +38,11 @@ export async function trajectories(root, context) {
     h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: address }, "Clear"), fresh),
   wrong, count, list, h("div", { class: "row pager" }, back, on));
 
+  const films = h("div");
+  if (!context.address && context.run.spec.environment?.videos) {
+    count.before(films);
+    recorded(context.path, context.signal).then((panels) => films.append(...panels)).catch(() => {});
+  }
   if (!context.address) rewards(context, (at) => go({ step: at })).then((spread) => spread && count.before(spread)).catch(() => {}); // Beside the list, never in its way.
 
   function choice(name, label, values) {

@@ -15,15 +15,19 @@ from headrace_schema.images import IMAGE_MARK
 from headrace_schema.problems import choose, nearest, show
 
 from headrace_coordinator.data.builtin.bad_row import BadRow
-from headrace_coordinator.data.builtin.pictures import check_together, image_of, images_of, looks_like_image
+from headrace_coordinator.data.builtin.pictures import (
+    IMAGE_KEYS,
+    check_together,
+    image_of,
+    images_of,
+    is_column,
+)
 from headrace_coordinator.data.items import DataItem
 
 Row = Mapping[str, Any]
 Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
 LETTERS = "ABCD"
 ROLES = ("system", "user", "assistant", "tool")
-IMAGE_KEYS = ("images", "image")
-"""Columns that are images in data sets of others; the forms verl and trl read them without being told."""
 FEW_CHARACTERS = 1 << 20
 MOST_NESTED = 100
 """Objects and lists in each other; the reward service reads twice as many."""
@@ -59,7 +63,7 @@ def _without_images(row: Row, form: Form, keys: Keys, folder: Path | None) -> tu
     Raises `BadRow`, also for images that nobody asked for.
     """
     nested = any(isinstance(value, (list, tuple)) for value in row.values())
-    key = keys.images or next((each for each in IMAGE_KEYS if looks_like_image(row.get(each))), "")
+    key = keys.images or next((each for each in (*IMAGE_KEYS, *row) if is_column(each, row.get(each))), "")
     if key and not keys.images and form not in ("verl", "trl"):
         raise BadRow(f"has images under {key!r}, which no option names", f"set data.options.images: {key}")
     if not key and not nested:

@@ -25,7 +25,19 @@ from headrace_coordinator.data.builtin.bad_row import BadRow
 
 MODES = ("1", "L", "P", "RGB")
 """Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
+IMAGE_KEYS = ("images", "image")
+"""Columns that are images in data sets of others; the forms verl and trl read them without being told."""
 Row = Mapping[str, Any]
+
+
+def is_column(key: str, value: Any) -> bool:
+    """Whether a column is images; of a name that says nothing, what `datasets` writes of files (`decoded_image`)."""
+    if key in IMAGE_KEYS:
+        return looks_like_image(value)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return bool(values) and all(
+        isinstance(each, Mapping) and set(each) == {"bytes", "path"} for each in values
+    )
 
 
 def looks_like_image(value: Any) -> bool:

@@ -31,6 +31,7 @@ from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.trajectories import said, sampled, told
+from headrace_coordinator.run.step.videos import episode_of
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.waits import WaitTimeout
@@ -165,7 +166,7 @@ class SuiteLoop(RunLoop):
             Recording(
                 Video.of(*key, self._items[key[0]], success=_succeeded(done[key], passed[key])),
                 content,
-                _episode_of(done[key]),
+                episode_of(done[key]),
             )
             for key, content in questions.videos.items()
             if key in passed
@@ -244,9 +245,3 @@ def _succeeded(trajectory: common.Trajectory, passed: bool) -> bool:
     """False for an episode whose environment never says so, whatever its return is."""
     told = told_of(trajectory.completion_text)
     return passed and (told is None or told.success is not None)
-
-
-def _episode_of(trajectory: common.Trajectory) -> bytes:
-    """The serialized ActionSegment of an episode; empty for one that failed."""
-    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
-    return episodes[-1].SerializeToString() if episodes else b""

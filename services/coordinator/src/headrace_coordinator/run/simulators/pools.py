@@ -310,6 +310,7 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
         # An agent has a process of its own: what waits for its end waits for no other.
         processes=count if section.backend == AGENTS else section.processes and min(section.processes, count),
         without_info=True,
+        vectorized=section.vectorized,
     )
     request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
     return request

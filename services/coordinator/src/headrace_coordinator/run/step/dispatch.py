@@ -90,7 +90,7 @@ class Dispatch:
         for prompt, samples in work:
             group = message.groups.add(
                 prompt_ordinal=prompt,
-                prompt=self._context.prompt(prompt),
+                prompt=self._context.prompt(prompt, record=self._recorded(prompt)),
                 oldest_version=self._oldest(prompt) if online else 0,
             )
             for sample in samples:
@@ -99,6 +99,15 @@ class Dispatch:
                     sample_index=sample, attempt=next(attempts), resume=resume, greedy=is_baseline(sample)
                 )
         return message
+
+    def _recorded(self, prompt: int) -> bool:
+        """Whether the episodes of a prompt are recorded."""
+        environment = self._context.spec.environment
+        if environment is None or environment.videos is None:
+            return False
+        step = self._ledger.step_of(prompt)
+        place = prompt - self._ledger.prompts_of(step).start
+        return (step - 1) % environment.videos.every == 0 and place < environment.videos.starts
 
     def _oldest(self, prompt: int) -> int:
         """Number of the oldest version whose tokens a prompt's step may learn from."""

@@ -18,6 +18,7 @@ from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.receiving import Receiver
 from headrace_coordinator.run.step.scoring.rewards import Rewards
 from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.videos import write_videos
 from headrace_coordinator.run.workers.rollout_client import Opening, Produced, RolloutClient
 
 LOOK_S = 5.0
@@ -207,6 +208,8 @@ class Generation:
                     while self._attempt.trajectories.full and self._attempt.draining:
                         await self._attempt.trajectories.released()
             await self._receiver.take_finished(messages)
+        if isinstance(response, rollout.RunEpisodesResponse) and response.videos:
+            await write_videos(self._context, self._attempt.ledger.step_of, response)
         if response.partials or response.revoked:
             over.set()
             self._receiver.take_partials(worker, response.partials)

@@ -24,6 +24,12 @@ from headrace_rollout.engines.vllm.options import (
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
 CPU_BATCH_TOKENS = 4096
+IMAGES = {
+    "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+    # Done in the model its factors are buffers, which the load format dummy fills with noise, and no version has them.
+    "mm_device_do_normalize": False,
+}
+"""Of an engine whose prompts have images."""
 OWNER = "HEADRACE_ENGINE_OWNER"
 """The variable that tells the engine's processes whose they are, by process id."""
 
@@ -65,9 +71,7 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         logprobs_mode="processed_logprobs",
         # Requests are token ids, and no file beside the model may change how they are sampled.
         skip_tokenizer_init=config.codec.images is None,  # its processor of images wants one
-        **(
-            {} if config.codec.images is None else {"limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0}}
-        ),
+        **({} if config.codec.images is None else IMAGES),
         generation_config="vllm",
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,

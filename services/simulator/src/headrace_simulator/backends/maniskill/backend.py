@@ -1,4 +1,4 @@
-"""ManiSkill 3 tasks (https://maniskill.readthedocs.io) on its CPU simulation, one in each process.
+"""ManiSkill 3 tasks (https://maniskill.readthedocs.io): one in each process on its CPU simulation, many on a GPU.
 
 Needs Vulkan for state observations too: see `deploy/vulkan.sh`.
 """
@@ -6,7 +6,7 @@ Needs Vulkan for state observations too: see `deploy/vulkan.sh`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import EXPERT_ACTION, BackendError, Observation, Transition
+from headrace_simulator.backends.batched import Batched, Began, Form, require_gpu, tensor
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
 from headrace_simulator.backends.options import require
 
@@ -81,8 +82,21 @@ def push_cube(base: Any) -> np.ndarray:
 EXPERTS: dict[str, Expert] = {"PushCube-v1": push_cube}
 
 
+def _by_index(
+    environment: Any, count: int, places: Sequence[int], seeds: Sequence[int | None], options: Any
+) -> Began:
+    # Of several seeds it would draw the starts of all from the first one.
+    seed = None if seeds[0] is None else [seeds[0]]
+    chosen = tensor(list(places), environment)
+    began: Began = environment.reset(seed=seed, options={**options, "env_idx": chosen})
+    return began
+
+
+FORM = Form(_by_index, apart=True, tensors=True)
+"""`reset(seed=[…], options={"env_idx": …})`."""
 _NO_LIMIT = 1 << 30
 _CPU = ("physx_cpu", "cpu")
+_GPU = {"sim_backend": "physx_cuda", "render_backend": "gpu"}
 _VULKAN_SIGNS = ("vulkan", "vk::", "rendering device", "render device")
 _DEFAULTS = {
     "obs_mode": "state",
@@ -124,34 +138,65 @@ class ManiSkillBackend:
 
         The dense reward is the normalised one, unless the option `reward_mode` is "dense".
         """
-        import gymnasium
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-        task = name.partition("/")[0]
-        if task in self._plates.TASKS:
-            options, name = self._plates.options_of(name, dict(options)), task
-        if name not in self._tasks:
-            near = difflib.get_close_matches(name, self.environments(), n=3)
-            hint = f"; the nearest are {', '.join(near)}" if near else ""
-            raise BackendError("environment.name", f"ManiSkill has no task {name!r}{hint}")
-        arguments = {**_DEFAULTS, **options}
+        name, arguments = self._arguments(name, {**_DEFAULTS, **options}, own_time_limit, dense)
         ignore_terminations = bool(arguments.pop("ignore_terminations", False))
         expert = expert_of(name, options) if arguments.pop("expert", False) else None
         if arguments["sim_backend"] not in _CPU:
             raise BackendError(
                 "options_json.sim_backend",
-                f"{arguments['sim_backend']!r} simulates many environments in one process on a GPU, which is not "
-                "served; use 'physx_cpu'",
+                f"{arguments['sim_backend']!r} simulates many environments in one process on a GPU: set "
+                "environment.vectorized: true, or use 'physx_cpu'",
             )
-        if dense:
-            arguments.setdefault("reward_mode", "normalized_dense")
-        if not own_time_limit:
-            arguments["max_episode_steps"] = _NO_LIMIT
-        with _explained(name):
-            made: Any = gymnasium.make(name, num_envs=1, **arguments)
+        made = _made(name, 1, arguments)
         one = CPUGymWrapper(made, ignore_terminations=ignore_terminations)
         rest = _instruction(made), self._scenes.knobs(made)
         return GymnasiumEnvironment(one, *rest) if expert is None else ShownExpert(one, expert, *rest)
+
+    def make_vector(
+        self, name: str, count: int, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> Batched:
+        """Makes a task many times in this process, on a GPU unless the options say otherwise and `count` is 1."""
+        name, arguments = self._arguments(name, {**_DEFAULTS, **_GPU, **options}, own_time_limit, dense)
+        for key in ("expert", "ignore_terminations"):
+            if arguments.pop(key, False):
+                raise BackendError(f"options_json.{key}", "is for environments of their own: leave it out")
+        on_cpu = arguments["sim_backend"] in _CPU
+        if on_cpu and count > 1:
+            raise BackendError(
+                "options_json.sim_backend",
+                f"{arguments['sim_backend']!r} simulates one environment in a process, and {count} are asked for: "
+                "leave out environment.vectorized, or use 'gpu'",
+            )
+        if not on_cpu:
+            require_gpu("options_json.sim_backend", arguments["sim_backend"])
+        made = _made(name, count, arguments)
+        return Batched(made, count, FORM, name, _instruction(made))
+
+    def _arguments(
+        self, name: str, options: dict[str, Any], own_time_limit: bool, dense: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """A task's registered name, and the arguments of its `gymnasium.make` with the service's own options."""
+        task = name.partition("/")[0]
+        if task in self._plates.TASKS:
+            options, name = dict(self._plates.options_of(name, options)), task
+        if name not in self._tasks:
+            near = difflib.get_close_matches(name, self.environments(), n=3)
+            hint = f"; the nearest are {', '.join(near)}" if near else ""
+            raise BackendError("environment.name", f"ManiSkill has no task {name!r}{hint}")
+        if dense:
+            options.setdefault("reward_mode", "normalized_dense")
+        if not own_time_limit:
+            options["max_episode_steps"] = _NO_LIMIT
+        return name, options
+
+
+def _made(name: str, count: int, arguments: Mapping[str, Any]) -> Any:
+    import gymnasium
+
+    with _explained(name):
+        return gymnasium.make(name, num_envs=count, **arguments)
 
 
 @contextmanager

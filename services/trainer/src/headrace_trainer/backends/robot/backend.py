@@ -45,7 +45,7 @@ from headrace_trainer.learning.samples import (
 )
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyPolicy
+    from headrace_modelkit.robot.policy import RobotPolicy
 
 CRITIC = ("critic.", "value_head.")
 """What names of a critic's own weights begin with."""
@@ -69,7 +69,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
 
     @property
     @abstractmethod
-    def _policy(self) -> AnyPolicy:
+    def _policy(self) -> RobotPolicy:
         """The policy, whose weights may be elsewhere. Raises Refusal NOT_OPEN before weights are loaded."""
 
     @abstractmethod

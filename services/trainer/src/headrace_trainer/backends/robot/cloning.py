@@ -21,7 +21,7 @@ from headrace_trainer.errors import Refusal, invalid
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.demonstrations import Demonstration, Demonstrations
-    from headrace_modelkit.robot.directory import AnyConfig, AnyPolicy
+    from headrace_modelkit.robot.policy import PolicyConfig, RobotPolicy
 
 KEY = "trainer.warmup.demonstrations"
 
@@ -34,14 +34,14 @@ def check_demonstrations(config: TrainerConfig) -> None:
     data = _open(config, policy)
     sizes = {
         "numbers of an action": (data.action_size, policy.bounds.size),
-        "numbers of a state": (data.state_size, _state_size(policy)),
+        "numbers of a state": (data.state_size, policy.state_numbers),
     }
     for what, (given, wanted) in sizes.items():
         if wanted and given != wanted:
             raise _refused(f"has {given} {what}, and the policy {wanted}; give demonstrations of this robot")
 
 
-def read_demonstrations(config: TrainerConfig, policy: AnyPolicy) -> Chunks:
+def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Chunks:
     """Every moment of the demonstrations: what was seen, and under ACTIONS the (N, H, A) actions that came next.
 
     `valid_NC` says which of the H there are. All of them are held in memory. Raises Refusal INVALID.
@@ -70,7 +70,7 @@ def noise_seed(seed: int, step: int, moment: int) -> int:
     return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
 
 
-def _moments(shown: Demonstration, policy: AnyPolicy, encode: Encode, template: str) -> Chunks:
+def _moments(shown: Demonstration, policy: RobotPolicy, encode: Encode, template: str) -> Chunks:
     actions_THA, valid_TH = shown.horizons(policy.horizon)
     prompt = encode(_rendered(template, shown.task))
     prompts = (prompt,) * len(valid_TH) if prompt else ()
@@ -84,7 +84,7 @@ def _rendered(template: str, task: str) -> str:
     )
 
 
-def _open(config: TrainerConfig, policy: AnyConfig) -> Demonstrations:
+def _open(config: TrainerConfig, policy: PolicyConfig) -> Demonstrations:
     try:
         from headrace_modelkit.robot.demonstrations import Demonstrations, DemonstrationsNotReadable
     except ImportError as error:
@@ -98,17 +98,9 @@ def _open(config: TrainerConfig, policy: AnyConfig) -> Demonstrations:
             "a path in a spec is relative to the spec or to where the command runs"
         )
     try:
-        return Demonstrations(directory, getattr(policy, "cameras", ()))
+        return Demonstrations(directory, policy.cameras)
     except DemonstrationsNotReadable as error:
         raise _refused(str(error)) from error
-
-
-def _state_size(policy: AnyConfig) -> int:
-    """Numbers of a state that the policy reads; 0: none."""
-    if policy.kind in ("mlp", "cnn"):
-        return int(getattr(policy, "state_size", 0))
-    bounds = getattr(policy, "state", None) or getattr(policy, "proprio", None)
-    return 0 if bounds is None else int(bounds.size)
 
 
 def _refused(reason: str) -> Refusal:

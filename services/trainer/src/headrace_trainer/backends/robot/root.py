@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_trainer.backends.fsdp.sharding import Root
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyPolicy
+    from headrace_modelkit.robot.policy import RobotPolicy
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shown:
 class RobotRoot(Root):
     """A robot policy. fully_shard hangs on a module's forward, and knows tensors only where they lie in a tuple."""
 
-    def __init__(self, policy: AnyPolicy) -> None:
+    def __init__(self, policy: RobotPolicy) -> None:
         super().__init__()
         self.model, self.critic = policy, None
 

@@ -31,7 +31,7 @@ from headrace_trainer.backends.shared.fit import check_weights
 from headrace_trainer.learning.samples import LentPictures
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyPolicy
+    from headrace_modelkit.robot.policy import RobotPolicy
 
 
 class ShardedRobot(RobotBackend, ShardedBackend):
@@ -63,8 +63,8 @@ class ShardedRobot(RobotBackend, ShardedBackend):
 
     @property
     @override
-    def _policy(self) -> AnyPolicy:
-        policy: AnyPolicy = self._sharded.model
+    def _policy(self) -> RobotPolicy:
+        policy: RobotPolicy = self._sharded.model
         return policy
 
     @property
@@ -123,18 +123,18 @@ class ShardedRobot(RobotBackend, ShardedBackend):
         self._fill_weights(source, types_of(empty))
 
     def _facts_of(
-        self, source: Tensors | None, empty: AnyPolicy
+        self, source: Tensors | None, empty: RobotPolicy
     ) -> tuple[ReferenceFacts, ReferenceFacts] | None:
         if not self._lora or not self._ranks.leads or source is None:
             return None
         facts = ReferenceFacts(self._config.model.path, weights_digest(source, empty).hexdigest())
         return facts, facts
 
-    def _empty(self) -> AnyPolicy:
+    def _empty(self) -> RobotPolicy:
         trainer = self._config.trainer
         return learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
 
-    def _shard(self, policy: AnyPolicy) -> None:
+    def _shard(self, policy: RobotPolicy) -> None:
         float_what_learns(policy)
         use_fp32_products(policy, self._ranks.device)
         layers = layers_of_policy(policy)

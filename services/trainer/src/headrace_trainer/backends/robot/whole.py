@@ -29,7 +29,7 @@ from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.memory import MemoryPlan, Rooms
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyPolicy
+    from headrace_modelkit.robot.policy import RobotPolicy
 
 FP32 = 4
 STATE = {"masters": 1, "moments": 2, "gradients": 2}
@@ -41,7 +41,7 @@ class WholeRobot(RobotBackend):
 
     def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, ranks: TrainerGroup) -> None:
         super().__init__(config, algorithm, ranks)
-        self._loaded: AnyPolicy | None = None
+        self._loaded: RobotPolicy | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         """Those of the loaded policy by name: to walk its modules for them takes as long as a small policy's pass."""
         self._optimizer: ShardedAdamW | None = None
@@ -196,12 +196,12 @@ class WholeRobot(RobotBackend):
 
     # Parts
 
-    def _fresh(self) -> AnyPolicy:
+    def _fresh(self) -> RobotPolicy:
         config = policy_of(self._config.model)
         assert config is not None
         return config.build(self._config.seed).eval()
 
-    def _take(self, policy: AnyPolicy) -> None:
+    def _take(self, policy: RobotPolicy) -> None:
         self._loaded = policy.to(self._ranks.device)
         self._parameters = dict(policy.named_parameters())
         for _, tensor in state_tensors(policy):
@@ -215,7 +215,7 @@ class WholeRobot(RobotBackend):
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
     @property
-    def _policy(self) -> AnyPolicy:
+    def _policy(self) -> RobotPolicy:
         if self._loaded is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._loaded

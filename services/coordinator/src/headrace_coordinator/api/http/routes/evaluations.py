@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import FileResponse
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.evaluations import (
     ComparisonView,
-    EpisodeView,
     EvaluationRunListView,
     EvaluationRunView,
-    VideoListView,
 )
 
 from headrace_coordinator.api.http.errors import invalid
@@ -30,7 +27,6 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.projections.videos import EPISODE_MEDIA_TYPE, MEDIA_TYPE
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -91,36 +87,5 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
     async def get_evaluation(evaluation_id: str) -> Response:
         """One evaluation: its state and place in the queue, how far it is, and what it found."""
         return view_response(coordinator.suites.suite_evaluation(evaluation_id))
-
-    @routes.get("/{evaluation_id}/videos", response_model=VideoListView)
-    async def list_evaluation_videos(evaluation_id: str) -> Response:
-        """Videos of episodes, by item; none of an evaluation that recorded none."""
-        return view_response(await coordinator.suites.evaluation_videos(evaluation_id))
-
-    @routes.get(
-        "/{evaluation_id}/videos/{video}",
-        response_class=FileResponse,
-        responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The file."}},
-    )
-    async def get_evaluation_video(evaluation_id: str, video: str) -> Response:
-        """One video, an MP4 file (H.264)."""
-        return FileResponse(
-            await coordinator.suites.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE
-        )
-
-    @routes.get(
-        "/{evaluation_id}/videos/{video}/episode",
-        response_class=FileResponse,
-        responses={200: {"content": {EPISODE_MEDIA_TYPE: {}}, "description": "The message."}},
-    )
-    async def get_evaluation_episode(evaluation_id: str, video: str) -> Response:
-        """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
-        path = await coordinator.suites.evaluation_episode(evaluation_id, video)
-        return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
-
-    @routes.get("/{evaluation_id}/videos/{video}/steps", response_model=EpisodeView)
-    async def get_evaluation_steps(evaluation_id: str, video: str) -> Response:
-        """Actions, rewards and values of the episode of a video, step by step."""
-        return view_response(await coordinator.suites.evaluation_steps(evaluation_id, video))
 
     return routes

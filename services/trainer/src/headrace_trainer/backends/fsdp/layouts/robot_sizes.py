@@ -7,15 +7,12 @@ Shapes as in `modelkit`'s robot policies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from headrace_modelkit.robot.directory import adapt, empty_policy, freeze, layers_of_policy, policy_type
-from headrace_modelkit.robot.flow import PATH, STEPS
-from headrace_modelkit.robot.policy import ACTIONS, Observation
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,7 +29,7 @@ from headrace_trainer.backends.fsdp.layouts.sizes import (
 )
 
 if TYPE_CHECKING:
-    from headrace_modelkit.robot.directory import AnyPolicy
+    from headrace_modelkit.robot.policy import RobotPolicy
 
 WORDS = 32
 """Ids of an instruction: how many there are, a run only knows by its tasks."""
@@ -67,33 +64,9 @@ def robot_sizes(config: TrainerConfig) -> Sizes:
         )
 
 
-def chunks_of(policy: AnyPolicy, tokens: int) -> int:
+def chunks_of(policy: RobotPolicy, tokens: int) -> int:
     """Chunks of a micro-batch of so many tokens."""
     return max(1, tokens // (policy.chunk_tokens + WORDS))
-
-
-def seen_by(policy: Any, chunks: int) -> tuple[Observation, Mapping[str, Tensor]]:
-    """What a pass over so many chunks takes, of the shapes that a run's has."""
-    config = policy.config
-    openvla = hasattr(policy, "vision_backbone")
-    size = (
-        config.featurizers[0].image_size if openvla else int(policy.sizes.vlm_config.vision_config.image_size)
-    )
-    bounds = getattr(config, "proprio", None) or getattr(config, "state", None)
-    observation = Observation(
-        torch.zeros(chunks, bounds.size) if bounds else None,
-        {camera: torch.zeros(chunks, size, size, 3, dtype=torch.uint8) for camera in config.cameras},
-        ((1,) * WORDS,) * chunks,
-    )
-    shape = chunks, policy.chunk_length, policy.action_size
-    if openvla:
-        numbers = torch.zeros(shape) if config.head == "l1" else torch.zeros(shape, dtype=torch.long)
-        return observation, {ACTIONS: numbers}
-    flow = config.flow
-    drawn = flow.steps if flow.drawn == "all" else 1
-    path = torch.zeros(chunks, flow.steps + 1, policy.horizon, int(policy.sizes.max_action_dim))
-    steps = torch.zeros(chunks, drawn, dtype=torch.long)
-    return observation, {ACTIONS: torch.zeros(shape), PATH: path, STEPS: steps}
 
 
 def _fake(policy: nn.Module, mode: FakeTensorMode) -> None:
@@ -107,7 +80,7 @@ def _fake(policy: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _activations(
-    policy: AnyPolicy, layers: list[nn.Module], chunks: int
+    policy: RobotPolicy, layers: list[nn.Module], chunks: int
 ) -> tuple[Counter[nn.Module], Counter[nn.Module], Counter[nn.Module]]:
     """Of each layer, and of the policy for what is in none: bytes that autograd keeps, bytes of inputs, and passes."""
     own = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
@@ -133,7 +106,7 @@ def _activations(
         inside.pop()
 
     _attend_as_on_a_gpu(policy)
-    observation, sampled = seen_by(policy, chunks)
+    observation, sampled = policy.example(chunks, WORDS)
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(enter).remove)

@@ -1,7 +1,4 @@
-"""What stands behind the prefix of a π policy: caches that are read and not changed, and the action expert of `pi05`.
-
-Shapes as in `pi`.
-"""
+"""The action expert of `pi05`: Gemma's layers with norms that the time sets. Shapes as in `flow_policy`."""
 
 from __future__ import annotations
 
@@ -10,65 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
 # transformers' modules are not annotated.
-_CacheLayer: Any = DynamicLayer
 _Mlp: Any = GemmaMLP
-
-
-class Prefix(DynamicCache):
-    """Takes a prefix's keys and values once: a layer that is computed again, in a backward pass, adds none."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Those of the prefix alone."""
-        if layer_idx == len(self.layers):
-            layer = _CacheLayer()
-            layer.keys, layer.values, layer.is_initialized = key_states, value_states, True
-            self.layers.append(layer)
-        return key_states, value_states
-
-
-class Behind(DynamicCache):
-    """What follows a prefix reads it and leaves it as it is."""
-
-    def __init__(self, prefix: Prefix) -> None:
-        super().__init__()
-        self.layers = prefix.layers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The prefix's and these."""
-        prefix: Any = self.layers[layer_idx]
-        return torch.cat([prefix.keys, key_states], -2), torch.cat([prefix.values, value_states], -2)
-
-
-class _GradientTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, beside: Tensor, values: Tensor) -> Tensor:
-        ctx.beside = beside.shape, beside.dtype, beside.device
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.beside
-        return torch.zeros(shape, dtype=dtype, device=device), upstream
-
-
-def with_gradient_to(beside: Tensor, values: Tensor) -> Tensor:
-    """`values`, whose backward pass goes through `beside` too, with a gradient of 0.
-
-    The last layer of the prefix gives keys and values that a loss depends on, and hidden states that it may not. Who
-    divides the layers over ranks gathers one when the gradient of its hidden states comes.
-    """
-    untyped: Any = _GradientTo
-    found: Tensor = untyped.apply(beside, values)
-    return found
 
 
 class AdaptiveGemma(nn.Module):

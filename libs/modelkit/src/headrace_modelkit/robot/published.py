@@ -1,0 +1,238 @@
+"""Checkpoints as their authors publish them: files, statistics, and what of them a policy takes. Knows no family.
+
+LeRobot's statistics are beside the weights (`policy_preprocessor.json` and the file that it names), in older
+checkpoints among them (`normalize_inputs.buffer_…`); openpi's in `assets/…/norm_stats.json`. Executes nothing.
+Facts: huggingface/lerobot at 7427f318, Physical-Intelligence/openpi `shared/normalize.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.policy import PolicyConfig, RobotPolicy
+from headrace_modelkit.robot.scaling import ActionBounds
+from headrace_modelkit.weights import load_weights, state_tensors
+
+STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+OPENPI_QUANTILE, LEROBOT_QUANTILE = 1e-6, 1e-8
+"""What is added to the distance of two quantiles; LeRobot does where they are equal."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint does not state: fields of the policy's configuration (cameras, kind, flow, …), a directory of
+    the language model that it began with (tokenizer, sizes), a file of a data set's statistics, and the data set of
+    several.
+    """
+
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    base: Path | None = None
+    statistics: Path | None = None
+    unnorm_key: str | None = None
+    clip: tuple[float, float] | None = None
+    """What an environment takes of each number of an action, where statistics let it lie beyond."""
+
+
+Statistics = Mapping[str, Mapping[str, list[float]]]
+"""Numbers by what they are of (STATE, ACTION, a camera's name) and what they say (mean, std, q01, …)."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises ModelNotReadable."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelNotReadable(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, in one file or several. Raises OSError and SafetensorError."""
+    index = directory / "model.safetensors.index.json"
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    found: dict[str, Tensor] = {}
+    for name in files:
+        found |= load_file(directory / name)
+    return found
+
+
+def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
+    """The policy with a checkpoint's tensors, by its own names, in its types and eval mode.
+
+    Strict: every weight but those that reinforcement learning adds must be there, in its shape, and no other. Raises
+    ValueError.
+    """
+    own = dict(state_tensors(policy))
+    added = {name: tensor for name, tensor in own.items() if name.startswith(policy.shape.added)}
+    load_weights(policy, {**added, **found})
+    return policy.eval()
+
+
+def renamed(
+    tensors: Mapping[str, Tensor], rules: Iterable[tuple[str, str | None]], unused: Callable[[str], bool]
+) -> dict[str, Tensor]:
+    """Tensors by names whose beginning is replaced, by the first rule that fits; without what is unused."""
+    found: dict[str, Tensor] = {}
+    known = list(rules)
+    for name, tensor in tensors.items():
+        if unused(name):
+            continue
+        begin, replacement = next(((old, new) for old, new in known if name.startswith(old)), ("", ""))
+        if replacement is not None:
+            found[replacement + name.removeprefix(begin)] = tensor
+    return found
+
+
+# LeRobot's config.json
+
+
+def lerobot_cameras(stated: Mapping[str, Any], wanted: Wanted) -> tuple[str, ...]:
+    """Names of the cameras: those chosen, or all that the checkpoint states, without what stands before each.
+
+    A camera that is left out is an empty one, which no position attends to. Raises ModelNotReadable.
+    """
+    named = [
+        name.removeprefix(IMAGES)
+        for name, feature in stated.get("input_features", {}).items()
+        if feature.get("type") == "VISUAL" and ".empty_camera_" not in name
+    ]
+    chosen = tuple(wanted.chosen.get("cameras") or named)
+    if not chosen:
+        raise ModelNotReadable("config.json states no cameras; name them with --cameras")
+    return chosen
+
+
+def feature_size(stated: Mapping[str, Any], key: str) -> int:
+    """Numbers of a state or an action, as config.json states them; 0 where it does not."""
+    features = {**stated.get("input_features", {}), **stated.get("output_features", {})}
+    shape = (features.get(key) or {}).get("shape") or [0]
+    return int(shape[0])
+
+
+def lerobot_bounds(stated: Mapping[str, Any], statistics: Statistics, key: str) -> ActionBounds:
+    """What normalises a state (STATE) or un-normalises actions (ACTION). Raises ModelNotReadable."""
+    mode = stated.get("normalization_mapping", {}).get("ACTION" if key == ACTION else "STATE", "IDENTITY")
+    found = statistics.get(key)
+    if not found:
+        if not (size := feature_size(stated, key)):
+            raise ModelNotReadable(
+                f"the checkpoint has no statistics of {key!r}; give its data set's meta/stats.json by --statistics"
+            )
+        return identity(size)
+    return bounds_by(str(mode), found, key, LEROBOT_QUANTILE)
+
+
+def identity(size: int) -> ActionBounds:
+    """Numbers as they are."""
+    return ActionBounds(low=(None,) * size, high=(None,) * size, clip=False)
+
+
+def bounds_by(mode: str, found: Mapping[str, list[float]], key: str, equal: float) -> ActionBounds:
+    """Bounds of a way to normalise (LeRobot's names). Raises ModelNotReadable for statistics that it needs.
+
+    `equal` is the distance of two quantiles that are the same.
+    """
+    names = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}
+    names["QUANTILE10"] = ("q10", "q90")
+    if mode == "IDENTITY":
+        return identity(len(next(iter(found.values()))))
+    if mode not in names:
+        raise ModelNotReadable(f"normalization_mapping: {mode!r} is none of {', '.join(names)}, IDENTITY")
+    first, second = names[mode]
+    if missing := [name for name in (first, second) if name not in found]:
+        raise ModelNotReadable(
+            f"the statistics of {key!r} have no {missing[0]}, which {mode} needs; give others by --statistics"
+        )
+    one, other = (numbers(found[name]) for name in (first, second))
+    if mode == "MEAN_STD":
+        low = [mean - std for mean, std in zip(one, other, strict=True)]
+        high = [mean + std for mean, std in zip(one, other, strict=True)]
+    else:
+        low, high = one, [b if b != a else a + equal for a, b in zip(one, other, strict=True)]
+    return ActionBounds(low=tuple(low), high=tuple(high), clip=False)
+
+
+def numbers(found: Any) -> list[float]:
+    """Numbers of any nesting, flat."""
+    if isinstance(found, list):
+        return [number for each in found for number in numbers(each)]
+    return [float(found)]
+
+
+# Statistics
+
+
+def read_statistics(directory: Path, tensors: Mapping[str, Tensor], wanted: Wanted) -> Statistics:
+    """Those of the file that is wanted, or of the checkpoint; none where there are none. Raises ModelNotReadable."""
+    if wanted.statistics is not None:
+        return _of_json(read_json(wanted.statistics))
+    if (described := directory / "policy_preprocessor.json").is_file():
+        return _of_processor(directory, read_json(described))
+    assets = sorted(directory.glob("assets/**/norm_stats.json"))
+    if wanted.unnorm_key is not None:
+        assets = [file for file in assets if wanted.unnorm_key in file.parent.as_posix()]
+    if len(assets) > 1 or (wanted.unnorm_key is not None and not assets):
+        have = ", ".join(file.parent.name for file in sorted(directory.glob("assets/**/norm_stats.json")))
+        raise ModelNotReadable(
+            f"unnorm_key {wanted.unnorm_key!r} names no data set of this checkpoint: {have}"
+        )
+    return _of_json(read_json(assets[0])) if assets else _of_buffers(tensors)
+
+
+def _of_json(stated: Mapping[str, Any]) -> Statistics:
+    """LeRobot's `meta/stats.json`, or openpi's `norm_stats.json`."""
+    stated = stated.get("norm_stats", stated)
+    names = {"state": STATE, "actions": ACTION}
+    return {
+        names.get(key, key.removeprefix(IMAGES)): {
+            name: numbers(values) for name, values in each.items() if values is not None
+        }
+        for key, each in stated.items()
+        if isinstance(each, Mapping)
+    }
+
+
+def _of_processor(directory: Path, described: Mapping[str, Any]) -> Statistics:
+    files = [
+        step["state_file"]
+        for step in described.get("steps", ())
+        if step.get("registry_name") == "normalizer_processor" and step.get("state_file")
+    ]
+    if not files or not (file := directory / Path(files[0]).name).is_file():
+        return {}
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, tensor in load_file(file).items():
+        key, _, what = name.rpartition(".")
+        found.setdefault(key.removeprefix(IMAGES), {})[what] = numbers(tensor.flatten().tolist())
+    return found
+
+
+def _of_buffers(tensors: Mapping[str, Tensor]) -> Statistics:
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(OLD_STATISTICS):
+            key, _, what = name.split(".", 1)[1].removeprefix("buffer_").rpartition(".")
+            for whole in (STATE, ACTION, IMAGES):
+                flat = whole.replace(".", "_")
+                if key.startswith(flat):
+                    key = (whole + key.removeprefix(flat)).removeprefix(IMAGES)
+                    break
+            found.setdefault(key, {})[what] = numbers(tensor.flatten().tolist())
+    return found
+
+
+def config_of(kind: type[PolicyConfig], fields: Mapping[str, Any], wanted: Wanted) -> Any:
+    """A configuration: what the checkpoint states, and what is chosen beside it. Raises ValueError."""
+    bounds: ActionBounds = fields["bounds"]
+    if wanted.clip is not None:
+        bounds = bounds.model_copy(update={"clip": wanted.clip})
+    return kind(**{**fields, "bounds": bounds, **wanted.chosen})

@@ -1,0 +1,105 @@
+"""Images in prompts in every engine that takes them: log-probs are transformers' own, also after an install."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import numpy as np
+import pytest
+import torch
+from headrace_modelkit.presets.tiny_vision import tiny_vision_model, write_tiny_vision
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_rollout.engines import ENGINES
+from headrace_rollout.engines.base import EngineConfig
+from headrace_rollout.engines.samples import Group, Sample
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.sections.generating import ModelSection
+from PIL import Image
+from rig import ENGINES_HERE, OPTIONS, Rig
+
+pytestmark = pytest.mark.timeout(900)  # an engine of each family is started
+SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
+PROMPTS = (
+    ("<image>which?", 1),
+    ("<image>which?", 1),  # the same ids, another image
+    ("a<image>b<image>c", 2),
+    ("no image", 0),
+)
+RIGS = [
+    pytest.param((name, family), id=f"{name}-{family}", marks=pytest.mark.nightly)  # they take long to start
+    for name in ENGINES_HERE
+    if name == "vllm"  # test_engine_vision.py has the built-in one; no other takes images
+    for family in VISION_FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=RIGS)
+def rig(request, tmp_path_factory):
+    chosen, family = request.param
+    directory = tmp_path_factory.mktemp(family)
+    write_tiny_vision(directory, family=family, seed=1, **SHAPE)
+    section = ModelSection(path=str(directory), dtype="float32")
+    config = EngineConfig(section, load_tokenizer(section), 8)
+    engine = ENGINES.choose(chosen, OPTIONS[chosen]).build(config)
+    assert engine.capabilities.images
+
+    async def place() -> None:
+        await engine.place((torch.device("cpu"),), 1)
+
+    asyncio.run(place())
+    models = [tiny_vision_model(family, seed, **SHAPE) for seed in (1, 2)]
+    yield Rig(chosen, section, engine, *models)
+    asyncio.run(engine.close())
+
+
+def picture(seed: int) -> bytes:
+    """16 x 16 or 32 x 16 pixels, in which the processor changes nothing: no library's resizing is compared."""
+    file = io.BytesIO()
+    values = np.random.default_rng(seed).integers(0, 255, (16, 16 + 16 * (seed % 2), 3), dtype=np.uint8)
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+def groups(codec) -> list[Group]:
+    found, drawn = [], 0
+    for ordinal, (text, count) in enumerate(PROMPTS):
+        images = tuple(picture(drawn + index) for index in range(count))
+        drawn += count
+        ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=images)
+        found.append(Group(ordinal, ids, [Sample(0, 1), Sample(1, 1)], images))
+    return found
+
+
+def expected(model, codec, group: Group, answer: list[int]) -> list[float]:
+    """By transformers alone: its own positions, its own placing of features."""
+    ids = torch.tensor([[*group.prompt_ids, *answer]])
+    inputs = {}
+    if group.images:
+        read = [codec.images.read(data) for data in group.images]
+        inputs = {
+            "mm_token_type_ids": (ids == codec.images.token).int(),
+            "pixel_values": torch.cat([image.values_PC for image in read]),
+            "image_grid_thw": torch.tensor([image.grid for image in read]),
+        }
+    with torch.no_grad():
+        found = model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    start = len(group.prompt_ids)
+    return [float(found[start + at - 1, token]) for at, token in enumerate(answer)]
+
+
+async def test_log_probs_of_prompts_with_images_are_transformers_also_after_an_install(rig):
+    codec = load_tokenizer(rig.model)
+    told = 0
+    for model in (rig.model_a, rig.model_b, rig.model_a):
+        await rig.install(model)
+        asked = groups(codec)
+        for key, output in (await rig.generate(asked, max_new_tokens=12)).items():
+            group = asked[key.prompt_ordinal]
+            answer = list(output.whole.token_ids)
+            if codec.images.token in answer:  # transformers' forward places features by id
+                answer = answer[: answer.index(codec.images.token)]
+            own = expected(model, codec, group, answer)
+            assert output.whole.log_probs[: len(answer)] == pytest.approx(own, abs=1e-4), key
+            told += len(answer)
+    assert told > 100

@@ -1,0 +1,228 @@
+"""Simulators that step many environments in one call, in Gymnasium's form of it: everything has a row an environment.
+
+Arrays may be tensors of torch, on a GPU too: they are copied to this process's memory once a step. N: environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
+from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
+
+_SUCCESS_KEYS = ("success", "is_success")
+Rows = Any
+"""Arrays or tensors (N, …), nested in dicts and tuples as a space is."""
+Began = tuple[Rows, Mapping[str, Any]]
+
+
+class Restart(Protocol):
+    """How a simulator begins episodes in some of its environments and leaves the others alone."""
+
+    def __call__(
+        self, environment: Any, count: int, places: Sequence[int], seeds: Sequence[int | None], options: Any
+    ) -> Began:
+        """What `environment.reset` returns, with a row for each of `count` environments."""
+        ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a simulator differs from others. `apart`: one call begins one episode, which its seed decides."""
+
+    restart: Restart
+    apart: bool = False
+    tensors: bool = False
+    """Whether actions are tensors on `environment.device`."""
+
+
+def _by_mask(
+    environment: Any, count: int, places: Sequence[int], seeds: Sequence[int | None], options: Any
+) -> Began:
+    mask = np.zeros(count, np.bool_)
+    mask[list(places)] = True
+    every: list[int | None] = [None] * count
+    for place, seed in zip(places, seeds, strict=True):
+        every[place] = seed
+    began: Began = environment.reset(seed=every, options={**options, "reset_mask": mask})
+    return began
+
+
+MASKS = Form(_by_mask)
+"""Gymnasium's vectors: `reset(seed=[…], options={"reset_mask": …})`."""
+
+
+class Batched:
+    """A vectorised simulator seen as rows. Raises BackendError for one that cannot begin an episode by itself."""
+
+    init_state_count = 0
+
+    def __init__(self, environment: Any, count: int, form: Form, name: str, instruction: str = "") -> None:
+        self.instruction = instruction
+        self._environment, self._count, self._form = environment, count, form
+        # A wrapper of Gymnasium's vectors has spaces of its own, one of single environments passes none on.
+        described = environment if hasattr(environment, "single_action_space") else environment.unwrapped
+        self._single = described.single_action_space
+        self._observe, self._act = Observations(described.single_observation_space), Actions(self._single)
+        self.observation_spaces, self.action_space = self._observe.spaces, self._act.space
+        space = self.action_space
+        still = np.clip(np.zeros(space.shape), space.low, space.high).astype(space.dtype)
+        self._filler = self._act(still)
+        self._mode = getattr(environment, "metadata", {}).get("autoreset_mode")
+        self._over: set[int] = set()
+        """Environments whose episode has ended, of a simulator that begins none by itself."""
+        observation, _ = environment.reset(seed=0)
+        if count > 1 and not form.apart:
+            self._check_partial_reset(_numpy(observation), name)
+
+    def reset(self, starts: Mapping[int, Start]) -> dict[int, tuple[Observation, Mapping[str, Any]]]:
+        """Begins episodes, those with equal options in one call."""
+        found: dict[int, tuple[Observation, Mapping[str, Any]]] = {}
+        for places in self._calls(starts):
+            seeds, options = [starts[place].seed for place in places], dict(starts[places[0]].options)
+            rows, info = self._restart(places, seeds, options)
+            found |= {place: (self._observe(_row(rows, place)), _info(info, place)) for place in places}
+        return found
+
+    def step(self, actions: Mapping[int, np.ndarray]) -> dict[int, Transition]:
+        """Acts once; environments without an action do nothing, where the simulator lets them go on."""
+        if self._mode is AutoresetMode.DISABLED and (over := sorted(self._over - {*actions})):
+            self._restart(over, [None] * len(over), {})
+        made: tuple[Any, ...] = self._environment.step(self._batch(actions))
+        rows, rewards, terminated, truncated, info = (_numpy(part) for part in made)
+        found = {}
+        for place in actions:
+            row, said = _row(rows, place), _info(info, place)
+            by_itself, cut = bool(terminated[place]), bool(truncated[place])
+            if by_itself or cut:
+                self._over.add(place)
+                # One that has begun the next episode already shows that, and the last observation beside it.
+                row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
+                said = _info(info["final_info"], place) if _has(info, "final_info", place) else said
+            found[place] = Transition(
+                self._observe(row), float(rewards[place]), by_itself, cut, success_of(said), said
+            )
+        return found
+
+    def render(self, environment: int) -> np.ndarray:
+        """A picture; ValueError where the environments make none."""
+        frames = self._environment.render()
+        frame: np.ndarray = np.asarray(_numpy(frames)[environment]) if frames is not None else np.zeros(0)
+        if frame.ndim != 3 or frame.shape[2] != 3:
+            raise ValueError("these environments render no rgb_array")
+        return frame.astype(np.uint8)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._environment.close()
+
+    def _calls(self, starts: Mapping[int, Start]) -> Iterable[list[int]]:
+        if self._form.apart:
+            return [[place] for place in starts]
+        groups: dict[str, list[int]] = {}
+        for place, start in starts.items():
+            groups.setdefault(repr(start.options), []).append(place)
+        return groups.values()
+
+    def _restart(self, places: Sequence[int], seeds: Sequence[int | None], options: Any) -> Began:
+        rows, info = self._form.restart(self._environment, self._count, places, seeds, options)
+        self._over -= {*places}
+        return _numpy(rows), _numpy(info)
+
+    def _batch(self, actions: Mapping[int, np.ndarray]) -> Any:
+        """Actions of all environments in the simulator's own form."""
+        each = [self._act(actions[i]) if i in actions else self._filler for i in range(self._count)]
+        empty: Any = create_empty_array(self._single, self._count)
+        batch = concatenate(self._single, each, empty)
+        return tensor(batch, self._environment) if self._form.tensors else batch
+
+    def _check_partial_reset(self, before: Rows, name: str) -> None:
+        """Whether the others stay as they are where one begins: a class that knows no mask begins all of them."""
+        why = "begins an episode in all of them where one is asked for"
+        try:
+            after, _ = self._restart([0], [1], {})
+            if all(
+                _same(self._observe(_row(before, i)), self._observe(_row(after, i)))
+                for i in range(1, self._count)
+            ):
+                return
+        except (TypeError, ValueError, AssertionError) as error:
+            why = f"takes no list of seeds with a mask ({error})"
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "gymnasium":
+                raise
+            why = f"takes no list of seeds with a mask ({error})"
+        raise BackendError(
+            "environment.name",
+            f"{name} steps its environments together, but {why}: its reset has to take a list of seeds and "
+            "options={'reset_mask': …}, as Gymnasium's own vectors do. Set options.vectorization_mode: sync, or leave "
+            "out environment.vectorized",
+        )
+
+
+def tensor(values: Any, environment: Any) -> Any:
+    """A tensor on the device of a simulator whose rows are tensors."""
+    import torch
+
+    return torch.as_tensor(values, device=environment.unwrapped.device)
+
+
+def require_gpu(key: str, wanted: str) -> None:
+    """Raises BackendError where torch sees no GPU in this process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BackendError(
+            key,
+            f"{wanted!r} needs a GPU, and this simulator's process sees none: name GPUs in placement.simulator, start "
+            "the simulator with one, or use 'physx_cpu' without environment.vectorized",
+        )
+
+
+def success_of(info: Mapping[str, Any]) -> bool | None:
+    """What an environment's info says about success; None where it says nothing."""
+    flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
+    return any(flags) if flags else None
+
+
+def _numpy(rows: Any) -> Any:
+    """Tensors as arrays; what has no rows stays."""
+    if isinstance(rows, Mapping):
+        return {key: _numpy(value) for key, value in rows.items()}
+    if isinstance(rows, tuple):
+        return tuple(_numpy(value) for value in rows)
+    return rows.detach().cpu().numpy() if hasattr(rows, "detach") else rows
+
+
+def _row(rows: Rows, place: int) -> Any:
+    if isinstance(rows, Mapping):
+        return {key: _row(value, place) for key, value in rows.items()}
+    if isinstance(rows, tuple):
+        return tuple(_row(value, place) for value in rows)
+    return rows[place]
+
+
+def _info(info: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The figures of one environment: each has an array of all, and beside it, as "_NAME", who has one."""
+    return {
+        key: value[place]
+        for key, value in info.items()
+        if not key.startswith("_") and np.ndim(value) == 1 and _has(info, key, place)
+    }
+
+
+def _has(info: Mapping[str, Any], key: str, place: int) -> bool:
+    if key not in info:
+        return False
+    owners = info.get(f"_{key}")
+    return True if owners is None else bool(owners[place])
+
+
+def _same(one: Observation, other: Observation) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
