@@ -342,7 +342,8 @@ def simulated(bench: Bench) -> Finding:
             vector.step(dict.fromkeys(range(number), action))
         figures["steps_per_s"] = number * steps / (time.perf_counter() - began)
         if not bench.cpu:
-            figures["device_gib"] = (lambda free, whole: (whole - free) / 2**30)(*torch.cuda.mem_get_info())
+            free, whole = torch.cuda.mem_get_info()
+            figures["device_gib"] = (whole - free) / 2**30
     finally:
         vector.close()
     wrong = []

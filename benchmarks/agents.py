@@ -155,9 +155,7 @@ class Bench:
         limit = self._engine.max_context_tokens
         terms = Terms("tiny", stream, self._codec, self._template, 0, limit, "hermes")
         sessions = [
-            Session(
-                SlotKey(index, 0), 1, Conversation((), []), terms, speaker, lambda ids: None, greedy=False
-            )
+            Session(SlotKey(index, 0), 1, Conversation((), []), terms, speaker, greedy=False)
             for index in range(self._options.sessions)
         ]
         url = await self._endpoint.url()

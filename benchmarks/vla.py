@@ -410,18 +410,19 @@ def _to_trainer(directory: Path, size: int) -> float:
     place = directory / uuid.uuid4().hex / "incarnation"
     place.mkdir(parents=True)
     store, reader = BlobStore(place), BlobReader(place.parent, None)
-    zeros = {name: np.zeros((length, 1, 4), np.float32) for name in ("executed_TCA", "log_probs_TCA")}
-    flags = {name: np.ones((length, 1), np.bool_) for name in ("valid_TC", "successes_TC")}
+    zeros, flags = np.zeros((length, 1, 4), np.float32), np.ones((length, 1), np.bool_)
 
     async def once() -> None:
         episode = Episode(
             observation={IMAGE + "image": np.stack(pictures)},
-            sampled={DRAWN: zeros["executed_TCA"]},
+            sampled={DRAWN: zeros},
+            executed_TCA=zeros,
+            valid_TC=flags,
+            log_probs_TCA=zeros,
             rewards_TC=np.zeros((length, 1), np.float32),
+            successes_TC=flags,
             terminated=True,
             truncated=False,
-            **zeros,
-            **flags,
         )
         trajectory = common_pb2.Trajectory()
         trajectory.segments.add().actions.CopyFrom(encode_episode(episode, store.hold))

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import Backend, Request, Start, Tokens
+from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Request, Start, Tokens
 from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.registry import Options, Plugin
@@ -141,7 +141,9 @@ class PacedBackend(Backend):
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         return
 
-    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update(
+        self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
+    ) -> dict[str, str]:
         body = memoryview(path.read_bytes())  # noqa: ASYNC240
         return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
 

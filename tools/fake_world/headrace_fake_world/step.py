@@ -269,7 +269,8 @@ class _Episodes:
         self._backend, self._count = backend, chunks_of(policy, case.tokens)
         shape = self._count, policy.chunk_length, policy.action_size
         valid = torch.ones(shape[:2], dtype=torch.bool)
-        self._chunks = Chunks(*policy.example(self._count, WORDS), valid)
+        seen, sampled = policy.example(self._count, WORDS)
+        self._chunks = Chunks(seen, sampled, valid)
         backend._chunks = self._chunks
         backend._credits = Credits(
             *(torch.zeros(shape), torch.zeros(shape), torch.zeros(self._count), torch.zeros(shape[:2])),

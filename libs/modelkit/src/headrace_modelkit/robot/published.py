@@ -2,7 +2,7 @@
 
 LeRobot's statistics are beside the weights (`policy_preprocessor.json` and the file that it names), in older
 checkpoints among them (`normalize_inputs.buffer_…`); openpi's in `assets/…/norm_stats.json`. Executes nothing.
-Facts: huggingface/lerobot at 7427f318, Physical-Intelligence/openpi `shared/normalize.py`.
+Facts: huggingface/lerobot at 7427f318, Physical-Intelligence/openpi (its `normalize.py`).
 """
 
 from __future__ import annotations
