@@ -134,7 +134,7 @@ class _FleetCollector(Collector):
             wanted.add_metric([kind], count)
         yield wanted
         sessions = CounterMetricFamily(
-            "headrace_run_sessions_total",
+            "headrace_run_sessions",
             "Sessions that ended, by what became of them",
             labels=["run", "outcome"],
         )
