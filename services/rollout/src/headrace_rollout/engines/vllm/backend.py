@@ -212,6 +212,8 @@ class VllmBackend(Backend):
         """What runs is computed again under the new weights."""
         if not await self._obey(self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise BackendFailed("the prefix cache could not be reset: blocks of it are in use")
+        if self._config.codec.images is not None:  # what the vision tower made of images that came before
+            await self._obey(self._engine.reset_encoder_cache())
 
     @override
     async def sleep(self) -> None:
