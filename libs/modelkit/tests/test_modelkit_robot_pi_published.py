@@ -212,7 +212,9 @@ def test_a_checkpoint_of_lerobot_becomes_a_policy_directory(lerobot, kind, tmp_p
     assert (config.kind, config.cameras, config.chunk_length) == (kind, ("base", "wrist"), 3)
     assert (config.flow.steps, config.flow.noise) == (10, "learned"), "what is chosen replaces what is stated"
     assert (target / "tokenizer.json").is_file()
-    assert policy.scaling(torch.tensor([90.0, -90.0])).tolist() == [1.0, -1.0], "where the environment takes it"
+    assert policy.scaling(torch.tensor([90.0, -90.0])).tolist() == [1.0, -1.0], (
+        "where the environment takes it"
+    )
 
 
 def test_quantiles_and_deviations_normalise_as_lerobot_does(lerobot):
