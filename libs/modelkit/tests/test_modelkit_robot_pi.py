@@ -300,6 +300,11 @@ def test_log_probs_of_pi05_are_those_of_a_plain_pass(noise):
     torch.testing.assert_close(chunk.log_probs_BCA, summed[:, :3, :2], rtol=1e-3, atol=2e-3)
 
 
+def test_a_noise_head_in_fp32_reads_features_in_bf16():
+    head = flow.NoiseHead(4, 2, FlowConfig(noise="learned"))
+    assert head(torch.ones(1, 3, 4, dtype=torch.bfloat16)).dtype == torch.float32
+
+
 def test_the_last_step_is_never_drawn_where_it_is_ignored():
     policy = config("pi05", flow=FlowConfig(steps=2, ignore_last=True)).build(seed=0)
     many = seen().take([0] * 12)

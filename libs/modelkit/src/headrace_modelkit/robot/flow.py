@@ -83,7 +83,9 @@ class NoiseHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         low, high = self.bounds
-        found: Tensor = low + (high - low) * (self.layers(features).tanh() + 1) / 2
+        # Beside adapters it learns in fp32, and what gives the features computes in bf16.
+        own = features.to(next(self.layers.parameters()).dtype)
+        found: Tensor = low + (high - low) * (self.layers(own).tanh() + 1) / 2
         return found
 
 
