@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from headrace.common.v1 import common_pb2
@@ -19,14 +19,13 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.policies import PoliciesBackend
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.kinds.answers import AnswersRun
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.policies import OWN, Learning, PoliciesLearner, PolicyRounds, part_of
 from headrace_trainer.learning.samples import Group, Sequence
 from headrace_trainer.wire.messages import read_group
 
-if TYPE_CHECKING:
-    from headrace_trainer.kinds import AnswersRun
 _KEYS = ("model", "algorithm", "optimizer", "trainer")
 
 
