@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace_schema.images import IMAGE_MARK
-from headrace_schema.problems import choose, nearest, show
+from headrace_schema.problems import choose, show
 
-from headrace_coordinator.data.builtin.bad_row import BadRow
 from headrace_coordinator.data.builtin.pictures import (
     IMAGE_KEYS,
     check_together,
@@ -22,16 +20,21 @@ from headrace_coordinator.data.builtin.pictures import (
     images_of,
     is_column,
 )
+from headrace_coordinator.data.builtin.values import (
+    BadRow,
+    Row,
+    as_text,
+    jsonable,
+    key_if_there,
+    plain_row,
+    text_of,
+    value_of,
+)
 from headrace_coordinator.data.items import DataItem
 
-Row = Mapping[str, Any]
 Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
 LETTERS = "ABCD"
 ROLES = ("system", "user", "assistant", "tool")
-FEW_CHARACTERS = 1 << 20
-MOST_NESTED = 100
-"""Objects and lists in each other; the reward service reads twice as many."""
-_PLAIN = frozenset({str, int, bool, type(None)})
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def _check_marks(item: DataItem) -> None:
 
 
 def _plain(row: Row, keys: Keys) -> DataItem:
-    return _item(row, keys.question or "question", keys.answer or _maybe(row, "answer"), _same)
+    return _item(row, keys.question or "question", keys.answer or key_if_there(row, "answer"), _same)
 
 
 def _verl(row: Row, keys: Keys) -> DataItem:
@@ -133,7 +136,7 @@ def _verl(row: Row, keys: Keys) -> DataItem:
 
     Ground truths of its puzzles are objects: the answer is their JSON, and a function of verl gets the object.
     """
-    answer = keys.answer or _maybe(row, "reward_model.ground_truth")
+    answer = keys.answer or key_if_there(row, "reward_model.ground_truth")
     return _item(row, keys.question or "prompt", answer, _same, objects=True)
 
 
@@ -193,7 +196,7 @@ def _gpqa(row: Row, keys: Keys) -> DataItem:
         raise BadRow("has two equal choices", "make the four choices differ")
     letter = next(letter for letter, choice in choices.items() if choice == right)
     shown = "\n".join(f"{letter}) {choice}" for letter, choice in choices.items())
-    return DataItem(f"{question}\n\n{shown}", letter, {"stem": question, **choices}, _plain_row(row))
+    return DataItem(f"{question}\n\n{shown}", letter, {"stem": question, **choices}, plain_row(row))
 
 
 _READERS: dict[str, Callable[[Row, Keys], DataItem]] = {
@@ -218,7 +221,7 @@ def _item(
     objects: bool = False,
 ) -> DataItem:
     """The item of a row whose answer stands under a key; `objects`: it may be one, whose JSON is the answer."""
-    asked = _value(row, question_key)
+    asked = value_of(row, question_key)
     messages: tuple[dict[str, str], ...] = ()
     answer = ""
     if _is_conversation(asked):
@@ -229,15 +232,15 @@ def _item(
     if not question.strip():
         raise BadRow(f"has an empty {question_key!r}", "write a question, or remove the row")
     if answer_key:
-        given = _value(row, answer_key)
+        given = value_of(row, answer_key)
         # The chosen answer of a preference pair may be a conversation of one assistant's turn.
         if _is_conversation(given):
             given = given[-1].get("content")
         if objects and _is_object(given):
-            answer = json.dumps(_jsonable(given, answer_key))
+            answer = json.dumps(jsonable(given, answer_key))
         else:
-            answer = read_answer(_text(given, answer_key)) if given is not None else ""
-    rest = {key: value for key, value in _plain_row(row).items() if key != question_key}
+            answer = read_answer(as_text(given, answer_key)) if given is not None else ""
+    rest = {key: value for key, value in plain_row(row).items() if key != question_key}
     fields = _fields(rest)
     if answer_key in rest:
         fields.pop(answer_key, None)
@@ -294,104 +297,6 @@ def _message(turn: Row, place: str) -> dict[str, str]:
 
 def _same(text: str) -> str:
     return text
-
-
-def _value(row: Row, key: str) -> Any:
-    """What stands under a key, or under a path of keys; raises `BadRow` where nothing does."""
-    if key in row:
-        return row[key]
-    found: Any = row
-    for step in key.split("."):
-        if not isinstance(found, Mapping) or step not in found:
-            raise BadRow(f"has no key {key!r}", choose(key, row, extra="or name another key in data.options"))
-        found = found[step]
-    return found
-
-
-def _maybe(row: Row, key: str) -> str:
-    """The key, where the row has it; raises `BadRow` where it has one that differs by a slip."""
-    try:
-        _value(row, key)
-    except BadRow:
-        if nearest(key, row):
-            raise
-        return ""
-    return key
-
-
-def text_of(row: Row, key: str) -> str:
-    """The text or number under a key, also as a list of one; raises `BadRow` for anything else."""
-    return _text(_value(row, key), key)
-
-
-def row_bytes(row: Row) -> int:
-    """About the bytes of a row's texts and of what is nested in it; 0 where a quick look says that they are few.
-
-    Raises `BadRow` where objects and lists are nested too deep to be read again.
-    """
-    characters = 0
-    for value in row.values():
-        if isinstance(value, str):
-            characters += len(value)
-        elif value is not None and not isinstance(value, (int, float)):
-            return _bytes_of(row)
-    return 0 if characters <= FEW_CHARACTERS else _bytes_of(row)
-
-
-def _bytes_of(value: Any, depth: int = 0) -> int:
-    if isinstance(value, str):
-        return len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
-    if isinstance(value, (bytes, bytearray)):
-        return len(value)
-    if depth > MOST_NESTED:
-        raise BadRow(f"has more than {MOST_NESTED} objects and lists in each other", "write it flatter")
-    if isinstance(value, Mapping):
-        return sum(_bytes_of(each, depth + 1) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_bytes_of(each, depth + 1) for each in value)
-    return len(repr(value)) + 2 if isinstance(value, (int, float)) else 0
-
-
-def share_of(row: Row, key: str) -> float:
-    """The number from 0 to 1 under a key, maybe written as text; raises `BadRow` for anything else."""
-    text = text_of(row, key)
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise BadRow(f"has {text!r} as {key!r}", "write a number from 0 to 1")
-    return share
-
-
-def _text(value: Any, key: str) -> str:
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"has {value} as {key!r}", "write a number, or remove the row")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise BadRow(f"has {show(value)} as {key!r}", "write text or a number")
-    return str(value)
-
-
-def _plain_row(row: Row) -> dict[str, Any]:
-    """What travels to the scorers: JSON's types; anything else as its text."""
-    return {key: value if type(value) in _PLAIN else _jsonable(value, key) for key, value in row.items()}
-
-
-def _jsonable(value: Any, key: str) -> Any:
-    if isinstance(value, float):
-        if math.isinf(value):
-            raise BadRow(f"has {value} under {key!r}", "write a finite number, or null")
-        # Tables write a missing number as NaN.
-        return None if math.isnan(value) else value
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(each, f"{key}[{place}]") for place, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(each, f"{key}.{name}") for name, each in value.items()}
-    return str(value)
 
 
 def _after_hashes(text: str) -> str:

@@ -12,8 +12,8 @@ from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.forms import Row
 from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.builtin.values import Row
 from headrace_coordinator.data.items import DataItem
 
 READ_BYTES = 1 << 20

@@ -21,13 +21,12 @@ from headrace_schema.images import (
 )
 from headrace_schema.problems import Impossible, problem, show
 
-from headrace_coordinator.data.builtin.bad_row import BadRow
+from headrace_coordinator.data.builtin.values import BadRow
 
 MODES = ("1", "L", "P", "RGB")
 """Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
 IMAGE_KEYS = ("images", "image")
 """Columns that are images in data sets of others; the forms verl and trl read them without being told."""
-Row = Mapping[str, Any]
 
 
 def is_column(key: str, value: Any) -> bool:

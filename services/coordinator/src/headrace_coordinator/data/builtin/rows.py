@@ -14,8 +14,8 @@ from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.bad_row import BadRow
-from headrace_coordinator.data.builtin.forms import Form, Keys, Row, item_of, row_bytes, share_of
+from headrace_coordinator.data.builtin.forms import Form, Keys, item_of
+from headrace_coordinator.data.builtin.values import BadRow, Row, row_bytes, share_of
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
 
