@@ -87,9 +87,9 @@ def questions(monkeypatch, trouble=None):
     """(ordinal, question) pairs of everything that a calm run with a curriculum hands out."""
     given_out, prompt = set(), RunContext.prompt
 
-    def spied(self, ordinal):
+    def spied(self, ordinal, **options):
         given_out.add((ordinal, self.item(ordinal).question))
-        return prompt(self, ordinal)
+        return prompt(self, ordinal, **options)
 
     monkeypatch.setattr(RunContext, "prompt", spied)
     world = World(8, faults=False)
