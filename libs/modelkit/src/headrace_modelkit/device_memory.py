@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from headrace_modelkit.broadcasting import device_id
 
@@ -56,25 +57,25 @@ class Layer(Protocol):
         """The bytes that were shared, for `device`, which may be another one of the host."""
 
 
-class Cuda:
+class Cuda(Layer):
     """NVIDIA's and AMD's GPUs, by torch."""
 
+    @override
     def name(self, device: torch.device | None) -> str:
-        """See Layer."""
         return device_id(device)
 
+    @override
     def free_bytes(self, device: torch.device) -> int:
-        """See Layer."""
         return int(torch.cuda.mem_get_info(device)[0])
 
+    @override
     def share(self, flat: Tensor) -> Handle:
-        """See Layer."""
         storage: Any = flat.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
         return Handle(device_id(flat.device), handle, size, offset, counter, counter_offset, event, sync)
 
+    @override
     def open(self, handle: Handle, device: torch.device) -> Tensor:
-        """See Layer."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index or 0,
