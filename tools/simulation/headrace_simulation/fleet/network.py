@@ -48,6 +48,11 @@ class SentRequests:
             self._sent.put_nowait(request)
         self._sent.put_nowait(None)
 
+    def check(self) -> None:
+        """Raises what the sender raised, as `headrace_servicekit.rpc.client` does."""
+        if self.task.done() and not self.task.cancelled():
+            self.task.result()
+
     async def read(self) -> AsyncIterator[Any]:
         """The instance's side."""
         while (request := await self._sent.get()) is not None:
@@ -127,7 +132,7 @@ class SimulatedInstanceClient(InstanceClient):
         source = self._instance.handle_stream(method, sent.read())
         try:
             while True:
-                response = await self._next(source, method)
+                response = await self._next(source, method, sent)
                 if response is None:
                     return
                 await self._travel(timeout)
@@ -143,14 +148,15 @@ class SimulatedInstanceClient(InstanceClient):
                 sent.task.cancel()
             await source.aclose()  # type: ignore[attr-defined]
 
-    async def _next(self, source: AsyncIterator[Any], method: str) -> Any:
-        """The next response, or a fault as soon as the instance dies or is cut off."""
+    async def _next(self, source: AsyncIterator[Any], method: str, sent: SentRequests) -> Any:
+        """The next response, or a fault as soon as the instance dies or is cut off, or the sender's own error."""
         task = asyncio.ensure_future(anext(source, None))
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)
                 if not self._instance.alive or self._instance.cut_off:
                     raise InstanceDown(self._instance.incarnation, f"{method}: the stream broke")
+                sent.check()
             return task.result()
         except CallRefused:
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -126,16 +126,23 @@ class _Method:
 
 
 class _CoreCall:
-    """gRPC's inner call, which keeps the server's status where a write fails because the call has ended.
+    """gRPC's inner call, which keeps two causes that grpc.aio loses.
 
-    grpcio overwrites it with INTERNAL "Internal error from Core" (grpc/grpc issue 36066, found in 1.85).
+    Where a write fails because the call has ended, grpcio 1.85 overwrites the server's status with INTERNAL "Internal
+    error from Core" (grpc/grpc issue 36066). Where what is sent raises, it cancels the call and logs the error for
+    nobody: who reads the answers would be cancelled. `failed` has that error, which they get.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, failed: list[Exception]) -> None:
+        self._inner, self._failed = inner, failed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def is_locally_cancelled(self) -> bool:
+        for error in self._failed:
+            raise error
+        return bool(self._inner.is_locally_cancelled())
 
     async def send_serialized_message(self, message: bytes) -> None:
         try:
@@ -151,10 +158,20 @@ class _CoreCall:
             self._inner.set_internal_error(text)
 
 
+async def _sent(requests: AsyncIterable[Any], failed: list[Exception]) -> AsyncIterator[Any]:
+    try:
+        async for request in requests:
+            yield request
+    except Exception as error:
+        failed.append(error)
+        raise
+
+
 def _written(begin: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        begun = begin(*args, **options)
-        begun._cython_call = _CoreCall(begun._cython_call)
+    def call(requests: Any, **options: Any) -> Any:
+        failed: list[Exception] = []
+        begun = begin(_sent(requests, failed) if hasattr(requests, "__aiter__") else requests, **options)
+        begun._cython_call = _CoreCall(begun._cython_call, failed)
         return begun
 
     return call
