@@ -56,6 +56,19 @@ CASES = {
     "oft frozen": {"freeze": ["vision", "language"], **AGAIN},
     "pi0 frozen": {"freeze": ["vision", "language"], **AGAIN},
 }
+RARE = {
+    *(
+        "oft copies",
+        "oft away",
+        "openvla whole",
+        "openvla gradients",
+        "pi0 state",
+        "pi05 whole",
+        "pi05 again",
+    ),
+    *("smolvla frozen", "act frozen"),
+}
+"""Cases that only the nightly tests go through."""
 RESUMES = {"oft lora": LORA, "oft again": {}, "pi0 frozen": {"freeze": ["vision", "language"]}}
 """Of two ranks, and how one goes on."""
 
@@ -116,7 +129,26 @@ def walk(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(walk):
-    return walk(2, {name: (trainer, {}) for name, trainer in CASES.items()})
+    return walk(2, {name: (trainer, {}) for name, trainer in CASES.items() if name not in RARE})
+
+
+@pytest.fixture(scope="module")
+def rare(walk):
+    return walk(2, {name: (CASES[name], {}) for name in sorted(RARE)})
+
+
+@pytest.fixture
+def of(request):
+    """What came of a case."""
+
+    def find(name):
+        return request.getfixturevalue("rare" if name in RARE else "two")[name]
+
+    return find
+
+
+def seldom(names):
+    return [pytest.param(each, marks=pytest.mark.nightly) if each in RARE else each for each in names]
 
 
 def part(found, kind):
@@ -125,10 +157,10 @@ def part(found, kind):
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, trainer in CASES.items() if trainer and not {"lora", "freeze"} & trainer.keys()],
+    seldom(name for name, trainer in CASES.items() if trainer and not {"lora", "freeze"} & trainer.keys()),
 )
-def test_a_divided_policy_makes_the_step_of_a_whole_one(name, two, relative_l2):
-    found, whole = two[name], two[f"{name.split()[0]} whole"]
+def test_a_divided_policy_makes_the_step_of_a_whole_one(name, of, relative_l2):
+    found, whole = of(name), of(f"{name.split()[0]} whole")
     assert found.held and whole.held
     for figure, bound in (("log_probs", 1e-4), ("finals", 1e-4)):
         own, theirs = torch.tensor(getattr(found, figure)), torch.tensor(getattr(whole, figure))
@@ -157,9 +189,9 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
     assert plain.held and again.held
 
 
-@pytest.mark.parametrize("name", ["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen"])
-def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, two, relative_l2):
-    found, whole = two[name], two[f"{name.split()[0]} whole"]
+@pytest.mark.parametrize("name", seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen"]))
+def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, of, relative_l2):
+    found, whole = of(name), of(f"{name.split()[0]} whole")
     policy = policy_config(POLICIES[name.split()[0]]).build(0)
     frozen = tuple(f"gradient/{each}" for part in CASES[name]["freeze"] for each in policy.shape.parts[part])
     gradient, expected = part(found, "gradient"), part(whole, "gradient")
