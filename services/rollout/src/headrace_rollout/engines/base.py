@@ -82,10 +82,10 @@ class WeightView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    adapter: tuple[WeightView, WeightView, float] | None = None
-    """A, B and their scale: `data` is a frozen weight, which they have yet to change."""
     on_device: torch.Tensor | None = None
     """The same bytes in the memory of a GPU."""
+    adapter: tuple[WeightView, WeightView, float] | None = None
+    """A, B and their scale: `data` is a frozen weight, which they have yet to change."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class Weights:
                 entry.dtype,
                 entry.shape,
                 self.body[entry.offset : entry.offset + entry.size],
+                flat[entry.offset : entry.offset + entry.size] if flat is not None else None,
                 (beside[name], beside[f"{entry.name}.lora_B"], self.adapter.scale)
                 if self.adapter and (name := f"{entry.name}.lora_A") in beside
                 else None,
-                flat[entry.offset : entry.offset + entry.size] if flat is not None else None,
             )
             for entry in self.entries
         ]
