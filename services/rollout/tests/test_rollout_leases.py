@@ -11,7 +11,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
-from headrace_rollout.engines.base import Policy, Scope
+from headrace_rollout.engines.base import Policy, Scope, Weights
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
@@ -99,7 +99,9 @@ async def test_no_token_is_made_once_the_lease_has_lapsed(rollout, assignments):
 async def test_what_waits_for_the_engine_s_thread_asks_its_lease_again(rollout, publish, call):
     engine, fence = rollout.engine, rollout.instance.fence
     acts = {
-        "install": lambda authority: engine.install(Policy(9, "nine"), [], authority),
+        "install": lambda authority: engine.install(
+            Policy(9, "nine"), Weights((), memoryview(b"")), authority
+        ),
         "wake": lambda authority: engine.wake(Scope.ALL, authority),
         "score": lambda authority: engine.score([([1, 2], 1)], Distribution(), authority),
     }

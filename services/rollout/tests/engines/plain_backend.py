@@ -117,7 +117,10 @@ class PlainBackend:
         await self._answers("update")
         digests: dict[str, str] = {}
         beside = adapter.as_json() if adapter else None
-        self._loaded = dict(read_tensors(str(path), rows_of(entries), beside, digests))
+        try:
+            self._loaded = dict(read_tensors(str(path), rows_of(entries), beside, digests))
+        except ValueError as error:
+            raise BackendFailed(str(error)) from error
         load_weights(self._model, self._loaded)
         return digests
 
