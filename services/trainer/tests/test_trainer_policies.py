@@ -145,7 +145,7 @@ async def test_each_policy_learns_as_it_would_alone_from_what_its_roles_said(
 async def test_a_checkpoint_holds_both_policies_and_a_resume_goes_on_to_the_same_bits(
     client: TrainerClient, several, tmp_path, lora
 ):
-    config = several(other={"name": "ppo", "options": {"critic": "head", "epochs": 2}})
+    config = several(other={"name": "ppo", "options": {"critic": "head", "epochs": 2}}, deterministic=True)
     if lora:
         config["policies"]["tutor"] |= {"trainer": {"lora": lora}, "algorithm": {"name": "rloo"}}
     first = (await learned(client, (await client.open(config)).version)).version
