@@ -66,7 +66,9 @@ def test_a_recorded_step_comes_out_the_same_in_each_service_alone(fleet, spec_of
     }
     for service in ("trainer", "reward", "rollout"):
         code, said = replay(file, "--service", service)
-        assert (code, said["same"], said["recorded_hash"]) == (0, True, said["replayed_hash"]), said["differences"]
+        assert (code, said["same"], said["recorded_hash"]) == (0, True, said["replayed_hash"]), said[
+            "differences"
+        ]
         assert said["values"] > 10
 
 
