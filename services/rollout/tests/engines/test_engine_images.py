@@ -31,6 +31,7 @@ RIGS = [
     for name in ENGINES_HERE
     if name == "vllm"  # test_engine_vision.py has the built-in one; no other takes images
     for family in VISION_FAMILIES
+    if (name, family) != ("vllm", "qwen3_vl")  # refused: vLLM 0.32 computes something else
 ]
 
 
@@ -42,7 +43,7 @@ def rig(request, tmp_path_factory):
     section = ModelSection(path=str(directory), dtype="float32")
     config = EngineConfig(section, load_tokenizer(section), 8)
     engine = ENGINES.choose(chosen, OPTIONS[chosen]).build(config)
-    assert engine.capabilities.images
+    assert family in engine.capabilities.images
 
     async def place() -> None:
         await engine.place((torch.device("cpu"),), 1)

@@ -58,8 +58,8 @@ class Capabilities:
     """One model may span several devices."""
     routed_experts: bool = False
     """Tells the experts that tokens were sent to, where `EngineConfig.routed_experts` asks for them."""
-    images: bool = False
-    """Takes the images of prompts, where the model does."""
+    images: tuple[str, ...] = ()
+    """Families of models (model_type) whose images of prompts it takes."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import load_architecture
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
@@ -232,8 +233,10 @@ def _require_images(name: str, engine: Engine, codec: TextCodec, config: Rollout
         families = ", ".join(VISION_FAMILIES)
         reason = f"the data has images, and {config.model.path!r} is of no family whose images are read ({families})"
         raise PluginError([KeyProblem("model.path", reason, "name a vision-language model")])
-    if not engine.capabilities.images:
-        reason = f"the data has images, and {name} takes none"
+    family = load_architecture(config.model).model_type
+    if family not in engine.capabilities.images:
+        taken = ", ".join(engine.capabilities.images) or "none"
+        reason = f"the data has images, and {name} takes those of {family} from no prompt (it takes: {taken})"
         raise PluginError([KeyProblem("rollout.engine", reason, "use the engine transformers")])
 
 

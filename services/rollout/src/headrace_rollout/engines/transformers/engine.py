@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from headrace_schema.images import VISION_FAMILIES
 from typing_extensions import override
 
 from headrace_rollout.engines.base import (
@@ -36,7 +37,7 @@ CAPABILITIES = Capabilities(
     score_processed=True,
     suspend_frees_memory=True,
     routed_experts=True,
-    images=True,
+    images=VISION_FAMILIES,
 )
 _log = logging.getLogger(__name__)
 

@@ -53,7 +53,9 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
-        images=find_spec("torchvision") is not None,  # transformers' processors need it inside of vLLM
+        # transformers' processors need torchvision inside of vLLM. Of a Qwen3-VL its 0.32 gave other log-probs than
+        # transformers (0.3 off, on a CPU): test_engine_images.py.
+        images=("qwen2_5_vl",) if find_spec("torchvision") else (),
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
