@@ -171,5 +171,5 @@ def _answering(fleet: Any, run: Any) -> OpenAI | None:
         client = client_of(fleet, run)
         figures: Any = client.get("/sessions", cast_to=object)
         return client if figures["answering"] else None
-    except Exception:  # noqa: BLE001  # the fleet comes up again
+    except (AssertionError, APIConnectionError, APIStatusError):  # the fleet comes up again
         return None
