@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +44,10 @@ CPU = torch.device("cpu")
 
 
 class SharedHost(Cuda):
-    """Memory of the host in the place of a GPU's: torch's own files of it, handed over by the same messages."""
+    """Files that are mapped in the place of a GPU's memory, handed over by the same messages."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory()
 
     def name(self, device):
         return "GPU-host"
@@ -51,13 +56,14 @@ class SharedHost(Cuda):
         return 1 << 40
 
     def share(self, flat):
-        manager, handle, size = flat.untyped_storage()._share_filename_cpu_()
-        return Handle("GPU-host", handle, size, counter_handle=manager)
+        file = Path(self._folder.name, f"{flat.data_ptr():x}")
+        flat.numpy().tofile(file)
+        return Handle("GPU-host", str(file).encode(), flat.numel())
 
     def open(self, handle, device):
-        told = handle.counter_handle, handle.handle, handle.storage_bytes
-        storage = torch.UntypedStorage._new_shared_filename_cpu(*told)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return torch.from_file(
+            handle.handle.decode(), shared=True, size=handle.storage_bytes, dtype=torch.uint8
+        )
 
 
 class Trainer:
