@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from broadcast_member import RUN
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore, collective
+from headrace_servicekit.weights import WeightServicer, WeightStore, broadcasts
 from headrace_servicekit.weights.transfer import byte_transports, receive_weights
 
 pytestmark = pytest.mark.timeout(90)
@@ -37,14 +36,15 @@ class Held(Broadcasts):
         group = super().join(*where)
         send = group.send
 
-        def held(body, goes_on):
-            def asked(end):
-                if end > 2 * broadcasting.BUCKET_BYTES["gloo"]:
-                    self.there.set()
-                    self.go_on.wait(30)
-                return goes_on(end)
+        def held(pieces):
+            def asked():
+                for index, piece in enumerate(pieces):
+                    if index == 2:
+                        self.there.set()
+                        self.go_on.wait(30)
+                    yield piece
 
-            send(body, asked)
+            send(asked())
 
         group.send = held
         return group
@@ -69,7 +69,7 @@ class Source:
 
 @pytest.fixture
 async def source(tmp_path, monkeypatch):
-    monkeypatch.setattr(collective, "GATHER_S", 30.0)  # processes begin at times of their own
+    monkeypatch.setattr(broadcasts, "GATHER_S", 30.0)  # processes begin at times of their own
     store, groups = WeightStore(tmp_path / "head", "trainer"), Held()
     server = GrpcServer("127.0.0.1:0", token=None)
     add = weights_pb2_grpc.add_WeightServiceServicer_to_server
@@ -176,7 +176,7 @@ async def test_a_fleet_with_encryption_says_why_it_does_not_broadcast(source, ow
 
 
 async def test_an_expected_receiver_that_does_not_come_is_not_waited_for_long(source, own_store, monkeypatch):
-    monkeypatch.setattr(collective, "GATHER_S", 0.2)
+    monkeypatch.setattr(broadcasts, "GATHER_S", 0.2)
     source.groups.go_on.set()
     received = await take(source, own_store, source.told(2))
     assert received.transport == common_pb2.WEIGHT_TRANSPORT_COLLECTIVE

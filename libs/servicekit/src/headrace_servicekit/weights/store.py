@@ -310,19 +310,19 @@ class PendingWeights:
         self._size = sum(entry.size_bytes for entry in self.entries)
         self._path = store._new_path(run, number)
         self._views: list[memoryview] = []
-        self._segment = store._reserve(self._path, self._size)
-        self._whole = self._segment.write()
+        self.segment = store._reserve(self._path, self._size)
+        self._whole = self.segment.write()
 
     def buffer(self, name: str) -> memoryview:
         """Writable bytes of one tensor, C-contiguous little-endian. Raises ServiceError NOT_FOUND."""
         entry = self._by_name.get(name)
         if entry is None:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"the layout has no tensor {name!r}")
-        return self._slice(entry.offset_bytes, entry.size_bytes)
+        return self.stretch(entry.offset_bytes, entry.size_bytes)
 
     def whole(self) -> memoryview:
         """Writable bytes of the whole body."""
-        return self._slice(0, self._size)
+        return self.stretch(0, self._size)
 
     def seal(self, parent: int, ordinal: int) -> tuple[common_pb2.PolicyVersion, common_pb2.WeightManifest]:
         """Computes the digests and publishes the version; from now on it is immutable.
@@ -361,16 +361,17 @@ class PendingWeights:
         """Publishes verified bytes as `version`; see `seal`."""
         self._release()
         os.chmod(self._path, 0o400)
-        body = self._segment.lend()
-        self._segment.written()
-        stored = StoredWeights(version, manifest, body, self._path, self._segment)
+        body = self.segment.lend()
+        self.segment.written()
+        stored = StoredWeights(version, manifest, body, self._path, self.segment)
         return self._store._publish(self._run, stored)
 
     def discard(self) -> None:
         """Throws the bytes away."""
         self._path.unlink(missing_ok=True)
 
-    def _slice(self, offset: int, size: int) -> memoryview:
+    def stretch(self, offset: int, size: int) -> memoryview:
+        """Writable bytes of a part of the body."""
         view = self._whole[offset : offset + size]
         self._views.append(view)
         return view
@@ -384,8 +385,8 @@ class PendingWeights:
             raise self._in_use() from error
         self._views.clear()
         self._whole.release()
-        if self._segment.in_use:
-            self._whole = self._segment.write()
+        if self.segment.in_use:
+            self._whole = self.segment.write()
             raise self._in_use()
 
     def _in_use(self) -> ServiceError:
