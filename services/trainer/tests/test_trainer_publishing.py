@@ -57,7 +57,7 @@ def test_a_part_with_nan_is_named_with_its_rank_once_the_others_have_theirs(stor
 
     asked, part = [], RankPart(store, "runs/r", 0, 2)
     with pytest.raises(Refusal, match="tensor embed") as caught:
-        part.stage(Gathering(), CheckpointNames({}), 1)
+        part.stage(Gathering(), lambda: CheckpointNames({}), 1)
     assert asked == ["the rest"]
     answers = [("", "", b""), (caught.value.reason, caught.value.message, b"")]
     with pytest.raises(Refusal, match="rank 1: tensor embed") as told:

@@ -21,8 +21,9 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tls import tls_dir
 from headrace_servicekit.weights.collective import PIECE_S, Collective, Groups, beside
 from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.pending import StoredWeights
 from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 GATHER_S = 1.0
 """How long a broadcast waits for the receivers that are expected, from the first one on."""

@@ -14,8 +14,9 @@ from typing_extensions import override
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.weights.delta import BadChange, ChangedBody, Changes
+from headrace_servicekit.weights.pending import StoredWeights
 from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import Attempt, Found, Links, OneSource, Wanted, base_of
 
 WINDOW_BYTES = 8 * 1024 * 1024

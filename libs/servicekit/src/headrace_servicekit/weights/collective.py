@@ -23,8 +23,9 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.weights.arrivals import CHUNK_BYTES, Arrival
 from headrace_servicekit.weights.changed import ChangedVersion
+from headrace_servicekit.weights.pending import StoredWeights
 from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import (
     Attempt,
     Found,

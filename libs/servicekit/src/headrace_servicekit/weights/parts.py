@@ -16,8 +16,9 @@ from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.tensors import tensor_bytes
 from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.pending import Layout, PendingWeights, StoredWeights
 from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import Layout, PendingWeights, StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import Wanted
 
 

@@ -30,8 +30,9 @@ from headrace_servicekit.weights.changed import ChangedElements
 from headrace_servicekit.weights.collective import Collective, Groups
 from headrace_servicekit.weights.lending import DeviceMemory, Lender, Mapper, MemorySource
 from headrace_servicekit.weights.parts import PartedBody
+from headrace_servicekit.weights.pending import StoredWeights, entries_of
 from headrace_servicekit.weights.pulling import WholeBody, unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
+from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import Attempt, Found, Links, OneSource, Transport, Wanted
 
 _NONCE_BYTES = 256

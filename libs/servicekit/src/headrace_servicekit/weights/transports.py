@@ -17,7 +17,8 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.arrivals import Turn
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.pending import StoredWeights
+from headrace_servicekit.weights.store import WeightStore
 
 WHOLE_EVERY = 16
 """Versions after which one comes whole, where changes are quicker; and as many after which they are tried again."""

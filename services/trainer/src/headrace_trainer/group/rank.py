@@ -319,7 +319,7 @@ class Rank:
         """(reason, message, manifest) of each rank's part, on the leader: one that cannot does not end the group."""
         answer = "", "", b""
         try:
-            manifest = self._own_part.stage(self.backend, self.kind.checkpoint_names(), number)
+            manifest = self._own_part.stage(self.backend, self.kind.checkpoint_names, number)
             answer = "", "", manifest.SerializeToString()
         except (Refusal, ServiceError) as error:
             answer = error.reason, error.message, b""

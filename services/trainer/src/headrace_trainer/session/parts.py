@@ -7,7 +7,7 @@ it would have had from one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from headrace.common.v1 import common_pb2
@@ -50,7 +50,9 @@ class RankPart:
         self._publisher: Publisher | None = None
         self._owners: Owners = {}
 
-    def stage(self, backend: Backend, names: CheckpointNames, number: int) -> common_pb2.WeightManifest:
+    def stage(
+        self, backend: Backend, names: Callable[[], CheckpointNames], number: int
+    ) -> common_pb2.WeightManifest:
         """Gathers and casts this rank's tensors of version `number`, unseen; all ranks call it, and all come out.
 
         The manifest is empty where the number is published already, with other weights. Raises Refusal and
@@ -60,7 +62,7 @@ class RankPart:
             layout = backend.weight_layout()
             self._owners = owners_of(layout, self._ranks)
             own = [each for each in layout if self._owners[each[0]] == self._rank]
-            self._publisher = Publisher(self._store, self._name, own, names=names) if own else None
+            self._publisher = Publisher(self._store, self._name, own, names=names()) if own else None
         weights = backend.weights(published=True, owners=self._owners)
         found = common_pb2.WeightManifest()
         try:
