@@ -44,6 +44,8 @@ class _Broadcast:
     members: list[_Member] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
+    left: bool = False
+    """A member is gone, so that another broadcast may begin: it has all of it, or what it got was wrong."""
     reached: int = 0
     lost: str = ""
 
@@ -70,11 +72,9 @@ class _Broadcast:
 
     def leave(self, member: _Member) -> None:
         """A member is gone. One that has all of it may go: the sender is in the last bucket then."""
-        if member not in self.members:
-            return
-        if not self.begun:
-            self.members.remove(member)
-        elif self.reached < len(self.stored.body):
+        self.members.remove(member)
+        self.left = self.begun
+        if self.begun and self.reached < len(self.stored.body):
             self.lost = f"{member.request.host} left by byte {self.reached} of {len(self.stored.body)}"
             if not self.over.done():
                 self.over.set_exception(unavailable(f"the broadcast has lost a member: {self.lost}"))
@@ -96,7 +96,7 @@ class BroadcastSource:
         key = request.run, request.number
         stored = self._store.get(*key)
         broadcast = self._open.get(key)
-        if broadcast is None:
+        if broadcast is None or broadcast.left:
             broadcast = self._open[key] = _Broadcast(stored, asyncio.get_running_loop().create_future())
             task = asyncio.create_task(self._cast(key, broadcast))
             self._tasks.add(task)
@@ -135,7 +135,8 @@ class BroadcastSource:
             over.cancel()
             for member in broadcast.members:
                 member.seat.cancel()
-            del self._open[key]
+            if self._open.get(key) is broadcast:
+                del self._open[key]
 
     async def _send(self, broadcast: _Broadcast) -> None:
         host, _ = split_address(self._store.address)
