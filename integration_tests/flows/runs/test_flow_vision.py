@@ -12,7 +12,7 @@ from harness.ledger import audit
 from harness.processes import ROOT, run_python
 from headrace.client import HeadraceError
 
-STEPS = 8
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_vision_model_reads_digits_over_a_killed_trainer(
     fleet: Fleet, pictured: Callable[..., dict[str, Any]]
 ) -> None:
     run = fleet.submit(pictured(name="digits", export=True))
-    fleet.reach(run, 3)
+    fleet.reach(run, 2)
     fleet.replaced("trainer-0", fleet.kill("trainer-0"))
     found = audit(fleet, run := fleet.succeed(run))
     assert found.rewinds == 1 and len(found.live) == STEPS
