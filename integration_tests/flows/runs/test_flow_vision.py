@@ -19,7 +19,7 @@ STEPS = 5
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures of digits, as the example draws them, and a model that reads images."""
     directory = tmp_path_factory.mktemp("digits")
-    run_python(ROOT / "examples" / "vision" / "make_digits.py", directory, "--count", "600")
+    run_python(ROOT / "examples" / "vision" / "make_digits.py", directory, "--count", "200")
     run_python("-m", "headrace_modelkit.presets.tiny_vision", directory / "model")
     return directory
 
