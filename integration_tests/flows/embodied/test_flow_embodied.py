@@ -73,6 +73,19 @@ def demonstrations(directory: Path) -> str:
     return str(directory / "shown")
 
 
+# First: after a kill, a submission that cannot be waits for what may be restarted.
+def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
+    # Which versions there are, a simulator says as it makes one.
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
+
+
 def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
     warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
     run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
@@ -224,18 +237,6 @@ def test_episodes_whose_pictures_are_lost_with_their_rollout_are_made_again(flee
     fleet.replaced("rollout-0", killed)
     found = audit(fleet, fleet.succeed(run))
     assert len(found.trained) == 2 * BATCH and found.rewinds == 0
-
-
-def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
-    # Which versions there are, a simulator says as it makes one.
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
 
 
 def test_an_embodied_spec_is_measured_and_planned_from(fleet: Fleet, tmp_path: Path):
