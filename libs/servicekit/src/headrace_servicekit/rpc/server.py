@@ -208,6 +208,19 @@ _logger = get_logger(__name__)
 STOP_S = 5.0
 
 
+def check_listen(listen: str, token: str | None) -> str:
+    """The host that a server listens on. Raises ServiceError TOKEN_REQUIRED beyond loopback without a token."""
+    host, _ = split_address(listen)
+    if not token and not is_loopback(host):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "TOKEN_REQUIRED",
+            f"refusing to listen on {listen} without a token: set --token-file "
+            "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
+        )
+    return host
+
+
 class GrpcServer:
     """One listening gRPC server.
 
@@ -250,14 +263,7 @@ class GrpcServer:
 
         Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, and ADDRESS_IN_USE.
         """
-        host, _ = split_address(self._listen)
-        if not self._token and not is_loopback(host):
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "TOKEN_REQUIRED",
-                f"refusing to listen on {self._listen} without a token: set --token-file "
-                "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
-            )
+        host = check_listen(self._listen, self._token)
         if self._reflection:
             reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self._server)
         port = self._bind()
