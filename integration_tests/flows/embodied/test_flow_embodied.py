@@ -73,19 +73,6 @@ def demonstrations(directory: Path) -> str:
     return str(directory / "shown")
 
 
-# First: after a kill, a submission that cannot be waits for what may be restarted.
-def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
-    # Which versions there are, a simulator says as it makes one.
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
-
-
 def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
     warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
     run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
@@ -113,6 +100,19 @@ def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet,
         assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
     judged = [evaluated(fleet, tmp_path, **source) for source in sources(ended)]
     assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
+
+
+# Before the kills: after one, a submission that cannot be waits for what may be restarted.
+def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
+    # Which versions there are, a simulator says as it makes one.
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "hybrid"])
