@@ -60,6 +60,7 @@ def test_rollouts_take_part_in_a_broadcast(fleet, spec_of):
     assert set(told) == {"cuda_ipc from trainer-0: the source computes on no GPU now"}, told
 
 
+@pytest.mark.nightly  # quick: test_rollouts_take_part_in_a_broadcast, where a way fails and the next is taken
 def test_a_run_goes_on_by_the_whole_where_changes_fail(own_fleet, spec_of):
     with own_fleet(HEADRACE_FAILPOINTS="weights.delta=error@2+") as fleet:
         run = fleet.succeed(fleet.submit(spec_of(**CHANGES)))
