@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
-from headrace_servicekit.weights import StoredWeights, WeightStore
+from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends._base import PrivateGradient, StateReader
@@ -42,7 +42,7 @@ from headrace_trainer.session.helping import (
 )
 from headrace_trainer.session.publishing import own_weights
 from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
-from headrace_trainer.session.versions import RunVersions
+from headrace_trainer.session.versions import Published, RunVersions
 
 
 class Session:
@@ -312,11 +312,11 @@ class Session:
         assert self._versions is not None
         return self._versions.stage(self.rounds, number)
 
-    def publish(self, number: int) -> tuple[StoredWeights, float]:
-        """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
+    def publish(self, number: int) -> Published:
+        """Makes the held and recorded version visible."""
         version = steps.check_recorded(self.state, number)
         assert self._versions is not None
-        return self._versions.publish(version)
+        return self._versions.publish(self.rounds, version)
 
     def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training was stopped.

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends._base import ReferenceFacts, StatePart, StateReader
+from headrace_trainer.backends._base import Owners, ReferenceFacts, StatePart, StateReader
 from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.fsdp.reference import reference_facts
 from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
@@ -35,7 +35,7 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, Rooms, kept_bytes
+from headrace_trainer.memory import LENT, MemoryPlan, Rooms, kept_bytes, lent_bytes, with_room_to_lend
 
 
 class Reference:
@@ -132,8 +132,9 @@ class MegatronModels(LanguageModel):
 
     @override
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
-        return plan_memory(
-            self._config, self._algorithm, self._layout, on_gpu=self._ranks.device.type != "cpu"
+        on_gpu = self._ranks.device.type != "cpu"
+        return with_room_to_lend(
+            plan_memory(self._config, self._algorithm, self._layout, on_gpu=on_gpu), rooms
         )
 
     @override
@@ -186,8 +187,10 @@ class MegatronModels(LanguageModel):
         return [(name, published, shape) for name, shape in self._model.architecture.shapes.items()]
 
     @override
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
-        return self._model.gather(self._model.shards.masters())
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._model.gather(self._model.shards.masters(), owners)
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:
@@ -333,6 +336,9 @@ def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, 
     }
     if not on_gpu:
         return MemoryPlan(device | host, {})
+    whole = sum(math.prod(shape) for shape in read_architecture(config.model).shapes.values())
+    if lent := lent_bytes(config, whole * width):
+        device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     return MemoryPlan(host | {"reference": device["reference"]}, device)
 
