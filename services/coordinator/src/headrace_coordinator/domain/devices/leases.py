@@ -156,7 +156,8 @@ def _busy(table: LeaseTable, device: str, requests: Sequence[LeaseRequest]) -> s
     if sum(each.memory_part for each in wanting) > 1 + PART_ERROR:
         return f"{device} is wanted twice"
     others = any(lease.run != request.run for lease in held for request in wanting)
-    if held and (others or sum(each.memory_part for each in (*held, *wanting)) > 1 + PART_ERROR):
+    taken = sum(lease.memory_part for lease in held) + sum(request.memory_part for request in wanting)
+    if held and (others or taken > 1 + PART_ERROR):
         return f"{device} is held by " + " and ".join(
             f"{lease.incarnation} for {lease.run} {lease.stage} (epoch {lease.epoch})" for lease in held
         )
