@@ -179,10 +179,8 @@ async def test_a_vector_that_raises_as_episodes_begin_is_dropped_with_its_reason
     broken = await pool.send(pool.reset_operation(0, seed=13), pool.reset_operation(1, seed=1))
     assert [broken[i].status for i in range(2)] == [LOST, LOST], "its other environment is lost with it"
     assert all("RuntimeError: there is no floor to begin on (walks.py:" in broken[i].detail for i in range(2))
-    others = await walk(pool, {i: [0.1] for i in range(4)})
-    assert [others[i].status for i in range(4)] == [LOST, LOST, OK, OK], (
-        "no episode of it goes on, of others all"
-    )
+    others = await walk(pool, {2: [0.1], 3: [0.1]})
+    assert [others[i].status for i in (2, 3)] == [OK, OK], "those of the other process go on"
     await pool.send(*(pool.reset_operation(i, seed=i) for i in range(2)))
     whole = await walk(pool, {i: [0.1] for i in range(4)})
     assert {each.status for each in whole.values()} == {OK}
