@@ -338,10 +338,12 @@ async def test_a_supervisor_proves_the_end_of_its_own_host_s_holder_of_a_shared_
     )
     event_log.post(*plan_grant(event_log.state.table, [ours, other], 0.0))
     event_log.post(
-        ev.LeaseEnded(at=0, epoch=event_log.state.table.holder_of(CORES[0]).epoch, cause="x", proven=False)
+        ev.LeaseEnded(
+            at=0, epoch=event_log.state.table.holders_of(CORES[0])[0].epoch, cause="x", proven=False
+        )
     )
     fleet.supervised(Supervisor("a", lambda command, body: None))
-    assert not event_log.state.table.quarantined and event_log.state.table.holder_of(CORES[1])
+    assert not event_log.state.table.quarantined and event_log.state.table.holders_of(CORES[1])
     fleet.supervised(Supervisor("b", lambda command, body: None))
     assert not event_log.state.table.leases
 

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace_modelkit.devices import bound_memory
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance, host_memory
@@ -307,6 +308,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._leases[lease.epoch] = tuple(lease.devices)
         try:
             await self._place()
+            bound_memory(devices_of(lease.devices), lease.memory_part or 1.0)
         except ServiceError:
             del self._leases[lease.epoch]
             raise

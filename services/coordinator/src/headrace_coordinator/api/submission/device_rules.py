@@ -74,7 +74,8 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
         yield from _scorers(spec, fleet, meant)
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
-        return
+        if placement.joint is None:
+            return
     if placement.reward:
         return
     generate = max(len(meant["rollout"]), spec.rollout.instances * each)
@@ -162,7 +163,7 @@ def _simulators(
             yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
     if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
         yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
-    if simulates and len(both_sides) <= spec.rollout.instances:
+    if spec.placement.joint is None and simulates and len(both_sides) <= spec.rollout.instances:
         yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
 
 

@@ -107,7 +107,7 @@ class Dispatch:
             return False
         step = self._ledger.step_of(prompt)
         place = prompt - self._ledger.prompts_of(step).start
-        return (step - 1) % environment.videos.every == 0 and place < environment.videos.starts
+        return step % environment.videos.every == 0 and place < environment.videos.starts
 
     def _oldest(self, prompt: int) -> int:
         """Number of the oldest version whose tokens a prompt's step may learn from."""
