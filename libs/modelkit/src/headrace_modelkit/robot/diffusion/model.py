@@ -120,7 +120,11 @@ class DiffusionConfig(PolicyConfig):
             )
         if self.denoising.steps > known:
             raise ValueError(f"denoising.steps is {self.denoising.steps}; num_train_timesteps is {known}")
-        if self.crop_shape and (self.crop_shape[0] > whole[0] or self.crop_shape[1] > whole[1]):
+        if (
+            self.cameras
+            and self.crop_shape
+            and (self.crop_shape[0] > whole[0] or self.crop_shape[1] > whole[1])
+        ):
             raise ValueError(f"crop_shape {self.crop_shape} does not fit into {whole} pixels")
         return self
 
@@ -256,13 +260,13 @@ class DiffusionPolicy(RobotPolicy):
 
 def _cropped(image: Tensor, size: tuple[int, int], seeds: Sequence[int] | None) -> Tensor:
     """The middle of (B, T, 3, H, W) images, or for each environment a part by its seed."""
+    rows, columns = size
     room = [whole - own for whole, own in zip(image.shape[-2:], size, strict=True)]
     if seeds is None:
-        places = [[round(free / 2.0) for free in room]] * len(image)
-    else:
-        uniform_B2 = row_uniform([seed + 2 for seed in seeds], (2,), torch.device("cpu"))
-        places = (uniform_B2 * (torch.tensor(room) + 1)).long().tolist()
-    rows, columns = size
+        top, left = (round(free / 2.0) for free in room)
+        return image[..., top : top + rows, left : left + columns]
+    uniform_B2 = row_uniform([seed + 2 for seed in seeds], (2,), torch.device("cpu"))
+    places = (uniform_B2 * (torch.tensor(room) + 1)).long().tolist()
     return torch.stack(
         [
             own[..., top : top + rows, left : left + columns]
