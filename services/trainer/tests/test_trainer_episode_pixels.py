@@ -33,6 +33,7 @@ NIGHTLY = {
     "act": ({"state": STATE}, "chunk", 3e-4, 12),
     "diffusion": ({"state": STATE}, "chunk", 1e-3, 12),
 }
+SELDOM = {"pi05", *NIGHTLY}
 LEARNERS = POLICIES | NIGHTLY | {ADAPTERS: ({"state": 0}, "action", 2e-3, 8)}
 TRAINER = {ADAPTERS: {"lora": {"rank": 8, "alpha": 32}, "freeze": ["vision"]}}
 
@@ -71,7 +72,7 @@ def episodes_of(seen, chunk):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in LEARNERS],
+    [pytest.param(name, marks=pytest.mark.nightly if name in SELDOM else ()) for name in LEARNERS],
 )
 async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
     name, client, robot_config, robots, fetched_weights, settled_digest, tmp_path
