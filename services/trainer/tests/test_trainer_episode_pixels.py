@@ -30,7 +30,7 @@ POLICIES = {
 ADAPTERS = "openvla_oft adapters"
 NIGHTLY = {
     "smolvla": ({"state": STATE}, "chunk", 3e-4, 12),
-    "act": ({"state": STATE}, "chunk", 3e-4, 12),
+    "act": ({"state": STATE}, "chunk", 3e-5, 12),
     "diffusion": ({"state": STATE}, "chunk", 3e-3, 14),
 }
 SELDOM = {"pi05", *NIGHTLY}
