@@ -30,7 +30,7 @@ from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.robot.episodes import Chunks, Credits
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import LentPictures, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
 from torch.distributed.fsdp import FSDPModule
 
@@ -283,7 +283,7 @@ class _Episodes:
             self._backend._evaluate(self._chunks.take(index, self._backend._ranks.device))
 
     def micro(self) -> None:
-        self._backend.learn(list(range(self._count)))
+        self._backend.learn(list(range(self._count)), LentPictures())
 
 
 def _exhaust(tensors: Iterator[Any]) -> None:
