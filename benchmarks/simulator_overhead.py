@@ -39,7 +39,6 @@ GOALS = {"gym_state": 0.5, "maniskill_state": 0.8, "pixels": 0.95}
 BLOB_BYTES = 96 * 1024
 """As runs ask: smaller pictures stay in the message."""
 LIMIT_S = 300.0
-WAY = os.environ.get("WAY", "")
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def service(setting: Setting, processes: int) -> Iterator[Callable[[int], float]
 
 
 class Client:
-    """One Step stream to a pool; every observation becomes an array."""
+    """One stream to a pool, over the socket as of a rollout on its host; every observation becomes an array."""
 
     def __init__(self, channel: Any, stub: Any, pool: Any, header: Any, folder: Path, processes: int) -> None:
         from headrace_servicekit.rpc.blobs import BlobReader
@@ -249,13 +248,12 @@ class Client:
         return seconds
 
     async def _opened(self) -> Any:
-        """The stream that a rollout takes, or that of `way`."""
+        """The stream that a rollout takes."""
         from headrace.simulator.v1 import simulator_pb2
         from headrace_servicekit.rpc.local import nearest
 
-        if WAY == "grpc":
-            return self._stub.Step(timeout=LIMIT_S)
-        offer = self._stub.StepLocally(simulator_pb2.StepLocallyRequest(), timeout=LIMIT_S)
+        request = simulator_pb2.StepLocallyRequest(pool=self._pool.pool)
+        offer = self._stub.StepLocally(request, timeout=LIMIT_S)
         return await nearest(offer, self._stub.Step, simulator_pb2.StepResponse.FromString)
 
     async def close(self) -> None:

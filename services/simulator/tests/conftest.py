@@ -117,7 +117,7 @@ class PoolClient:
         """A stream of its own; one over the socket that cannot be joined is an error."""
         if not self.locally:
             return self.stub.Step(timeout=300)
-        offer = self.stub.StepLocally(simulator_pb2.StepLocallyRequest(), timeout=300)
+        offer = self.stub.StepLocally(simulator_pb2.StepLocallyRequest(pool=self.opened.pool), timeout=300)
         return await nearest(offer, unreachable, simulator_pb2.StepResponse.FromString)
 
     def request(self, *operations, **fields) -> simulator_pb2.StepRequest:

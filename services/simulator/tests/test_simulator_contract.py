@@ -223,7 +223,8 @@ async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
 @every
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 async def test_a_killed_or_hung_child_is_made_anew(simulator, case, fault):
-    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=10.0)
+    limit_s = 3.0 if case.backend == "gymnasium" else 10.0
+    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=limit_s)
     before = {child.pid for child in psutil.Process().children()}
     await pool.send(pool.reset_operation(0), pool.reset_operation(1))
     action = actions(pool, 1)[0]

@@ -16,7 +16,7 @@ from headrace_servicekit.lease.fence import accept
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.blobs import BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.local import LocalStreams, requests_of
+from headrace_servicekit.rpc.local import LocalStreams, in_time, requests_of
 from headrace_servicekit.rpc.requests import check_enum, check_name, check_page, check_seconds, json_object
 from headrace_servicekit.rpc.streams import unordered
 
@@ -118,12 +118,13 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.StepLocallyRequest, context: Context
     ) -> AsyncIterator[simulator_pb2.StepLocallyResponse]:
         """The same over a socket, for a caller on this host."""
+        self._pool(request.pool)
         if self._local.why_not:
             yield simulator_pb2.StepLocallyResponse(why_not=self._local.why_not)
             return
         with self._local.expected() as (ticket, joined):
             yield simulator_pb2.StepLocallyResponse(socket_path=str(self._local.path), ticket=ticket)
-            stream = await joined
+            stream = await in_time(joined)
             requests = requests_of(stream, simulator_pb2.StepRequest.FromString, "StepLocally")
             async with aclosing(self._stepped(requests)) as responses:
                 async for response in responses:

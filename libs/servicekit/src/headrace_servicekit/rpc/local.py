@@ -39,7 +39,7 @@ class LocalStream:
         self._writer = writer
 
     async def read(self) -> bytes | None:
-        """The next body; None at the end. Raises ValueError for a frame that is cut or of a size that is not allowed."""
+        """The next body; None at the end. Raises ValueError for a frame that is cut or has a wrong size."""
         try:
             body = await self.frames.next()
         except ConnectionError:
@@ -118,9 +118,19 @@ class LocalStreams:
         stream.close()
 
 
-async def requests_of(
-    stream: LocalStream, read: Callable[[bytes], Any], method: str
-) -> AsyncIterator[Any]:
+async def in_time(joined: Awaitable[LocalStream]) -> LocalStream:
+    """The stream of a caller that joins it. Raises ServiceError NOT_JOINED."""
+    try:
+        async with asyncio.timeout(_JOIN_S):
+            return await joined
+    except TimeoutError:
+        message = (
+            f"nobody joined the socket within {_JOIN_S:g} s; a caller that cannot reach it cancels the call"
+        )
+        raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_JOINED", message) from None
+
+
+async def requests_of(stream: LocalStream, read: Callable[[bytes], Any], method: str) -> AsyncIterator[Any]:
     """The messages of a caller, until it ends its side. Raises ServiceError BROKEN_FRAME, and UNDECODABLE as gRPC's."""
     decode = tolerant(read)
     assert decode is not None
@@ -181,15 +191,16 @@ async def nearest(offer: Any, remote: Callable[[], Any], read: Callable[[bytes],
     try:
         if not answer.socket_path:
             raise OSError(answer.why_not)
-        return LocalCall(offer, await _join(Path(answer.socket_path), answer.ticket), read)
+        return LocalCall(offer, await join(answer.socket_path, answer.ticket), read)
     except (OSError, ValueError) as error:
         _logger.info("a stream goes by gRPC", extra={"why": str(error), "socket": answer.socket_path})
         offer.cancel()
         return remote()
 
 
-async def _join(path: Path, ticket: bytes) -> LocalStream:
-    with _short(path) as short:
+async def join(path: str, ticket: bytes) -> LocalStream:
+    """The stream of a ticket. Raises OSError where the socket is not reached, or is another process's."""
+    with _short(Path(path)) as short:
         reader, writer = await asyncio.open_unix_connection(short, limit=BUFFER_BYTES)
     stream = LocalStream(reader, writer)
     try:

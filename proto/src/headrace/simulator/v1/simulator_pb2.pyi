@@ -188,8 +188,10 @@ class StepResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
 
 class StepLocallyRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    def __init__(self, pool: _Optional[str] = ...) -> None: ...
 
 class StepLocallyResponse(_message.Message):
     __slots__ = ("socket_path", "ticket", "why_not")

@@ -280,7 +280,7 @@ class Pool:
         return video
 
     async def _read(self) -> None:
-        offer = self._stub.StepLocally(simulator_pb2.StepLocallyRequest())
+        offer = self._stub.StepLocally(simulator_pb2.StepLocallyRequest(pool=self.name))
         try:
             call = await nearest(offer, self._stub.Step, simulator_pb2.StepResponse.FromString)
             writing = asyncio.create_task(self._write(call), name=f"write operations of {self.name}")
