@@ -285,7 +285,7 @@ class Pool:
             call = await nearest(offer, self._stub.Step, simulator_pb2.StepResponse.FromString)
             writing = asyncio.create_task(self._write(call), name=f"write operations of {self.name}")
             try:
-                while (response := await call.read()) is not grpc.aio.EOF:
+                while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     for outcome in response.outcomes:
                         self.environments[outcome.environment].answered(outcome)
             finally:
