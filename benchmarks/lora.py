@@ -153,7 +153,7 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
         def weights(found: StoredWeights) -> Any:
             return weights_of(found.manifest, found.body)
 
-        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), 2.0)
+        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), {"": 2.0}).of("")
         seconds = []
         for _ in range(WARM_UP + steps):
             started = time.monotonic()
