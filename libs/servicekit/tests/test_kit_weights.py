@@ -323,6 +323,8 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
 def test_the_digest_of_adapters_is_of_their_base_and_scale_too(stores):
     _, manifest = publish(stores("a"))
     bases = [
-        common_pb2.AdapterBase(digest=digest, scales={"": scale}) for digest in ("x", "y") for scale in (1.0, 2.0)
+        common_pb2.AdapterBase(digest=digest, scales={"": scale})
+        for digest in ("x", "y")
+        for scale in (1.0, 2.0)
     ]
     assert len({manifest_digest(manifest.entries, base) for base in (*bases, None)}) == 5

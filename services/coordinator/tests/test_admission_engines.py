@@ -318,6 +318,26 @@ def test_a_quantised_rollout_is_corrected_for_and_says_so():
     assert "correction" not in decided(QUANTISING)[0].algorithm.options
 
 
+def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where_it_rounds(model_of):
+    lora, policies = {"lora": {"rank": 64}}, {"guesser": {}}
+    roles = {
+        "environment": {
+            "backend": "conversation",
+            "tasks": ["a.py:A"],
+            "roles": {"guesser": {"policy": "guesser"}},
+        }
+    }
+    run = {"workflow": "agentic", "model": model_of(QWEN_7B), "policies": policies, **roles, "trainer": lora}
+    engine = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1}}
+    each, note = decided(CARDS, **run, rollout=engine)
+    assert "beside the weights of 2 policies" in note and "correction" not in each.algorithm.options
+    one, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
+    assert "beside one base (14.2 GiB) and adapters of 2 (1.20 GiB)" in note
+    assert one.rollout.max_concurrency > each.rollout.max_concurrency
+    corrected = decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})
+    assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
+
+
 def test_what_asks_for_exact_answers_of_a_quantised_rollout_is_refused(model_of):
     key = "rollout.engine_options.quantization"
     exact = quantising(model={"path": "owner/model", "dtype": "float32"})

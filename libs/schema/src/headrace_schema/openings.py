@@ -125,6 +125,10 @@ class TrainerConfig(Opening):
 
     @classmethod
     def of(cls, spec: RunSpec, **more: Any) -> Self:
+        if (
+            spec.rollout.enable_lora
+        ):  # whole weights have no adapters to compute with: it says so as the run opens
+            more["weights"] = spec.weights.model_copy(update={"lora": "adapter"})
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:

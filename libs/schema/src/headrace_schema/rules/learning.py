@@ -167,7 +167,9 @@ def _beside(spec: RunSections) -> Iterator[KeyProblemView]:
     if reason := _published_whole(spec):
         yield problem(key, reason, f"{fix}, or give all policies one model and trainer.lora")
     if spec.weights.lora == "merged":
-        yield problem("weights.lora", "whole weights have no adapters to compute with", "set weights.lora: auto")
+        yield problem(
+            "weights.lora", "whole weights have no adapters to compute with", "set weights.lora: auto"
+        )
     if spec.deterministic:
         reason = "log-probs with adapters beside their base are not the trainer's to the bit, as those of merged ones"
         yield problem(key, reason, f"{fix}, or set deterministic: false")

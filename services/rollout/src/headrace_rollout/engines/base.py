@@ -192,8 +192,12 @@ class Adapter:
 
 def adapters_differ(given: Collection[str], wanted: Collection[str]) -> str:
     """Says that a version has not the adapters that an engine was built for."""
-    told = [", ".join(name or "the own policy's" for name in sorted(each)) or "none" for each in (wanted, given)]
-    return f"rollout.enable_lora: the engine computes with adapters ({told[0]}), and the version has {told[1]}"
+    told = [
+        ", ".join(name or "the own policy's" for name in sorted(each)) or "none" for each in (wanted, given)
+    ]
+    return (
+        f"rollout.enable_lora: the engine computes with adapters ({told[0]}), and the version has {told[1]}"
+    )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ def adapted(base: Weights, adapters: Weights, scales: Mapping[str, float]) -> We
         raise ValueError(f"the adapters are not of these policies: {min(missing) or 'the own one'} differs")
     for own in found.values():
         check_adapters(shapes, {entry.name: entry.shape for entry in own.entries})
-    return replace(base, beside={name: Adapter(own, scales[name], base.digest) for name, own in found.items()})
+    return replace(
+        base, beside={name: Adapter(own, scales[name], base.digest) for name, own in found.items()}
+    )
 
 
 def by_policy(weights: Weights) -> dict[str, Weights]:

@@ -104,10 +104,8 @@ def _text_run(
             _require_routes(chosen.name, engine, config)
         if config.images:
             _require_images(chosen.name, engine, codec, config)
-        if wanted.adapters and not engine.capabilities.lora:
-            reason = f"{chosen.name} computes with no adapters beside its model"
-            fix = "leave it out (adapters are merged then), or use the engine transformers or vllm"
-            raise PluginError([KeyProblem("rollout.enable_lora", reason, fix)])
+        if wanted.adapters:
+            _require_adapters(chosen.name, engine, config)
         return engine
 
     if config.environment is not None:
@@ -216,6 +214,18 @@ def _players(
     if not (beside or learning):
         return found, policy.engine
     return found, EngineBeside(policy.engine, beside, learning, apart)
+
+
+def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
+    """Raises PluginError where rows of several adapters cannot be computed beside each other."""
+    reason, fix = "", "leave it out (adapters are merged then)"
+    if not engine.capabilities.lora:
+        reason = f"{name} computes with no adapters beside its model"
+        fix += ", or use the engine transformers or vllm"
+    elif config.images:
+        reason = "a vision tower's rows are no longer those of prompts, and the data has images"
+    if reason:
+        raise PluginError([KeyProblem("rollout.enable_lora", reason, fix)])
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:

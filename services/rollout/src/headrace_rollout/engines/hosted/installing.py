@@ -105,7 +105,9 @@ class Installer:
         for name, adapter in adapters.items():
             for entry in adapter.weights.entries:
                 if arrived.get(f"{name}/{entry.name}") != entry.digest:
-                    raise BackendFailed(f"tensor {entry.name} of the adapter {name!r} arrived with another digest")
+                    raise BackendFailed(
+                        f"tensor {entry.name} of the adapter {name!r} arrived with another digest"
+                    )
 
     async def _put_weights(self, policy: Policy, weights: Weights) -> None:
         with file_of(weights) as path, ExitStack() as files:

@@ -104,7 +104,9 @@ class Joining:
         sampled, _ = batch.answer(row, tokens)
         ids = [*trajectory.prompt_ids, *sampled]
         length = min(int(batch.length[row]), len(ids))
-        self.kept.keep((trajectory.stream.adapter, trajectory.key), ids[:length], self._model.cache.kept(row, length))
+        self.kept.keep(
+            (trajectory.stream.adapter, trajectory.key), ids[:length], self._model.cache.kept(row, length)
+        )
 
     def join(self, batch: Batch) -> Joined | None:
         """Gives rows to as many as fit; None for nobody."""

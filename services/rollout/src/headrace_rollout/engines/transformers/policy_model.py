@@ -271,7 +271,10 @@ class PolicyModel(HeldModel):
         return _split(found, counts)
 
     def install(
-        self, policy: Policy, tensors: Sequence[WeightView], beside: Mapping[str, Adapter] = MappingProxyType({})
+        self,
+        policy: Policy,
+        tensors: Sequence[WeightView],
+        beside: Mapping[str, Adapter] = MappingProxyType({}),
     ) -> float:
         """Takes all weights, or none (ValueError); returns the seconds it took.
 

@@ -47,7 +47,9 @@ class Arrivals:
             if finish := self.bounds.ended(trajectory):
                 self.finished.append((trajectory, finish))
             elif trajectory.prefix.token_ids:
-                waiting.append(Waiting(trajectory.context_ids(), [trajectory], wave=wave, adapter=stream.adapter))
+                waiting.append(
+                    Waiting(trajectory.context_ids(), [trajectory], wave=wave, adapter=stream.adapter)
+                )
             else:
                 fresh.append(trajectory)
         if fresh:

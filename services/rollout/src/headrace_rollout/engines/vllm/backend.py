@@ -79,8 +79,7 @@ class VllmBackend(Backend):
         self._scores = 0
         # Loaded by `load_adapters`: no worker reads the path.
         self._loras = {
-            name: LoRARequest(name or OWN, number, "loaded")
-            for number, name in enumerate(config.adapters, 1)
+            name: LoRARequest(name or OWN, number, "loaded") for number, name in enumerate(config.adapters, 1)
         }
         shape = expert_shape(load_architecture(config.model))
         self._experts = shape.experts if shape is not None else 0
