@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import queue
 import subprocess
 import sys
 import tempfile
@@ -214,17 +215,14 @@ def policies(model: Path, one: bool, threads: int) -> dict[str, float]:
             await engine.install(Policy(1, "v"), whole if one else whole.of(name))
         started = time.monotonic()
         for index, name in enumerate(names):
-            ended: asyncio.Queue[TrajectoryUpdate] = asyncio.Queue()
-            loop = asyncio.get_running_loop()
-
-            def sink(outputs: list[TrajectoryUpdate], into: Any = ended) -> None:
-                loop.call_soon_threadsafe(lambda: [into.put_nowait(each) for each in outputs])
-
-            stream = Stream(1, Distribution(), ANSWER[1], 1, sink, say, adapter=name if one else "")
+            ended: queue.Queue[list[TrajectoryUpdate]] = queue.Queue()
+            own = name if one else ""
+            stream = Stream(1, Distribution(), ANSWER[1], 1, ended.put, say, adapter=own)
             group = Group(0, list(range(3, 3 + PROMPT)), [Sample(each, 1) for each in range(SIZE)])
             await engines[0 if one else index].submit(stream, [group])
-            for _ in range(SIZE):
-                await ended.get()
+            left = SIZE
+            while left:
+                left -= len(await asyncio.to_thread(ended.get))
         return time.monotonic() - started
 
     spent = asyncio.run(say_something())

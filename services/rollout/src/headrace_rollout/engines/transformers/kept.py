@@ -17,7 +17,6 @@ from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.transformers.buckets import Layer
 from headrace_rollout.engines.transformers.cache import PromptKeys
 
-
 Owner = tuple[str, SlotKey]
 """The adapter that computed it, and the slot that it is of."""
 
