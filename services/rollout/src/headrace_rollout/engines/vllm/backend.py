@@ -76,7 +76,7 @@ class VllmBackend(Backend):
         self._llm: AsyncLLM | None = None
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
-        self._scores = 0
+        self._scores, self._updating = 0, False
         # Loaded by `load_adapters`: no worker reads the path.
         self._loras = {
             name: LoRARequest(name or OWN, number, "loaded") for number, name in enumerate(config.adapters, 1)
@@ -97,7 +97,7 @@ class VllmBackend(Backend):
 
     @override
     async def start(self, start: Start) -> None:
-        self._others, self._cores = _engine_cores(), None
+        self._others, self._cores, self._updating = _engine_cores(), None, False
         with logged_errors() as logged:
             try:
                 self._llm = await asyncio.to_thread(self._make, start, logged.variables)
@@ -178,7 +178,10 @@ class VllmBackend(Backend):
 
     @override
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        if self._updating:  # one whose tensors came, and were not trusted
+            await self._finish_update()
         await self._obey(self._engine.start_weight_update())
+        self._updating = True
 
     @override
     async def update(
@@ -196,7 +199,7 @@ class VllmBackend(Backend):
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
-            await self._obey(self._engine.finish_weight_update())  # it ends the session, and changes nothing
+            await self._finish_update()  # it ends the session, and changes nothing
             raise BackendFailed(problem)
         if any(arrived != workers[0] for arrived in workers):
             raise BackendFailed("the workers read different bytes from one file")
@@ -217,11 +220,15 @@ class VllmBackend(Backend):
     @override
     async def finish_install(self, number: int) -> None:
         self._hand_out_all()
-        await self._obey(self._engine.finish_weight_update())
+        await self._finish_update()
         problem, _ = await self._session()
         if problem:
             raise BackendFailed(problem)
         await self._obey(self._engine.update_weight_version(str(number)))
+
+    async def _finish_update(self) -> None:
+        self._updating = False
+        await self._obey(self._engine.finish_weight_update())
 
     def _hand_out_all(self) -> None:
         """What no interval has ended yet goes out while the version that made it is the installed one."""
