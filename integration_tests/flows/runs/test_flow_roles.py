@@ -110,15 +110,15 @@ def test_two_lora_policies_on_one_base_are_in_one_engine_and_their_adapters_trav
     spec = example("lora_policies", "Hint", tiny_model)
     spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
     spec["weights"] = {"transports": ["grpc"]}
-    run = fleet.succeed(fleet.submit(spec))
-    found = audit(fleet, run)
-    assert found.trained and not [each for each in found.dropped if "broken" in each.detail]
     whole = (tiny_model / "model.safetensors").stat().st_size
-    for step in [*fleet.client.metrics(run.id)][1:]:
-        off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
-        # With the other's adapter, or those of a version before, it would be more by far.
-        assert max(off) < 1e-3 and step.figures["guesser/tokens"] > 0, off
-        assert 0 < step.figures["weights_bytes"] < whole, "a version is both policies' adapters"
+    for rollout in ({"enable_lora": True}, {}):  # in one engine, and merged in an engine each
+        run = fleet.succeed(fleet.submit(spec | {"rollout": rollout}))
+        assert audit(fleet, run).trained
+        for step in [*fleet.client.metrics(run.id)][1:]:
+            off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
+            # With the other's adapter, or those of a version before, it would be more by far.
+            assert max(off) < 1e-3 and step.figures["guesser/tokens"] > 0, off
+            assert 0 < step.figures["weights_bytes"] < whole, "a version is both policies' adapters"
     spec["policies"]["guesser"]["own_devices"] = True
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(spec)

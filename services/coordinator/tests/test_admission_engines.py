@@ -20,6 +20,10 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+    beside = {"trainer": {"lora": {}}, "rollout": {"enable_lora": True}}
+    found = problems(beside, BOTH)["rollout.enable_lora"]
+    assert "transformers computes with no adapters" in found and "leave it out" in found
+    assert "rollout.enable_lora" not in problems(beside, FLEET)
 
 
 def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_are_made_with_it():

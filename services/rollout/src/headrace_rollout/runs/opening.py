@@ -218,14 +218,15 @@ def _players(
 
 def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
     """Raises PluginError where rows of several adapters cannot be computed beside each other."""
-    reason, fix = "", "leave it out (adapters are merged then)"
+    reason = ""
     if not engine.capabilities.lora:
         reason = f"{name} computes with no adapters beside its model"
-        fix += ", or use the engine transformers or vllm"
     elif config.images:
-        reason = "a vision tower's rows are no longer those of prompts, and the data has images"
+        reason = "the data has images, and a vision tower's rows are not those of prompts"
     if reason:
-        raise PluginError([KeyProblem("rollout.enable_lora", reason, fix)])
+        raise PluginError(
+            [KeyProblem("rollout.enable_lora", reason, "leave it out: adapters are merged then")]
+        )
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
