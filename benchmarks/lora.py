@@ -9,8 +9,8 @@ Prints one JSON line with `step_ratio`, seconds of a step with adapters over tho
 `memory_ratio`, the same of the process's peak of resident memory above what it was before the model was read, and both
 sides' own figures. Of a version of a run with adapters, published merged or alone: bytes (`version_bytes_ratio`) and
 seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `merge_s`, in which a rollout merges.
-`engines_memory_ratio`: of two policies of one base in a rollout on the CPU, resident memory with one built-in engine
-(`rollout.enable_lora`) over that with an engine for each, after both have installed a version and said something.
+`engines_one_memory_gb`, `engines_each_memory_gb`: of two policies of one base in a rollout on the CPU, resident memory
+with one built-in engine (`rollout.enable_lora`), and with an engine for each, after both have said something.
 """
 
 from __future__ import annotations
