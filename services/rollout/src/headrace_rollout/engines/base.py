@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.engines.hosted.hosts import Hosts
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -34,6 +36,8 @@ class EngineConfig:
     devices: tuple[torch.device, ...] = ()
     routed_experts: bool = False
     """Prefixes of ended samples carry `routes`."""
+    hosts: Hosts | None = None
+    """The other hosts of the engine, where it spans several."""
 
 
 @dataclass(frozen=True)
