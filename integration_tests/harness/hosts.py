@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from harness.processes import ROOT, clean_environment
+from harness.waiting import wait_for
 
 NETWORK, NETWORK_6 = "10.231.47.", "fd00:231:47::"
 
@@ -170,3 +173,38 @@ def can_make_hosts() -> bool:
 def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20, text=True)
     return done.stdout
+
+
+def options(counts: dict[str, int]) -> list[str]:
+    """All counts, which are 0 unless they are given."""
+    every = {"rollout": 0, "trainer": 0, "reward": 0, "simulator": 0} | counts
+    return [word for kind, count in every.items() for word in (f"--{kind}", str(count))]
+
+
+def ready(head: Host, *names: str) -> dict[str, dict[str, Any]]:
+    """The instances by name, once these and no others are ready."""
+
+    def look() -> dict[str, dict[str, Any]] | None:
+        listed = head.json("instances")["instances"]
+        found = {item["name"]: item for item in listed if item["state"] == "READY"}
+        return found if set(found) == set(names) else None
+
+    return wait_for(look, f"{', '.join(names)}", 120)
+
+
+def submit(head: Host, folder: Path, spec: dict[str, Any]) -> str:
+    """The id of a run."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(spec))
+    run: str = head.json("run", "submit", str(folder / "run.yaml"))["id"]
+    return run
+
+
+def at(head: Host, run: str, step: int, wait_s: float = 180.0) -> dict[str, Any]:
+    """The run once it has committed a step."""
+
+    def look() -> dict[str, Any] | None:
+        now: dict[str, Any] = head.json("run", "get", run)
+        assert now["state"] != "FAILED", now["reason"]
+        return now if now["step"] >= step else None
+
+    return wait_for(look, f"step {step}", wait_s)

@@ -76,7 +76,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(header, lease=False, opening=False)
         name = check_name("header.run", header.run)
         config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
-        place = place_in(group, name, config, self._instance.config) if group.leader else None
+        place = (
+            place_in(group, name, config, self._instance.config) if request.HasField("engine_group") else None
+        )
         told = (config, group.rank, group.leader)
         run: OpenedRun = await self._instance.open_run(
             header, told, lambda: self._build(name, config, place), self._end

@@ -87,8 +87,8 @@ async def open_rollouts(
         if incarnation not in known:
             instance = workers.fleet.event_log.state.instances[incarnation]
             rollout, text = client_of(workers, RolloutClient, instance, rank=rank), config()
-            address = leader.address if workers.engine_hosts > 1 else ""
-            rollout.leader = leader.incarnation if address else ""
+            spans = workers.engine_hosts > 1
+            address, rollout.leader = (leader.address, leader.incarnation) if spans else (None, "")
             await open_run(workers, rollout, lambda one, text=text, to=address: one.open_run(text, to))  # type: ignore[misc]
             rollouts.append(rollout)
             workers.adopt_leases()

@@ -87,11 +87,12 @@ class RolloutClient(WorkerClient):
     _failing: set[str] = field(default_factory=set)
     """Which transport from whom failed for the last version."""
 
-    async def open_run(self, config_json: str, leader_address: str = "") -> None:
+    async def open_run(self, config_json: str, leader_address: str | None = None) -> None:
         """Model architecture, tokenizer and engine, or with `leader_address` its part of one."""
         request = rollout.OpenRunRequest(config_json=config_json)
-        if leader_address:
-            request.engine_group.rank, request.engine_group.leader = self.rank, leader_address
+        if leader_address is not None:
+            place = rollout.EngineGroup(rank=self.rank, leader=leader_address)
+            request.engine_group.CopyFrom(place)
         response: rollout.OpenRunResponse = await self.call("OpenRun", request, LOAD_S)
         self.max_concurrency = 0 if self.rank else max(1, response.max_concurrency)
         self.endpoint_url = response.endpoint_url

@@ -1,0 +1,74 @@
+"""One engine over two hosts: vLLM's two ranks, each in a rollout instance of its own host, one of which is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from harness.hosts import Host, at, can_make_hosts, hosts, options, ready, submit
+from harness.processes import ROOT
+from harness.specs import small_spec
+from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root and network namespaces"),
+    pytest.mark.skipif(not Path(ROOT, ".envs/vllm").exists(), reason="make engines ENGINE=vllm"),
+]
+
+
+def rollout_of(host: Host) -> int:
+    """The process id of a host's rollout."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if "headrace_rollout" in words and str(host.data_dir) in words:
+            found: int = process.pid
+            return found
+    raise AssertionError(f"no rollout runs on {host.name}")
+
+
+def test_two_ranks_on_two_hosts_make_the_answers_of_a_run_and_both_start_again_when_one_is_killed(tmp_path):
+    from headrace_modelkit.loading import save_model
+
+    model = tmp_path / "model"
+    save_model(
+        tiny_model(1, head_dim=32, num_attention_heads=2, num_key_value_heads=1), character_tokenizer(), model
+    )
+    with hosts(tmp_path, "head", "b", "c") as (head, b, c):
+        head.json(
+            "up", "--listen", head.address, "--devices", "head/cpu:0", *options({"trainer": 1, "reward": 1})
+        )
+        for host in (b, c):
+            (host.data_dir / "head-token").write_bytes((head.data_dir / "token").read_bytes())
+            arguments = ("--name", host.name, "--token-file", str(host.data_dir / "head-token"))
+            more = ("--devices", f"{host.name}/cpu:1", "--engine", "vllm", *options({"rollout": 1}))
+            done = host.headrace("join", head.address, *arguments, *more, "--json")
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{host.logs()}"
+        ready(head, "trainer-0", "reward-0", "rollout-0.b", "rollout-0.c")
+        spec = small_spec(
+            str(model),
+            steps=200,
+            placement={"mode": "disaggregated"},
+            evaluation={"every": 0},
+            limits={"max_mismatch_kl": 1e-3, "recoveries": 20},
+        )
+        spec["rollout"] |= {
+            "engine": "vllm",
+            "instances": 2,
+            "engine_options": {"tensor_parallel_size": 2, "hosts": 2, "kv_cache_gib": 0.25},
+        }
+        run = submit(head, tmp_path, spec)
+        at(head, run, 3, 600)
+        leased = {lease["instance"]: lease["devices"] for lease in head.json("leases")["leases"]}
+        assert leased["rollout-0.b"] == ["b/cpu:1"] and leased["rollout-0.c"] == ["c/cpu:1"], leased
+
+        os.kill(rollout_of(c), signal.SIGKILL)
+        before = head.json("run", "get", run)["step"]
+        assert at(head, run, before + 3, 600)["counts"]["duplicates"] == 0
+        log = "".join(file.read_text() for file in (b.data_dir / "logs").glob("rollout*"))
+        assert "rollout-0.c is gone" in log
+        head.json("run", "cancel", run)
