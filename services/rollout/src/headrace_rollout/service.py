@@ -76,13 +76,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(header, lease=False, opening=False)
         name = check_name("header.run", header.run)
         config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
-        place = (
-            place_in(group, name, config, self._instance.config) if request.HasField("engine_group") else None
-        )
-        told = (config, group.rank, group.leader)
-        run: OpenedRun = await self._instance.open_run(
-            header, told, lambda: self._build(name, config, place), self._end
-        )
+        place = place_in(request, name, config, self._instance.config)
+        told, build = (config, group.rank, group.leader), partial(self._build, name, config, place)
+        run: OpenedRun = await self._instance.open_run(header, told, build, self._end)
         return rollout_pb2.OpenRunResponse(
             max_concurrency=0 if group.rank else config.rollout.max_concurrency,
             max_context_tokens=run.max_context_tokens,
@@ -99,7 +95,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Follow(
         self, request_iterator: AsyncIterator[rollout_pb2.FollowRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.FollowResponse]:
-        """Another instance that is a part of the engine that this one leads."""
+        """A part of the engine that this instance leads."""
         async for first in request_iterator:
             run, hosts = self._opened(common_pb2.CommandHeader(run=first.run)), self._hosts
             if hosts is None:

@@ -67,9 +67,12 @@ class Place:
 
 
 def place_in(
-    group: rollout_pb2.EngineGroup, run: str, config: RolloutConfig, instance: InstanceConfig
-) -> Place:
-    """The place that `group` gives an instance."""
+    request: rollout_pb2.OpenRunRequest, run: str, config: RolloutConfig, instance: InstanceConfig
+) -> Place | None:
+    """The place that a request gives an instance; None where engines do not span hosts."""
+    if not request.HasField("engine_group"):
+        return None
+    group = request.engine_group
     address = advertised_host(instance.listen, instance.advertise)
     followers = engine_hosts(config.rollout.engine_options) - 1
     hello = rollout_pb2.FollowRequest(run=run, rank=group.rank, instance=instance.name)
