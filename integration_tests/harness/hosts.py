@@ -21,6 +21,7 @@ import yaml
 from harness.processes import ROOT, clean_environment
 from harness.waiting import wait_for
 
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 NETWORK, NETWORK_6 = "10.231.47.", "fd00:231:47::"
 
 
@@ -44,6 +45,8 @@ class Host:
         self._hidden = ["/dev/shm", *(str(folder / other) for other in others)]
         self.namespace, self._switch, self._port = f"{prefix}-{name}", f"{prefix}-switch", f"to-{name}"
         self._slow = False
+        self.boot_id: Path | None = None
+        """A file with what names the host's cores in place of the machine's: then they are its own."""
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
 
@@ -86,6 +89,8 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """A command in the host's network, with its own /dev/shm and without the others' folders."""
         hide = "".join(f"mount -t tmpfs tmpfs {shlex.quote(path)} && " for path in self._hidden)
+        if self.boot_id is not None:
+            hide += f"mount --bind {shlex.quote(str(self.boot_id))} {BOOT_ID} && "
         inside = ("unshare", "--mount", "sh", "-c", hide + 'exec "$@"', "sh")
         return ["ip", "netns", "exec", self.namespace, *inside, *words]
 
@@ -115,8 +120,13 @@ class Host:
 
 
 @contextmanager
-def hosts(folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = False) -> Iterator[list[Host]]:
-    """Hosts on one network; on leaving, their fleets are stopped and they are gone."""
+def hosts(
+    folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = False, own_cores: bool = False
+) -> Iterator[list[Host]]:
+    """Hosts on one network; on leaving, their fleets are stopped and they are gone.
+
+    `own_cores`: a core is another device on each.
+    """
     prefix = f"headrace-{os.getpid()}"
     made: list[Host] = []
     slow = None
@@ -127,6 +137,9 @@ def hosts(folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = Fa
         for number, name in enumerate(names, 1):
             others = [other for other in names if other != name]
             made.append(Host(prefix, name, number, folder, others, ipv6))
+            if own_cores:
+                made[-1].boot_id = folder / f"{name}.boot-id"
+                made[-1].boot_id.write_text(name)
         if cable is not None:
             slow = _slow_switch(cable, made)
         for host in made:

@@ -101,7 +101,7 @@ async def test_a_part_runs_from_start_to_end_holds_versions_and_its_death_is_nam
 
     files = str(part.starts[0][3])
     await follower.close()
-    assert not part.pids and not os.path.exists(files)
+    assert not part.pids and not await asyncio.to_thread(os.path.exists, files)
     await until(lambda: hosts.broken)
     assert hosts.broken == "rollout-0.b is gone"
     await hosts.end()
