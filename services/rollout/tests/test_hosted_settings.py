@@ -75,7 +75,7 @@ def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loa
 @pytest.mark.parametrize(
     ("refused", "name", "sentence"),
     [
-        (OF_VLLM, "nnodes", "an engine stays on one host"),
+        (OF_VLLM, "nnodes", "Headrace says where the ranks"),
         (OF_SGLANG, "node_rank", "rollout.instances spreads engines over hosts"),
         (OF_VLLM, "data_parallel_size_local", "enable_expert_parallel"),
         (OF_SGLANG, "quantization", "use rollout.engine: vllm, which can"),
