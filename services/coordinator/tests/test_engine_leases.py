@@ -97,8 +97,6 @@ def test_an_engine_over_two_hosts_leases_the_gpus_of_both_and_is_made_anew_when_
     (run,) = {event.run for event in scene.log(ev.StepCommitted)}
     assert state == "SUCCEEDED" and trained_once(scene, run)
     assert makers and not any(makers), "a follower was asked for answers"
-    print("DBG", [(e.incarnation, e.host, e.rank, e.alive) for e in scene.instances.values() if isinstance(e, Rollout)], [(type(e).__name__, getattr(e,"rollouts",None)) for e in scene.store.log if "Admitted" in type(e).__name__ or "Grant" in type(e).__name__ and hasattr(e,"rollouts")])
-    print("NOTES", [e.text for e in scene.log(ev.Noted)][-12:])
     assert {each.rank for each in scene.instances.values() if isinstance(each, Rollout)} == {0, 1}
     held = {}
     for event in scene.log(ev.LeaseGranted):

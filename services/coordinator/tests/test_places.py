@@ -231,6 +231,7 @@ def test_engines_over_hosts_take_an_instance_of_each_and_keep_what_lives():
     assert found(members) == pairs and found(members[:2]) == []
     without = [members[1], members[3], members[4], members[2]]
     assert found(without, pairs) == [["r1", "r3"], ["r4", "r2"]]
+    assert found(without[2:], [["r4"]]) == [["r4", "r2"]], "one whose other half is lost is no engine"
 
 
 def test_an_engine_over_hosts_is_granted_an_equal_part_of_each_and_waits_for_another_host():

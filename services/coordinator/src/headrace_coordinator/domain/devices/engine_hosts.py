@@ -26,7 +26,8 @@ def engine_groups(
     if hosts == 1:
         return [[each] for each in instances]
     there = {each.incarnation: each for each in instances}
-    groups = [[there[who] for who in group] for group in known if {*group} <= there.keys()]
+    whole = [group for group in known if len(group) == hosts and {*group} <= there.keys()]
+    groups = [[there[who] for who in group] for group in whole]
     taken = {each.incarnation for group in groups for each in group}
     open_groups: list[list[Member]] = []
     for instance in instances:
