@@ -99,6 +99,7 @@ def engine_over_hosts(spec: RunSections) -> Iterator[KeyProblemView]:
         "environment": spec.environment is not None,
         "agent": spec.agent is not None,
         "policies": bool(spec.policies),
+        "rollout.enable_lora": spec.rollout.enable_lora,
         "rollout.helpers": bool(spec.rollout.helpers),
         "trainer.helpers": bool(spec.trainer.helpers),
     }

@@ -226,6 +226,12 @@ class RolloutSection(Section):
     )
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+    enable_lora: bool = Field(
+        default=False,
+        description="with trainer.lora: whether engines compute with adapters beside the frozen weights (vLLM's "
+        "enable_lora), which are there once for all policies of the run, in one engine. Default: adapters are merged, "
+        "to the trainer's bits, each policy's into an engine of its own",
+    )
     install: Literal["in_flight", "drain", "abort_and_resume"] | None = Field(
         default=None,
         description="with algorithm.max_staleness above 0, how a rollout that makes answers takes a new version. "

@@ -131,6 +131,7 @@ def _text_run(
         config.rollout.max_concurrency,
         devices_of(leased),
         config.routed_experts,
+        config.adapters,
         place.hosts if place else None,
     )
     if place is not None and place.hosts is None:
@@ -146,6 +147,8 @@ def _text_run(
             _require_routes(chosen.name, engine, config)
         if config.images:
             _require_images(chosen.name, engine, codec, config)
+        if wanted.adapters:
+            _require_adapters(chosen.name, engine, config)
         return engine
 
     if config.environment is not None:
@@ -220,6 +223,9 @@ def _players(
     policies: dict[str, Player] = {}
     apart: list[Engine] = []
     for name, section in config.policies.items():
+        if config.adapters:
+            policies[name] = replace(policy, adapter=name)
+            continue
         model = policy_model(config.model, section)
         with _naming(f"policies.{name}.model.path"):
             codec = load_tokenizer(model)
@@ -233,7 +239,7 @@ def _players(
             with _naming(f"environment.roles.{name}.path"):
                 if (role.path, role.revision) not in made:
                     codec = load_tokenizer(model)
-                    engine = build(replace(settings, model=model, codec=codec))
+                    engine = build(replace(settings, model=model, codec=codec, adapters={}))
                     frozen = Frozen(engine, _reader(config, model))
                     made[role.path, role.revision] = _player(config, engine, codec, frozen=frozen)
                 player = made[role.path, role.revision]
@@ -247,10 +253,23 @@ def _players(
             stop=role.stop,
         )
     beside = [player.frozen for player in made.values() if player.frozen]
-    learning = {name: player.engine for name, player in policies.items()}
+    learning = {name: player.engine for name, player in policies.items() if not player.adapter}
     if not (beside or learning):
         return found, policy.engine
     return found, EngineBeside(policy.engine, beside, learning, apart)
+
+
+def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
+    """Raises PluginError where rows of several adapters cannot be computed beside each other."""
+    reason = ""
+    if not engine.capabilities.lora:
+        reason = f"{name} computes with no adapters beside its model"
+    elif config.images:
+        reason = "the data has images, and a vision tower's rows are not those of prompts"
+    if reason:
+        raise PluginError(
+            [KeyProblem("rollout.enable_lora", reason, "leave it out: adapters are merged then")]
+        )
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:

@@ -27,9 +27,11 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
     Raises PluginError when vLLM is not installed or does not know an argument, and ModelNotReadable.
     """
     with _extra("vllm", "vLLM"):
-        from headrace_rollout.engines.vllm.arguments import check_extra
+        from headrace_rollout.engines.vllm.arguments import check_extra, lora_arguments
         from headrace_rollout.engines.vllm.backend import VllmBackend
     check_extra(options.engine_args)
+    if config.adapters:
+        lora_arguments(config.adapters)
     check_heads(options.tensor_parallel_size, config.model)
     check_draft(options.speculative, config.model)
     size = model_size(load_architecture(config.model).get_text_config().to_dict())

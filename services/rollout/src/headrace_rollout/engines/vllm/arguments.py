@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import context_limit, load_architecture
 from headrace_schema.images import MOST_IMAGES
+from headrace_servicekit.problems import KeyProblem
+from headrace_servicekit.registry import PluginError
 from vllm import AsyncEngineArgs
+from vllm.config.lora import MaxLoRARanks
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
@@ -88,6 +91,7 @@ def engine_args(
         weight_transfer_config={"backend": TRANSFER},
         **(_over_hosts(options.hosts, rank, meeting) if meeting else {}),
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
+        **(lora_arguments(config.adapters) if config.adapters else {}),
         **({"quantization": SCHEMES[options.quantization]} if options.quantization else {}),
         **(drafting(options.speculative, on_gpu=on_gpu) if options.speculative else {}),
         **{
@@ -107,6 +111,16 @@ def _over_hosts(hosts: int, rank: int, meeting: rollout_pb2.FollowResponse) -> d
         "master_port": meeting.meeting_port,
         "distributed_executor_backend": "mp",
     }
+
+
+def lora_arguments(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Room for so many adapters of the largest of these ranks, all of them in one batch."""
+    most = max(ranks.values())
+    fitting = [each for each in get_args(MaxLoRARanks) if each >= most]
+    if not fitting:
+        fix = f"the nearest valid value is {max(get_args(MaxLoRARanks))}, or leave rollout.enable_lora out"
+        raise PluginError([KeyProblem("trainer.lora.rank", f"vLLM takes no adapters of rank {most}", fix)])
+    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": min(fitting)}
 
 
 def drafting(speculation: Speculation, *, on_gpu: bool) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
+from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,6 +63,7 @@ def capabilities() -> Capabilities:
         # transformers' processors need torchvision inside of vLLM. Of a Qwen3-VL its 0.32 gave other log-probs than
         # transformers (0.3 off, on a CPU): test_engine_images.py.
         images=("qwen2_5_vl",) if find_spec("torchvision") else (),
+        lora=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
@@ -82,7 +85,11 @@ class VllmBackend(Backend):
         self._llm: AsyncLLM | None = None
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
-        self._scores = 0
+        self._scores, self._updating = 0, False
+        # Loaded by `load_adapters`: no worker reads the path.
+        self._loras = {
+            name: LoRARequest(name or OWN, number, "loaded") for number, name in enumerate(config.adapters, 1)
+        }
         shape = expert_shape(load_architecture(config.model))
         self._experts = shape.experts if shape is not None else 0
 
@@ -104,7 +111,7 @@ class VllmBackend(Backend):
 
     @override
     async def start(self, start: Start) -> None:
-        self._others, self._cores = _engine_cores(), None
+        self._others, self._cores, self._updating = _engine_cores(), None, False
         meeting = await self._hosts.begin() if self._hosts is not None else None
         with logged_errors() as logged:
             making = asyncio.ensure_future(asyncio.to_thread(self._make, start, logged.variables, meeting))
@@ -144,7 +151,9 @@ class VllmBackend(Backend):
         if request.images:
             prompt |= await asyncio.to_thread(self._with_images, request)
         try:
-            async with aclosing(self._engine.generate(prompt, params, request.request_id)) as outputs:
+            lora = self._loras.get(request.adapter)
+            tokens = self._engine.generate(prompt, params, request.request_id, lora_request=lora)
+            async with aclosing(tokens) as outputs:
                 async for output in outputs:
                     (made,) = output.outputs
                     if made.token_ids:
@@ -174,7 +183,8 @@ class VllmBackend(Backend):
         self._scores += 1
         prompt = {"prompt_token_ids": list(token_ids[:-1])}
         try:
-            async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
+            asked, lora = f"score-{self._scores}", self._loras.get("")
+            async for output in self._engine.generate(prompt, params, asked, lora_request=lora):
                 last = output
         except _REFUSALS as error:
             raise BackendFailed(one_line(error)) from error
@@ -192,7 +202,10 @@ class VllmBackend(Backend):
 
     @override
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        if self._updating:  # one whose tensors came, and were not trusted
+            await self._finish_update()
         await self._obey(self._engine.start_weight_update())
+        self._updating = True
 
     @override
     async def update(
@@ -214,22 +227,41 @@ class VllmBackend(Backend):
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
-            await self._obey(self._engine.finish_weight_update())  # it ends the session, and changes nothing
+            await self._finish_update()  # it ends the session, and changes nothing
             raise BackendFailed(problem)
         if any(arrived != workers[0] for arrived in workers):
             raise BackendFailed("the workers read different bytes from one file")
         return workers[0]
 
     @override
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
+        self._hand_out_all()
+        given = [
+            {"name": name, "id": self._loras[name].lora_int_id, **each.as_json()}
+            for name, each in adapters.items()
+        ]
+        workers = await self._obey(self._engine.collective_rpc("headrace_adapters", args=(given,)))
+        if problem := next((problem for problem, _ in workers if problem), ""):
+            raise BackendFailed(problem)
+        return dict(workers[0][1])
+
+    @override
     async def finish_install(self, number: int) -> None:
-        # What no interval has ended yet goes out while the version that made it is the installed one.
-        for state in self._engine.output_processor.request_states.values():
-            _hand_out(state)
-        await self._obey(self._engine.finish_weight_update())
+        self._hand_out_all()
+        await self._finish_update()
         problem, _ = await self._session()
         if problem:
             raise BackendFailed(problem)
         await self._obey(self._engine.update_weight_version(str(number)))
+
+    async def _finish_update(self) -> None:
+        self._updating = False
+        await self._obey(self._engine.finish_weight_update())
+
+    def _hand_out_all(self) -> None:
+        """What no interval has ended yet goes out while the version that made it is the installed one."""
+        for state in self._engine.output_processor.request_states.values():
+            _hand_out(state)
 
     async def _session(self) -> tuple[str, list[dict[str, str]]]:
         """What broke the session in any worker, and the digests of what arrived in each."""
