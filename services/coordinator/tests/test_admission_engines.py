@@ -51,6 +51,35 @@ def spans(size, **rollout):
     return {"rollout": {"engine": "vllm", "engine_options": {"tensor_parallel_size": size}, **rollout}}
 
 
+HOSTS = "rollout.engine_options.hosts"
+
+
+def test_an_engine_over_hosts_names_what_it_needs():
+    two = replace(
+        BOTH,
+        devices=[f"{host}/gpu:{n}" for host in "ab" for n in range(4)],
+        rollouts_see=[4, 4],
+        rollout_hosts=["a", "b"],
+        instances={"rollout": 2, "trainer": 4, "reward": 1},
+    )
+
+    def over(size, hosts, **more):
+        spec = spans(size, instances=hosts)
+        spec["rollout"]["engine_options"]["hosts"] = hosts
+        spec["placement"] = {"mode": "collocated"}
+        return problems({**spec, **more}, two)
+
+    assert over(8, 2) == {}
+    assert f"set {HOSTS}: 2 and rollout.instances: 2" in problems(spans(8), two)[SPAN]
+    assert "on 2" in over(6, 3)[HOSTS] and "headrace join" in over(6, 3)[HOSTS]
+    assert "5 devices cannot be divided among 2 hosts" in over(5, 2)[HOSTS]
+    assert "set collocated or disaggregated" in over(8, 2, placement={"mode": "auto"})["placement.mode"]
+    assert "answers prompts alone" in over(8, 2, trainer={"helpers": 1})["trainer.helpers"]
+    odd = spans(8, instances=3)
+    odd["rollout"]["engine_options"]["hosts"] = 2
+    assert "the nearest valid value is 2" in problems(odd, two)["rollout.instances"]
+
+
 def test_engines_that_span_more_gpus_than_there_are_name_what_fits():
     eight = replace(
         BOTH,

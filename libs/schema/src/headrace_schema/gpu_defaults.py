@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_schema.model_size import ModelSize, model_size
-from headrace_schema.sections.generating import engine_gpus
+from headrace_schema.sections.generating import engine_gpus, engine_hosts
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.spec import RunSpec
 
@@ -55,7 +55,7 @@ class Gpus:
     memory_bytes: int = 0
     """Of the smallest of them."""
     seen: int = 0
-    """Most that one rollout instance sees."""
+    """Most that one rollout instance sees, which is of one host."""
 
 
 def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gpus) -> list[Default]:
@@ -100,11 +100,12 @@ def room(engine: str, options: Mapping[str, Any], gpus: Gpus) -> float:
 
 
 def fitting_spans(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> list[int]:
-    """Tensor parallel sizes at which the weights are within what an engine takes of that many of a host's GPUs."""
-    stages = engine_gpus({**options, "tensor_parallel_size": 1})
+    """Tensor parallel sizes at which the weights are within what an engine takes of that many of its hosts' GPUs."""
+    stages, hosts = engine_gpus({**options, "tensor_parallel_size": 1}), engine_hosts(options)
     weights, each = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
-    most = gpus.seen // stages if gpus.seen else max(size.sizes)
-    return [span for span in size.sizes if span <= most and weights <= span * stages * each]
+    most = gpus.seen * hosts // stages if gpus.seen else max(size.sizes)
+    whole = [span for span in size.sizes if span * stages % hosts == 0]
+    return [span for span in whole if span <= most and weights <= span * stages * each]
 
 
 def _span(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> Default | None:

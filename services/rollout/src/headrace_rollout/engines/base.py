@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.engines.hosted.hosts import Hosts
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -38,6 +40,8 @@ class EngineConfig:
     """Ranks of adapters that it computes with beside the model, by name: each stream names one. None: the weights that
     are installed are whole, or are merged with their one adapter.
     """
+    hosts: Hosts | None = None
+    """The other hosts of the engine, where it spans several."""
 
 
 @dataclass(frozen=True)

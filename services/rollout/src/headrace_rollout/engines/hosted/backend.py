@@ -113,7 +113,14 @@ class Backend(Protocol):
     name: str
     maps_device_memory: bool = False
     """Whether there is an `update_lent`."""
+    ends_between_leases: bool = False
+    """Whether it cannot sleep without a lease: its memory on other hosts is not seen from here."""
     capabilities: Capabilities
+
+    @property
+    def death(self) -> str:
+        """Why it is not alive, where it knows more than that its process ended."""
+        return ""
 
     @property
     def alive(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
@@ -38,6 +39,8 @@ from headrace_rollout.engines.hosted.backend import (
     Tokens,
     rows_of,
 )
+from headrace_rollout.engines.hosted.hosts import version_key
+from headrace_rollout.engines.hosted.options import parallel_size
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
@@ -45,6 +48,8 @@ from headrace_rollout.engines.vllm.options import VllmOptions
 from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
+LOOK_S = 0.5
+"""How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
 
 
@@ -71,6 +76,10 @@ class VllmBackend(Backend):
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
+        self._hosts = config.hosts
+        self.ends_between_leases = config.hosts is not None
+        if config.hosts is not None:
+            self.maps_device_memory = False
         self._config = config
         self._options = options
         self._llm: AsyncLLM | None = None
@@ -87,7 +96,12 @@ class VllmBackend(Backend):
     @property
     @override
     def alive(self) -> bool:
-        return self._llm is not None and not self._llm.errored
+        return self._llm is not None and not self._llm.errored and not self.death
+
+    @property
+    @override
+    def death(self) -> str:
+        return self._hosts.broken if self._hosts is not None else ""
 
     @property
     @override
@@ -98,9 +112,17 @@ class VllmBackend(Backend):
     @override
     async def start(self, start: Start) -> None:
         self._others, self._cores, self._updating = _engine_cores(), None, False
+        meeting = await self._hosts.begin() if self._hosts is not None else None
         with logged_errors() as logged:
+            making = asyncio.ensure_future(asyncio.to_thread(self._make, start, logged.variables, meeting))
             try:
-                self._llm = await asyncio.to_thread(self._make, start, logged.variables)
+                while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
+                    if self.death:
+                        why = self.death
+                        await asyncio.to_thread(kill, self.pids)  # it would wait for its ranks for long
+                        await asyncio.wait([making])
+                        raise BackendFailed(why)
+                self._llm = making.result()
             except (ValueError, RuntimeError, OSError) as error:
                 raise BackendFailed(start_failed(error, logged.reason())) from error
         self._cores = _engine_cores() - self._others
@@ -113,6 +135,8 @@ class VllmBackend(Backend):
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
+        if self._hosts is not None:
+            await self._hosts.end()
 
     @override
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
@@ -187,8 +211,12 @@ class VllmBackend(Backend):
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
     ) -> dict[str, str]:
-        beside = adapter.as_json() if adapter else None
-        return await self._update({"path": str(path), "entries": rows_of(entries), "adapter": beside})
+        beside, version = adapter.as_json() if adapter else None, ""
+        if self._hosts is not None:
+            version = version_key(entries, adapter)
+            await self._hosts.hold(version)
+        info = {"path": str(path), "entries": rows_of(entries), "adapter": beside, "version": version}
+        return await self._update(info)
 
     @override
     async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
@@ -261,7 +289,7 @@ class VllmBackend(Backend):
 
     @override
     async def use_threads(self, threads: int) -> None:
-        count = max(1, threads // self._engine.vllm_config.parallel_config.world_size)
+        count = max(1, threads // self._engine.vllm_config.parallel_config.local_world_size)
         await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
 
     @property
@@ -270,11 +298,13 @@ class VllmBackend(Backend):
             raise BackendFailed("the engine does not run")
         return self._llm
 
-    def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
-        arguments = engine_args(self._config, self._options, start)
-        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-        own = _variables(start, workers, routed_experts=self._config.routed_experts)
-        with _environment({**own, **variables}):
+    def _make(
+        self, start: Start, variables: Mapping[str, str], meeting: rollout_pb2.FollowResponse | None
+    ) -> AsyncLLM:
+        arguments = engine_args(self._config, self._options, start, meeting)
+        host = meeting.meeting_host if meeting else ""
+        own = variables_of(start, self._options, routed_experts=self._config.routed_experts, host=host)
+        with environment({**own, **variables}):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
@@ -332,7 +362,12 @@ def _engine_cores() -> set[int]:
     }
 
 
-def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str, str]:
+def variables_of(
+    start: Start, options: VllmOptions, *, routed_experts: bool, host: str = ""
+) -> dict[str, str]:
+    """What an engine's processes read; `host`: the address of this one, where an engine spans several."""
+    stages, hosts = options.pipeline_parallel_size, options.hosts
+    workers = max(1, parallel_size(options.tensor_parallel_size, start, stages, hosts) * stages // hosts)
     # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
     variables = {
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
@@ -341,6 +376,7 @@ def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str,
         OWNER: str(os.getpid()),
         "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **({"VLLM_HOST_IP": host} if host else {}),
     }
     if all(device.type != "cuda" for device in start.devices):
         # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
@@ -349,7 +385,7 @@ def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str,
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """What the engine's processes inherit; this process gets its own back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -77,6 +77,11 @@ class VllmOptions(HostedOptions):
         description="devices (groups of tensor_parallel_size) that the layers are divided into, one part behind the "
         "other",
     )
+    hosts: PositiveInt = Field(
+        default=1,
+        description="hosts that one engine spans, each with an equal part of its devices: so many of rollout.instances "
+        "make it",
+    )
     quantization: Quantization | None = Field(
         default=None,
         description="what weights of linear layers are quantised to at each install: fp8 (one scale a channel), "

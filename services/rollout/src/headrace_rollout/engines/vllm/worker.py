@@ -36,6 +36,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 from headrace_rollout.engines.hosted.files import read_tensors
+from headrace_rollout.engines.hosted.hosts import FILES
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
@@ -57,6 +58,8 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
     handle: dict[str, Any] = field(default_factory=dict)
     """Of the same body in the memory of a GPU, with the sums of its tensors; empty where none is lent."""
     sums: list[int] = field(default_factory=list)
+    version: str = ""
+    """Name of the body among the versions of a host whose part of the engine another one leads."""
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -95,8 +98,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
+        path, adapter = update_info.path, update_info.adapter
+        if files := os.environ.get(FILES):
+            path = f"{files}/{update_info.version}"
+            adapter = adapter and {**adapter, "path": f"{path}.adapter"}
         tensors = self._lent(update_info) or read_tensors(
-            update_info.path, update_info.entries, update_info.adapter, self.arrived, self.device
+            path, update_info.entries, adapter, self.arrived, self.device
         )
         self._half = True
         taken = self.model.load_weights(tensors)
