@@ -193,7 +193,7 @@ def service(setting: Setting, processes: int) -> Iterator[Callable[[int], float]
 
 
 class Client:
-    """One Step stream to a pool; every observation becomes an array."""
+    """One stream to a pool, over the socket as of a rollout on its host; every observation becomes an array."""
 
     def __init__(self, channel: Any, stub: Any, pool: Any, header: Any, folder: Path, processes: int) -> None:
         from headrace_servicekit.rpc.blobs import BlobReader
@@ -235,7 +235,7 @@ class Client:
         from headrace.simulator.v1 import simulator_pb2
         from headrace_servicekit.rpc.tensors import encode_tensor
 
-        call = self._stub.Step(timeout=LIMIT_S)
+        call = await self._opened()
         await self._exchange(
             call, [{"reset": simulator_pb2.ResetOperation(seed=i)} for i in range(self._processes)]
         )
@@ -246,6 +246,15 @@ class Client:
         seconds = time.perf_counter() - began
         await call.done_writing()
         return seconds
+
+    async def _opened(self) -> Any:
+        """The stream that a rollout takes."""
+        from headrace.simulator.v1 import simulator_pb2
+        from headrace_servicekit.rpc.local import nearest
+
+        request = simulator_pb2.StepLocallyRequest(pool=self._pool.pool)
+        offer = self._stub.StepLocally(request, timeout=LIMIT_S)
+        return await nearest(offer, self._stub.Step, simulator_pb2.StepResponse.FromString)
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -90,6 +90,7 @@ def simulator_target(service):
         "ListEnvironments": lambda: [simulator_pb2.ListEnvironmentsRequest(page_size=1, page_token="1")],
         "OpenPool": another_pool,
         "Step": step,
+        "StepLocally": lambda: [simulator_pb2.StepLocallyRequest(pool="pools/another")],
         "Render": lambda: [simulator_pb2.RenderRequest(pool=pool.pool, environments=[0])],
         "ClosePool": lambda: [simulator_pb2.ClosePoolRequest(header=header(), pool="pools/another")],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -170,6 +171,24 @@ async def test_large_episodes_leave_by_reference_and_go_with_their_retention(
     for blob in held.values():
         with pytest.raises(ServiceError, match="not kept here"):
             await reader.read(blob)
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_steps_go_over_the_socket_of_the_host_or_by_grpc(
+    new_walker, simulator_process, caplog, reachable
+):
+    rollout = await new_walker()
+    pool = await walks(simulator_process.address)
+    (path,) = simulator_process.shm_dir.glob("*/streams")
+    aside = path if reachable else path.rename(path.with_name("aside"))
+    try:
+        with caplog.at_level(logging.INFO, "headrace_servicekit.rpc.local"):
+            trajectories = await (await run_episodes(rollout, [pool], begin(range(4)))).read_all()
+    finally:
+        aside.rename(path)
+    assert len(trajectories) == 4
+    said = [line.why for line in caplog.records if line.message == "a stream goes by gRPC"]
+    assert bool(said) is not reachable and all("No such file" in why for why in said)
 
 
 async def test_a_killed_simulator_leaves_no_picture_behind(new_walker, tmp_path):

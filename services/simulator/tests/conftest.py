@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from google.protobuf import duration_pb2
@@ -15,6 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.local import nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 from headrace_simulator.__main__ import mount
 
@@ -96,6 +98,10 @@ def make_broken():
 """
 
 
+def unreachable():
+    raise AssertionError("the socket was not reached")
+
+
 @dataclass
 class PoolClient:
     """One open pool; counts the step index of each environment."""
@@ -104,20 +110,27 @@ class PoolClient:
     opened: simulator_pb2.OpenPoolResponse
     header: common_pb2.CommandHeader
     next_index: dict[int, int] = field(default_factory=dict)
+    locally: bool = False
+    """Whether streams go over the socket."""
+
+    async def stream(self):
+        """A stream of its own; one over the socket that cannot be joined is an error."""
+        if not self.locally:
+            return self.stub.Step(timeout=300)
+        offer = self.stub.StepLocally(simulator_pb2.StepLocallyRequest(pool=self.opened.pool), timeout=300)
+        return await nearest(offer, unreachable, simulator_pb2.StepResponse.FromString)
+
+    def request(self, *operations, **fields) -> simulator_pb2.StepRequest:
+        names = {"pool": self.opened.pool, "pool_incarnation": self.opened.pool_incarnation, **fields}
+        return simulator_pb2.StepRequest(header=self.header, operations=operations, **names)
 
     async def send(self, *operations) -> dict[int, simulator_pb2.EnvironmentOutcome]:
         """Sends operations in one message; outcomes by environment."""
-
-        async def requests():
-            yield simulator_pb2.StepRequest(
-                header=self.header,
-                pool=self.opened.pool,
-                pool_incarnation=self.opened.pool_incarnation,
-                operations=operations,
-            )
-
+        call = await self.stream()
+        await call.write(self.request(*operations))
+        await call.done_writing()
         outcomes = {}
-        async for response in self.stub.Step(requests(), timeout=300):
+        while (response := await call.read()) is not grpc.aio.EOF:
             for outcome in response.outcomes:
                 outcomes[outcome.environment] = outcome
                 if outcome.status in COUNTED:
@@ -173,6 +186,7 @@ class SimulatorClient:
 
     stub: simulator_pb2_grpc.SimulatorServiceStub
     requests: count = field(default_factory=count)
+    locally: bool = False
 
     def header(self, request_id="", epoch=1, lease_epoch=0) -> common_pb2.CommandHeader:
         request_id = request_id or f"request-{next(self.requests)}"
@@ -195,7 +209,8 @@ class SimulatorClient:
             step_timeout=timeout,
             **fields,
         )
-        return PoolClient(self.stub, await self.stub.OpenPool(request, timeout=300), header)
+        opened = await self.stub.OpenPool(request, timeout=300)
+        return PoolClient(self.stub, opened, header, locally=self.locally)
 
 
 @pytest.fixture
@@ -228,9 +243,15 @@ async def instance(tmp_path, monkeypatch, reset_timeout_s):
 
 
 @pytest.fixture
-async def simulator(instance):
+def locally() -> bool:
+    """Whether steps go over the socket; a module that asks both ways overrides it."""
+    return False
+
+
+@pytest.fixture
+async def simulator(instance, locally):
     channel = dial(instance.address, token=None)
-    yield SimulatorClient(simulator_pb2_grpc.SimulatorServiceStub(channel))
+    yield SimulatorClient(simulator_pb2_grpc.SimulatorServiceStub(channel), locally=locally)
     await channel.close()
 
 

@@ -36,6 +36,12 @@ def reset_timeout_s() -> float:
     return 120.0
 
 
+# Simulators that are slow are asked the way that runs ask.
+@pytest.fixture(params=[False, True] if UNDER_TEST == "gymnasium" else [True])
+def locally(request) -> bool:
+    return bool(request.param)
+
+
 async def opened(simulator, case, **fields):
     fields = {"options": case.options, "step_timeout_s": 60.0, "vectorized": case.together, **fields}
     if case.together and case.backend == "maniskill":

@@ -23,6 +23,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.config import settings_from_environment
     from headrace_servicekit.lease.devices import gpu_uuids
     from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
+    from headrace_servicekit.rpc.local import LocalStreams
 
     from headrace_simulator.config import SimulatorSettings
     from headrace_simulator.pools.host import list_environments, task_capabilities
@@ -36,7 +37,9 @@ async def mount(instance: Instance) -> Close:
     pools = Pools(settings, blobs, on_gpus=bool(gpu_uuids(instance.config.devices)))
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
     instance.capabilities["tasks"] = task_capabilities(catalogue)
-    servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs)
+    local = LocalStreams(blobs.folder.parent)
+    await local.listen()
+    servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs, local)
     instance.on_grant, instance.on_revoke = servicer.on_grant, servicer.on_revoke
     instance.add_service(
         simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,
@@ -48,7 +51,12 @@ async def mount(instance: Instance) -> Close:
         BlobServicer(blobs),
         "headrace.common.v1.BlobService",
     )
-    return pools.close_all
+
+    async def close() -> None:
+        local.close()
+        await pools.close_all()
+
+    return close
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -11,9 +12,11 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.lease.fence import accept
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.blobs import BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.local import LocalStreams, in_time, requests_of
 from headrace_servicekit.rpc.requests import check_enum, check_name, check_page, check_seconds, json_object
 from headrace_servicekit.rpc.streams import unordered
 
@@ -42,8 +45,9 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         catalogue: list[tuple[str, str]],
         settings: SimulatorSettings,
         blobs: BlobStore,
+        local: LocalStreams,
     ) -> None:
-        self._blobs = blobs
+        self._blobs, self._local = blobs, local
         self._instance, self._pools, self._settings = instance, pools, settings
         self._revoked: set[int] = set()
         self._catalogue = [
@@ -106,6 +110,30 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request_iterator: AsyncIterator[simulator_pb2.StepRequest], context: Context
     ) -> AsyncIterator[simulator_pb2.StepResponse]:
         """Runs operations; outcomes go out as they come, several in a message where several are ready."""
+        async with aclosing(self._stepped(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def StepLocally(
+        self, request: simulator_pb2.StepLocallyRequest, context: Context
+    ) -> AsyncIterator[simulator_pb2.StepLocallyResponse]:
+        """The same over a socket, for a caller on this host."""
+        self._pool(request.pool)
+        if self._local.why_not:
+            yield simulator_pb2.StepLocallyResponse(why_not=self._local.why_not)
+            return
+        with self._local.expected() as (ticket, joined):
+            yield simulator_pb2.StepLocallyResponse(socket_path=str(self._local.path), ticket=ticket)
+            stream = await in_time(joined)
+            requests = requests_of(stream, simulator_pb2.StepRequest.FromString, "StepLocally")
+            async with aclosing(self._stepped(requests)) as responses:
+                async for response in responses:
+                    accept()
+                    await stream.write(response.SerializeToString())
+
+    async def _stepped(
+        self, requests: AsyncIterator[simulator_pb2.StepRequest]
+    ) -> AsyncGenerator[simulator_pb2.StepResponse]:
         header: common_pb2.CommandHeader | None = None
 
         def expand(request: simulator_pb2.StepRequest) -> Outcomes:
@@ -129,7 +157,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             assert header is not None
             return pool.perform(request.operations, self._authority(pool, header))
 
-        async for batches in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):
+        async for batches in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
             yield simulator_pb2.StepResponse(outcomes=chain.from_iterable(batches))
 
     async def Render(

@@ -51,6 +51,12 @@ def admission() -> Iterator[Admission]:
         _admission.set(None)  # Not reset: an abandoned stream is closed in another context.
 
 
+def accept() -> None:
+    """The call around this has begun to answer, by another way than gRPC's."""
+    if call := _admission.get():
+        call.accept()
+
+
 class Fence:
     """What this instance may do now. `now` gives seconds; deadlines are on the same clock.
 

@@ -9,26 +9,24 @@ import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
 from headrace_servicekit.process.worker_pipes import (
+    BUFFER_BYTES,
     HIDDEN_VARIABLE,
-    LENGTH,
     MEMORY_VARIABLE,
     PARENT_VARIABLE,
     Codec,
+    FrameReader,
     Message,
-    checked_size,
     frame,
 )
 
 _REAP_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1.0
-# Messages may be megabytes; the default of 64 KiB would take them in small bites.
-_BUFFER_BYTES = 4 * 1024 * 1024
 # After a limit has passed: a reply that lies in the pipe counts, however late this process got to read it.
 _GRACE_S = 0.05
 
@@ -55,11 +53,10 @@ class Worker(Generic[Message]):
 
     codec: Codec[Message]
     process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
+    reader: FrameReader
     writer: asyncio.StreamWriter
     tree: str = ""
     """Of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
-    _read_ahead: bytearray = field(default_factory=bytearray)
     _killed: bool = False
 
     @classmethod
@@ -83,12 +80,12 @@ class Worker(Generic[Message]):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
-            limit=_BUFFER_BYTES,
+            limit=BUFFER_BYTES,
             start_new_session=True,
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker has no pipes")
-        return cls(codec, process, process.stdout, process.stdin, tree)
+        return cls(codec, process, FrameReader(process.stdout), process.stdin, tree)
 
     def send(self, message: Message) -> None:
         """Queues a message; a dead worker is noticed by the next `receive`."""
@@ -101,16 +98,14 @@ class Worker(Generic[Message]):
             WorkerTimeout: none came within `timeout_s`.
             WorkerGone: the worker ended or broke the protocol.
         """
-        # A burst of replies costs one read and no timer each: what has come is taken first.
-        if (message := self._taken()) is not None:
-            return message
-        for limit in (timeout_s, _GRACE_S):
-            try:
-                async with asyncio.timeout(limit):
-                    return await self._next()
-            except TimeoutError:
-                continue
-        raise WorkerTimeout(f"no reply within {timeout_s:g} s")
+        try:
+            # A burst of replies costs one read and no timer each: what has come is taken first.
+            body = self.reader.taken() or await self._next(timeout_s)
+            return self.codec.decode(body)
+        except ConnectionError as error:
+            raise WorkerGone("the worker process ended") from error
+        except ValueError as error:
+            raise WorkerGone(f"the worker process broke the protocol: {error}") from error
 
     async def wait_or_kill(self) -> int:
         """For a worker that seems to have ended: its own exit status, if it comes soon."""
@@ -133,32 +128,16 @@ class Worker(Generic[Message]):
         async with asyncio.timeout(_REAP_TIMEOUT_S):
             return await self.process.wait()
 
-    async def _next(self) -> Message:
-        while (message := self._taken()) is None:
+    async def _next(self, timeout_s: float) -> bytes:
+        for limit in (timeout_s, _GRACE_S):
             try:
-                # Cancelled by a limit, it leaves what came in the reader.
-                data = await self.reader.read(_BUFFER_BYTES)
-            except ConnectionError as error:
-                raise WorkerGone("the worker process ended") from error
-            if not data:
+                async with asyncio.timeout(limit):
+                    if (body := await self.reader.next()) is not None:
+                        return body
                 raise WorkerGone("the worker process ended")
-            self._read_ahead += data
-        return message
-
-    def _taken(self) -> Message | None:
-        """The next message of what was read, if it is there whole."""
-        ahead = self._read_ahead
-        if len(ahead) < LENGTH.size:
-            return None
-        try:
-            end = LENGTH.size + checked_size(bytes(ahead[: LENGTH.size]))
-            if len(ahead) < end:
-                return None
-            message = self.codec.decode(bytes(ahead[LENGTH.size : end]))
-        except ValueError as error:
-            raise WorkerGone(f"the worker process broke the protocol: {error}") from error
-        del ahead[:end]
-        return message
+            except TimeoutError:
+                continue
+        raise WorkerTimeout(f"no reply within {timeout_s:g} s")
 
 
 def exit_description(status: int) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -42,12 +43,50 @@ def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def checked_size(header: bytes) -> int:
+def checked_size(header: bytes, most: int = MAX_FRAME_BYTES) -> int:
     """Size of the body that follows; ValueError where it is over the limit or empty."""
     (size,) = LENGTH.unpack(header)
-    if not 1 <= size <= MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes; 1 to {MAX_FRAME_BYTES} are allowed")
+    if not 1 <= size <= most:
+        raise ValueError(f"a frame of {size} bytes; 1 to {most} are allowed")
     return int(size)
+
+
+# Messages may be megabytes; asyncio's own 64 KiB would take them in small bites.
+BUFFER_BYTES = 4 * 1024 * 1024
+
+
+@dataclass
+class FrameReader:
+    """The bodies of frames from a stream. What comes together costs one read."""
+
+    stream: asyncio.StreamReader
+    most: int = MAX_FRAME_BYTES
+    """Largest body, in bytes."""
+    ahead: bytearray = field(default_factory=bytearray)
+    """What was read of bodies that are not taken yet."""
+
+    async def next(self) -> bytes | None:
+        """The next body; None at the end of the stream, where `ahead` is what a frame lacks the rest of.
+
+        Raises ValueError for a length that is not allowed. Cancelled, it loses nothing.
+        """
+        while (body := self.taken()) is None:
+            data = await self.stream.read(BUFFER_BYTES)
+            if not data:
+                return None
+            self.ahead += data
+        return body
+
+    def taken(self) -> bytes | None:
+        """The next body, if it has come whole; raises as `next`."""
+        if len(self.ahead) < LENGTH.size:
+            return None
+        end = LENGTH.size + checked_size(bytes(self.ahead[: LENGTH.size]), self.most)
+        if len(self.ahead) < end:
+            return None
+        body = bytes(self.ahead[LENGTH.size : end])
+        del self.ahead[:end]
+        return body
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

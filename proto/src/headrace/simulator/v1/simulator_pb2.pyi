@@ -187,6 +187,22 @@ class StepResponse(_message.Message):
     outcomes: _containers.RepeatedCompositeFieldContainer[EnvironmentOutcome]
     def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
 
+class StepLocallyRequest(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+
+class StepLocallyResponse(_message.Message):
+    __slots__ = ("socket_path", "ticket", "why_not")
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    socket_path: str
+    ticket: bytes
+    why_not: str
+    def __init__(self, socket_path: _Optional[str] = ..., ticket: _Optional[bytes] = ..., why_not: _Optional[str] = ...) -> None: ...
+
 class EnvironmentOutcome(_message.Message):
     __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation", "messages", "tools_json", "success_reported", "role_rewards")
     class ObservationEntry(_message.Message):

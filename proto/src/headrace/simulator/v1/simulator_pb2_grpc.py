@@ -50,6 +50,11 @@ class SimulatorServiceStub:
                 request_serializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepRequest.SerializeToString,
                 response_deserializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.StepLocally = channel.unary_stream(
+                '/headrace.simulator.v1.SimulatorService/StepLocally',
+                request_serializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyRequest.SerializeToString,
+                response_deserializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyResponse.FromString,
+                _registered_method=True)
         self.Render = channel.unary_unary(
                 '/headrace.simulator.v1.SimulatorService/Render',
                 request_serializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.RenderRequest.SerializeToString,
@@ -88,6 +93,14 @@ class SimulatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StepLocally(self, request, context):
+        """As Step, whose messages then travel over a socket of this host. Answers with where the
+        socket is, lasts as long as it is used, and ends with the error that Step would end with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Render(self, request, context):
         """Renders environments.
         """
@@ -119,6 +132,11 @@ def add_SimulatorServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepRequest.FromString,
                     response_serializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepResponse.SerializeToString,
+            ),
+            'StepLocally': grpc.unary_stream_rpc_method_handler(
+                    servicer.StepLocally,
+                    request_deserializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyRequest.FromString,
+                    response_serializer=headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyResponse.SerializeToString,
             ),
             'Render': grpc.unary_unary_rpc_method_handler(
                     servicer.Render,
@@ -213,6 +231,33 @@ class SimulatorService:
             '/headrace.simulator.v1.SimulatorService/Step',
             headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepRequest.SerializeToString,
             headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StepLocally(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.simulator.v1.SimulatorService/StepLocally',
+            headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyRequest.SerializeToString,
+            headrace_dot_simulator_dot_v1_dot_simulator__pb2.StepLocallyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,6 +20,7 @@ from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.episodes import Bodies
 from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.local import nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
@@ -279,27 +280,38 @@ class Pool:
         return video
 
     async def _read(self) -> None:
+        offer = self._stub.StepLocally(simulator_pb2.StepLocallyRequest(pool=self.name))
         try:
-            async for response in self._stub.Step(self._requests()):
-                for outcome in response.outcomes:
-                    self.environments[outcome.environment].answered(outcome)
-        except grpc.aio.AioRpcError as error:
+            call = await nearest(offer, self._stub.Step, simulator_pb2.StepResponse.FromString)
+            writing = asyncio.create_task(self._write(call), name=f"write operations of {self.name}")
+            try:
+                while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    for outcome in response.outcomes:
+                        self.environments[outcome.environment].answered(outcome)
+            finally:
+                writing.cancel()
+                call.cancel()
+        except (grpc.aio.AioRpcError, ServiceError) as error:
             self.lose(f"{self.name} at {self.address}: {message_of(error)}")
         else:
             self.lose(f"{self.name} at {self.address} ended its stream")
 
-    async def _requests(self) -> AsyncIterator[simulator_pb2.StepRequest]:
+    async def _write(self, call: Any) -> None:
         while True:
             operations = [await self._operations.get()]
             while not self._operations.empty():
                 operations.append(self._operations.get_nowait())
             header, self._told = None if self._told else self._header, True
-            yield simulator_pb2.StepRequest(
+            request = simulator_pb2.StepRequest(
                 header=header,
                 pool=self.name,
                 pool_incarnation=self._message.pool_incarnation,
                 operations=operations,
             )
+            try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the stream has ended: who reads it learns why
 
 
 class Pools:
