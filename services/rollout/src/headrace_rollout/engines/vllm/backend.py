@@ -17,6 +17,7 @@ from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
+from headrace_schema.images import VISION_FAMILIES
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
@@ -53,9 +54,8 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
-        # transformers' processors need torchvision inside of vLLM. Of a Qwen3-VL its 0.32 gave other log-probs than
-        # transformers (0.3 off, on a CPU): test_engine_images.py.
-        images=("qwen2_5_vl",) if find_spec("torchvision") else (),
+        # transformers' processors need torchvision inside of vLLM.
+        images=VISION_FAMILIES if find_spec("torchvision") else (),
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
