@@ -28,6 +28,7 @@ function head(who, ...more) {
 
 function given(message) {
   const text = h("pre", { class: "text" }, message.content.slice(0, LONG) || "(nothing)");
+  if (message.images?.length) return [text, h("p", {}, message.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the message` })))];
   if (message.content.length <= LONG) return text;
   const more = h("button", { type: "button", onclick: () => { text.textContent = message.content; more.remove(); } }, `All ${message.content.length} characters`);
   return [text, more];

@@ -21,7 +21,7 @@ from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.tensorboard import EventFile, evaluation_scalars, step_scalars
-from headrace_coordinator.projections.thumbnails import thumbnails
+from headrace_coordinator.projections.thumbnails import thumbnails, with_thumbnails
 from headrace_coordinator.projections.timeline import Part, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
 
@@ -162,6 +162,12 @@ class RunProjection:
         if images:
             small = {ordinal: thumbnails(own) for ordinal, own in images.items()}
             views = [msgspec.structs.replace(each, images=small[each.prompt_ordinal]) for each in views]
+        views = [
+            msgspec.structs.replace(each, messages=with_thumbnails(each.messages))
+            if any(message.files for message in each.messages)
+            else each
+            for each in views
+        ]
         self._trajectories.append(views)
 
     def _write_timeline(self, part: Part) -> None:

@@ -1,4 +1,7 @@
-"""Small copies of a prompt's images, for people: in a line of the trajectories. Pillow is there where images are."""
+"""Small copies of the images of prompts and messages, for people: in a line of the trajectories.
+
+Without Pillow, which data with images needs and conversations do not, there are none.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,35 @@ import base64
 import io
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
+
+import msgspec
+
+from headrace_coordinator.projections.trajectories import Message
 
 SIDE = 128
 """Pixels of the longer side."""
 MOST = 4
-"""Of one prompt."""
+"""Of one prompt, or one message."""
+MOST_OF_TALK = 16
+"""Of one conversation."""
 
 
 def thumbnails(images: Sequence[bytes]) -> list[str]:
     """The first MOST images as data URLs; raises ValueError or OSError for one that cannot be read."""
+    if find_spec("PIL") is None:
+        return []
     return [_thumbnail(image) for image in images[:MOST]]
+
+
+def with_thumbnails(messages: Sequence[Message]) -> list[Message]:
+    """Messages with small copies in place of their images' files."""
+    found, room = [], MOST_OF_TALK
+    for message in messages:
+        small = thumbnails(message.files[:room])
+        room -= len(small)
+        found.append(msgspec.structs.replace(message, images=small, files=[]))
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -17,15 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace_servicekit.image_files import BadImage, check_image
 from headrace_servicekit.session_marks import KEY
 from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
-from headrace_rollout.conversations.conversation import Conversation
+from headrace_rollout.conversations.conversation import Conversation, too_many
 from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
-from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import (
+    Distribution,
+    Finish,
+    Message,
+    SlotKey,
+    Stream,
+    TrajectoryUpdate,
+)
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -229,6 +237,7 @@ class Session:
         placed: list[Place] = []
         try:
             drawn = None if self._greedy else self._terms.drawn_from(request)
+            await self._see(request)
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
@@ -259,14 +268,24 @@ class Session:
         most = min(request.most_tokens or stream.max_new_tokens, stream.max_new_tokens)
         limits = Limits(most, (*stream.stop, *(request.stop or ())))
         asked = Asked(
-            self._key, self._attempt, number - 1, context, self._greedy, limits, heard, None, drawn, seed
+            self._key,
+            self._attempt,
+            number - 1,
+            context,
+            self._greedy,
+            limits,
+            heard,
+            None,
+            drawn,
+            seed,
+            place.images,
         )
         turn = await self._said(asked)
         whole = turn.whole
         assert whole is not None
         if not branch.marks:
-            talk.prompt_ids = place.prompt_ids
-        talk.said += [(line.role, line.content) for line in place.lines]
+            talk.begins(place.prompt)
+        talk.said += [Message(line.role, line.content, line.images) for line in place.lines]
         talk.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
         talk.spoke(whole, text, drawn)
@@ -287,6 +306,22 @@ class Session:
         )
         return Answer(number, content, calls, finish, len(context), tokens)
 
+    async def _see(self, request: ChatRequest) -> None:
+        """Reads the request's images. Raises Refusal."""
+        images = [image for line in request.lines for image in line.images]
+        if not images:
+            return
+        try:
+            if many := too_many(images):
+                raise ValueError(many)
+            for image in images:
+                await asyncio.to_thread(check_image, image)
+            await self._terms.template.reads(images)
+        except BadImage as error:
+            raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
+        except ValueError as error:
+            raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
+
     def _place(self, request: ChatRequest) -> Place:
         """Where the request goes on, or begins; its branch is busy then. Raises Refusal."""
         try:
@@ -299,7 +334,7 @@ class Session:
             )
         if len(place.context) >= self._terms.most_tokens:
             if not self._turns:
-                self.talk.prompt_ids = place.prompt_ids
+                self.talk.begins(place.prompt)
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
             raise self._over_limit()
         self._branches.take(place)

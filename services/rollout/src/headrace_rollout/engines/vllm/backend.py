@@ -131,11 +131,19 @@ class VllmBackend(Backend):
             raise BackendFailed(one_line(error)) from error
 
     def _with_images(self, request: Request) -> dict[str, Any]:
-        """The request's images, and its ids with one token for each: vLLM's own processor expands them again."""
+        """The request's images, and its ids with one token for each: vLLM's own processor expands them again.
+
+        Raises BackendFailed where the policy has sampled such a token before an image: vLLM takes it for the image's.
+        """
         reader = self._config.codec.images
         assert reader is not None, "checked as the run opened"
-        ids = reader.collapse(request.token_ids, [reader.read(image) for image in request.images])
-        images = [decode_image(image) for image in request.images]
+        spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
+        ids = reader.collapse(request.token_ids, spans)
+        if request.token_ids[: spans[-1].start].count(reader.token) != sum(
+            s.image.tokens for s in spans[:-1]
+        ):
+            raise BackendFailed("the policy has sampled the image token, which vLLM takes for the next image")
+        images = [decode_image(image.data) for image in request.images]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     @override
