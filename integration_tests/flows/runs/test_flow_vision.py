@@ -67,6 +67,48 @@ def test_a_vision_model_reads_digits_over_a_killed_trainer(
     assert (exported / "preprocessor_config.json").is_file()
 
 
+@pytest.fixture
+def counting(spec_of: Callable[..., dict[str, Any]], digits: Path) -> Callable[..., dict[str, Any]]:
+    """Makes specs of runs in which an environment shows pictures."""
+
+    def make(model: Path, **overrides: Any) -> dict[str, Any]:
+        spec = spec_of(
+            steps=4,
+            model__path=str(model),
+            workflow="agentic",
+            environment={
+                "tasks": [f"{ROOT / 'examples' / 'vision' / 'count.py'}:Count"],
+                "count": 8,
+                "max_episode_steps": 2,
+            },
+            sampling={"max_new_tokens": 2},
+            trainer={"freeze": []},
+            algorithm={"prompts_per_step": 4, "group_size": 4},
+            **overrides,
+        )
+        return {key: spec[key] for key in spec if key not in ("data", "reward", "evaluation")}
+
+    return make
+
+
+def test_an_environment_shows_pictures_in_two_turns(
+    fleet: Fleet, counting: Callable[..., dict[str, Any]], digits: Path, tiny_model: Path
+) -> None:
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(counting(tiny_model))
+    assert [each.key for each in refused.value.problems] == ["model.path"]
+    found = audit(fleet, fleet.succeed(run := fleet.submit(counting(digits / "model", name="count"))))
+    assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live), (
+        "the trainer sees what the engine saw"
+    )
+    talks = [each for each in fleet.client.trajectories(run.id, limit=16) if len(each.messages) > 2]
+    assert talks, "some model's turn ended by itself"
+    for talk in talks:
+        first, _, second, *_ = talk.messages
+        assert first.content == "?<image>" and second.content in ("yes<image>", "no<image>")
+        assert first.images[0].startswith("data:image/webp;base64,") and first.images != second.images
+
+
 def test_a_broken_image_is_refused_with_its_line(
     fleet: Fleet, pictured: Callable[..., dict[str, Any]], digits: Path, tmp_path: Path
 ) -> None:

@@ -103,7 +103,8 @@ async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
     assert choice["message"]["content"] == "three"
     context = Letters().decode(speaker.asked[1].prompt_ids)
     assert context == f"[1 tools]u:1+2a:I add. {CALL}t:3a:", "its own turn is as it was sampled"
-    assert ("assistant", f"I add. {CALL}") in session.talk.said and ("tool", "3") in session.talk.said
+    said = [each[:2] for each in session.talk.said]
+    assert ("assistant", f"I add. {CALL}") in said and ("tool", "3") in said
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": </tool_call>', "<tool_call>{"])

@@ -14,7 +14,7 @@ from headrace_modelkit.presets.tiny_vision import tiny_vision_model, write_tiny_
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig
-from headrace_rollout.engines.samples import Group, Sample
+from headrace_rollout.engines.samples import Group, ImageAt, Sample
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import ModelSection
 from PIL import Image
@@ -77,7 +77,8 @@ def groups(codec) -> list[Group]:
         images = tuple(picture(drawn + index) for index in range(count))
         drawn += count
         ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=images)
-        found.append(Group(ordinal, ids, [Sample(0, 1), Sample(1, 1)], images))
+        starts = codec.images.starts(ids, [codec.images.read(data) for data in images])
+        found.append(Group(ordinal, ids, [Sample(0, 1), Sample(1, 1)], tuple(map(ImageAt, starts, images))))
     return found
 
 
@@ -86,7 +87,7 @@ def expected(model, codec, group: Group, answer: list[int]) -> list[float]:
     ids = torch.tensor([[*group.prompt_ids, *answer]])
     inputs = {}
     if group.images:
-        read = [codec.images.read(data) for data in group.images]
+        read = [codec.images.read(image.data) for image in group.images]
         inputs = {
             "mm_token_type_ids": (ids == codec.images.token).int(),
             "pixel_values": torch.cat([image.values_PC for image in read]),
