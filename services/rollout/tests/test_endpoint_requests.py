@@ -6,6 +6,7 @@ import json
 
 import pytest
 from endpoint_desk import CALL, TOOLS, Letters, user
+from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.endpoint.routes import MOST_BYTES
 from headrace_rollout.engines.samples import Distribution
 
@@ -124,6 +125,6 @@ async def test_what_is_not_served_says_what_is(desk):
 
 async def test_messages_of_which_the_template_shows_nothing_are_refused(desk, monkeypatch):
     session, speaker = desk.open("yes")
-    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: [])
+    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: Given([]))
     error = await desk.refused(session, {"messages": [{"role": "user", "content": None}]})
     assert error["message"].startswith("messages: nothing is said") and not speaker.asked
