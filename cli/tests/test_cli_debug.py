@@ -27,12 +27,19 @@ def score(prompt, completion, reference, metadata):
 """
 
 
-def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
-    """Of a run of conversations, whose environments alone are in processes of their own."""
-    model, seen = tmp_path / "model", tmp_path / "seen"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The tiny model."""
+    directory = tmp_path_factory.mktemp("model")
     subprocess.run(
-        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=300
+        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(directory)], check=True, timeout=300
     )
+    return directory
+
+
+def test_the_reward_runs_in_the_process_of_the_command(model, tmp_path):
+    """Of a run of conversations, whose environments alone are in processes of their own."""
+    seen = tmp_path / "seen"
     (tmp_path / "mine.py").write_text(REWARD.format(seen=str(seen)))
     spec = {key: value for key, value in SPEC.items() if key != "trainer"}
     spec |= {"workflow": "agentic", "environment": {"tasks": ["exchange"], "count": 2}}
@@ -53,11 +60,7 @@ def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
     assert int(seen.read_text()) == process.pid
 
 
-def test_a_breakpoint_stops_at_an_answer_and_quitting_it_ends_the_run_as_interrupted(tmp_path):
-    model = tmp_path / "model"
-    subprocess.run(
-        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=300
-    )
+def test_a_breakpoint_stops_at_an_answer_and_quitting_it_ends_the_run_as_interrupted(model, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def score(prompt, completion, reference, metadata):\n    breakpoint()\n    return 1.0\n"
     )

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 from headrace_coordinator.projections.projection import RunProjection
-from headrace_coordinator.trackers import tracker_problems
+from headrace_coordinator.trackers import processes, tracker_problems
 from headrace_coordinator.trackers.processes import Trackers
 from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.sections.tracking import TrackingSection
@@ -148,16 +148,17 @@ async def test_a_tracker_that_fails_is_told_and_the_next_process_sends_the_rest(
 
 
 async def test_a_tracker_that_hangs_is_ended_with_a_note(tmp_path):
-    run = Tracked(tmp_path, end_s=10.0, hangs=True)
+    run = Tracked(tmp_path, end_s=1.0, hangs=True)
     projection = run.begin()
     projection.step(step_view(1))
     await run.end(projection, "SUCCEEDED")
     [note] = run.notes
-    assert "was ended: it had not sent everything 10 s after the run" in note
+    assert "was ended: it had not sent everything 1 s after the run" in note
     assert run.trackers._tasks == {}
 
 
-async def test_stopping_the_coordinator_ends_trackers_that_go_on_later(tmp_path):
+async def test_stopping_the_coordinator_ends_trackers_that_go_on_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "STOP_S", 0.5)
     run = Tracked(tmp_path, hangs=True)
     run.begin().close()
     await run.trackers.stop()

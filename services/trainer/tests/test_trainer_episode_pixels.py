@@ -64,7 +64,9 @@ def episodes_of(seen, chunk):
     return parts, rewards
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.nightly if each == "pi05" else ()) for each in LEARNERS]
+)
 async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
     name, client, robot_config, robots, fetched_weights, settled_digest, tmp_path
 ):
