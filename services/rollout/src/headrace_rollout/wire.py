@@ -29,7 +29,6 @@ from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
     Group,
-    ImageAt,
     Prefix,
     Said,
     Sample,
@@ -152,14 +151,9 @@ async def _read_prompt(prompt: rollout_pb2.Prompt, codec: TextCodec) -> Given:
     """As `prompt_ids`, with where its images stand; these are decoded in a thread."""
     if not prompt.images:
         return Given(prompt_ids(prompt, codec))
-    return await asyncio.to_thread(_with_images, prompt, codec)
-
-
-def _with_images(prompt: rollout_pb2.Prompt, codec: TextCodec) -> Given:
-    ids, files = prompt_ids(prompt, codec), [image.data for image in prompt.images]
+    ids = await asyncio.to_thread(prompt_ids, prompt, codec)
     assert codec.images is not None, "checked by prompt_ids"
-    starts = codec.images.starts(ids, [codec.images.read(data) for data in files])
-    return Given(ids, tuple(map(ImageAt, starts, files)))
+    return Given.of(codec.images, ids, [image.data for image in prompt.images])
 
 
 def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
@@ -233,9 +227,8 @@ def fill_trajectory(
     # Before the texts and the images' files, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
     if output.said is not None:  # of a prompt the coordinator has them
-        files = dict(zip(digests, (image.data for image in output.images), strict=True))
-        for digest, data in files.items():
-            trajectory.images.add(digest=digest, data=data)
+        for digest, image in dict(zip(digests, output.images, strict=True)).items():
+            trajectory.images.add(digest=digest, data=image.data)
     trajectory.completion_text = text
     if raw_texts:
         trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
@@ -381,7 +374,8 @@ def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
     state = sample.resume
     count = len(state.token_ids)
     spans = [(span.policy_number, span.token_count) for span in state.version_spans]
-    if len(state.log_probs) != count or sum(tokens for _, tokens in spans) != count or _negative(spans):
+    lengths = [tokens for _, tokens in spans]
+    if len(state.log_probs) != count or sum(lengths) != count or any(length < 1 for length in lengths):
         raise invalid("resume: token_ids, log_probs and version_spans must cover the same tokens")
     ids = _ids("resume.token_ids", state.token_ids)
     if not all(map(math.isfinite, state.log_probs)):
@@ -405,7 +399,3 @@ def _ids(field: str, values: Sequence[int]) -> list[int]:
 def _ordinal(field: str, value: int) -> int:
     check_number(field, value)
     return value
-
-
-def _negative(spans: Sequence[tuple[int, int]]) -> bool:
-    return any(tokens < 1 for _, tokens in spans)

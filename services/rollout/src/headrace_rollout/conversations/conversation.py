@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.common.v1 import common_pb2
 from headrace_schema.images import MOST_IMAGES, MOST_PROMPT_IMAGE_BYTES
@@ -21,6 +22,9 @@ from headrace_rollout.engines.samples import (
     TrajectoryUpdate,
 )
 
+if TYPE_CHECKING:
+    from headrace_modelkit.vision import ImageReader
+
 
 @dataclass(frozen=True)
 class Given:
@@ -28,6 +32,12 @@ class Given:
 
     ids: Sequence[int]
     images: tuple[ImageAt, ...] = ()
+
+    @classmethod
+    def of(cls, reader: ImageReader, ids: Sequence[int], files: Sequence[bytes]) -> Given:
+        """Ids in which each of the images has its tokens. Raises ValueError."""
+        starts = reader.starts(ids, [reader.read(data) for data in files])
+        return cls(ids, tuple(map(ImageAt, starts, files)))
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import PromptSection
 
 from headrace_rollout.conversations.conversation import Given
-from headrace_rollout.engines.samples import ImageAt, Message
+from headrace_rollout.engines.samples import Message
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -112,9 +112,7 @@ class TurnTemplate:
         if not files:
             return Given(ids)
         reader = self._reader
-        read = [reader.read(data) for data in files]
-        ids = reader.expand(ids, read)
-        return Given(ids, tuple(map(ImageAt, reader.starts(ids, read), files)))
+        return Given.of(reader, reader.expand(ids, [reader.read(data) for data in files]), files)
 
     def _behind(self, messages: Sequence[Turn], tools: Sequence[Any] | None, said: str) -> str:
         """The text that follows what the policy has said."""

@@ -5,13 +5,16 @@ Knows no HTTP, no engine and no simulator.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace_rollout.conversations.conversation import Conversation, Given
+from headrace_servicekit.image_files import BadImage, check_image
+
+from headrace_rollout.conversations.conversation import Conversation, Given, too_many
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.requests import ChatRequest, Line, TextRequest, chat_of
+from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, chat_of
 from headrace_rollout.engines.samples import ImageAt
 
 if TYPE_CHECKING:
@@ -121,6 +124,21 @@ class Branches:
         first = self._branches[0]
         branch = Branch(Conversation((), [])) if first.marks or first.busy else first
         return Place(branch, prompt, Given(()), request.lines)
+
+
+async def see_images(request: ChatRequest, template: TurnTemplate) -> None:
+    """Reads a request's images before it is placed. Raises Refusal."""
+    images = [image for line in request.lines for image in line.images]
+    try:
+        if many := too_many(images):
+            raise ValueError(many)
+        for image in images:
+            await asyncio.to_thread(check_image, image)
+        await template.reads(images)
+    except BadImage as error:
+        raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
+    except ValueError as error:
+        raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
 
 
 def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace_servicekit.image_files import BadImage, check_image
 from headrace_servicekit.session_marks import KEY
 from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
-from headrace_rollout.conversations.conversation import Conversation, too_many
+from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
+from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place, see_images
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
 from headrace_rollout.engines.samples import (
     Distribution,
@@ -237,7 +236,7 @@ class Session:
         placed: list[Place] = []
         try:
             drawn = None if self._greedy else self._terms.drawn_from(request)
-            await self._see(request)
+            await see_images(request, self._terms.template)
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
@@ -305,22 +304,6 @@ class Session:
             for id, value in zip(whole.token_ids, whole.log_probs, strict=True)
         )
         return Answer(number, content, calls, finish, len(context), tokens)
-
-    async def _see(self, request: ChatRequest) -> None:
-        """Reads the request's images. Raises Refusal."""
-        images = [image for line in request.lines for image in line.images]
-        if not images:
-            return
-        try:
-            if many := too_many(images):
-                raise ValueError(many)
-            for image in images:
-                await asyncio.to_thread(check_image, image)
-            await self._terms.template.reads(images)
-        except BadImage as error:
-            raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
-        except ValueError as error:
-            raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
 
     def _place(self, request: ChatRequest) -> Place:
         """Where the request goes on, or begins; its branch is busy then. Raises Refusal."""
