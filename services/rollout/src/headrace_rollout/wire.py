@@ -51,8 +51,6 @@ FINISH_REASONS = {
     Finish.TRUNCATED: common_pb2.FINISH_REASON_TRUNCATED,
     Finish.TIMED_OUT: common_pb2.FINISH_REASON_TIMED_OUT,
 }
-
-
 MOST_ROUTES = 1 << 30
 """Most bytes that the routes of one sample unpack to."""
 
