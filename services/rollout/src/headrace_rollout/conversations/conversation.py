@@ -171,9 +171,9 @@ def heard(message: common_pb2.ChatMessage) -> Message:
     return Message(message.role, message.content, tuple(image.data for image in message.images))
 
 
-def too_many(images: Sequence[bytes]) -> str:
-    """Why a conversation does not take these images; empty: it does."""
-    size = sum(map(len, images))
+def too_many(images: Sequence[bytes], *others: bytes) -> str:
+    """Why a conversation does not take these images; empty: it does. `others` travel with it too, each file once."""
+    size = sum(map(len, {*images, *others}))
     if len(images) > MOST_IMAGES:
         return f"its messages have {len(images)} images, and a conversation takes {MOST_IMAGES}"
     if size > MOST_PROMPT_IMAGE_BYTES:

@@ -125,6 +125,8 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
             for index in itertools.count():
                 player, speaker = self._others.get(role, (self._policy, self._speaker))
                 view = roles.view(role)
+                if many := too_many([image for message in talk.said for image in message.images]):
+                    raise EnvironmentLost(many)
                 if (finish := await _tell(view, player, tools)) is not None:
                     return _judged(talk, finish)
                 if not index:
@@ -170,16 +172,10 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
 
 
 async def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
-    """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token.
-
-    Raises EnvironmentLost for more images than a conversation has, and ValueError.
-    """
+    """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
     line, told = view.line, turns_of(view.told)
-    new = [data for message in view.told for data in message.images]
+    await player.template.reads([image for message in view.told for image in message.images])
     view.told = []
-    if new and (many := too_many([*(image.data for image in line.images), *new])):
-        raise EnvironmentLost(many)
-    await player.template.reads(new)
     if not line.prompt_ids:
         line.begins(player.template.opened(told, tools))
         return None

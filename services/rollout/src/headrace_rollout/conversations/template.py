@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import PromptSection
+from headrace_servicekit.image_files import check_image
 
 from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.samples import Message
@@ -77,9 +78,11 @@ class TurnTemplate:
                 ) from error
 
     async def reads(self, images: Sequence[bytes]) -> None:
-        """Reads images in a thread, so that placing them takes nobody's time. Raises ValueError."""
+        """Checks and reads images in a thread, so that placing them takes nobody's time. Raises ValueError."""
         for data in images:
-            await asyncio.to_thread(self._reader.read, data)
+            reader = self._reader
+            await asyncio.to_thread(check_image, data)
+            await asyncio.to_thread(reader.read, data)
 
     @property
     def _reader(self) -> ImageReader:

@@ -5,12 +5,11 @@ Knows no HTTP, no engine and no simulator.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace_servicekit.image_files import BadImage, check_image
+from headrace_servicekit.image_files import BadImage
 
 from headrace_rollout.conversations.conversation import Conversation, Given, too_many
 from headrace_rollout.conversations.template import TurnTemplate
@@ -86,6 +85,18 @@ class Branches:
         """Trajectories of the branches in which the policy has spoken, in the order in which they began."""
         return [branch.talk for branch in self._branches if branch.talk.turns]
 
+    async def see(self, request: ChatRequest) -> None:
+        """Reads the images of a request before it is placed. Raises Refusal."""
+        images = [image for line in request.lines for image in line.images]
+        try:
+            if many := too_many(images, *(each.data for one in self._branches for each in one.talk.images)):
+                raise ValueError(many)
+            await self._template.reads(images)
+        except BadImage as error:
+            raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
+        except ValueError as error:
+            raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
+
     def _behind(self, request: ChatRequest) -> Place | None:
         """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
         text, most = isinstance(request, TextRequest), 0
@@ -124,21 +135,6 @@ class Branches:
         first = self._branches[0]
         branch = Branch(Conversation((), [])) if first.marks or first.busy else first
         return Place(branch, prompt, Given(()), request.lines)
-
-
-async def see_images(request: ChatRequest, template: TurnTemplate) -> None:
-    """Reads a request's images before it is placed. Raises Refusal."""
-    images = [image for line in request.lines for image in line.images]
-    try:
-        if many := too_many(images):
-            raise ValueError(many)
-        for image in images:
-            await asyncio.to_thread(check_image, image)
-        await template.reads(images)
-    except BadImage as error:
-        raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
-    except ValueError as error:
-        raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
 
 
 def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:

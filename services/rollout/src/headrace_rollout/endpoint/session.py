@@ -23,7 +23,7 @@ from headrace_servicekit.tool_calls import Call, beside_calls, typed
 from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place, see_images
+from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
 from headrace_rollout.engines.samples import (
     Distribution,
@@ -236,7 +236,7 @@ class Session:
         placed: list[Place] = []
         try:
             drawn = None if self._greedy else self._terms.drawn_from(request)
-            await see_images(request, self._terms.template)
+            await self._branches.see(request)
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
