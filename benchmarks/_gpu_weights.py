@@ -62,7 +62,9 @@ def send(size: int) -> None:
     groups = Broadcasts(lambda: FIRST)
     port, _store = groups.serve(HOST)
     print(json.dumps({"port": port}), flush=True)
-    groups.join(HOST, port, "check", 0, 2, NCCL, HOST).send(memoryview(body_of(size).numpy()), lambda _: True)
+    group = groups.join(HOST, port, "check", 0, 2, NCCL, HOST)
+    body = memoryview(body_of(size).numpy())
+    group.send(body[offset : offset + group.bucket] for offset in range(0, size, group.bucket))
 
 
 def receive(name: str, size: int) -> dict[str, float]:
@@ -73,7 +75,7 @@ def receive(name: str, size: int) -> dict[str, float]:
     group = Broadcasts(lambda: device).join(HOST, port, "check", 1, 2, NCCL, HOST)
     joined = time.perf_counter()
     arrived, offset = torch.empty(size, dtype=torch.uint8), 0
-    for piece in group.receive(size):
+    for piece in group.receive():
         arrived[offset : offset + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
         offset += len(piece)
     ended = time.perf_counter()

@@ -1,11 +1,12 @@
 """How long new weights take from the optimizer into an engine: `python benchmarks/weight_sync.py`.
 
-A trainer and four rollouts, processes with one core each and a model of 135 million parameters in bf16 (270 MB),
+A trainer and five rollouts, processes with one core each and a model of 135 million parameters in bf16 (270 MB),
 spoken to over gRPC as the coordinator speaks to them. Each step is a real one of AdamW at 1e-6: BeginStep, Learn,
 CommitStep, RecordStep, PublishPolicy, InstallPolicy. What is timed begins when the optimizer is done: cast to bf16
 into the weight store with its digests, PublishPolicy, InstallPolicy until its reply, which says that every tensor's
-digest was verified and the engine holds the version. One rollout takes it from shared memory, three that do as if they
-were other hosts whole by gRPC, by a Gloo broadcast (of one receiver), and by its changes, in turns.
+digest was verified and the engine holds the version. One rollout takes it from shared memory, four that do as if they
+were other hosts whole by gRPC, by a Gloo broadcast (of one receiver), by its changes over gRPC, and by a broadcast of
+them, in turns.
 
 Prints one JSON line: `shm_vs_bound`, what has to be done at least (a cast of fp32 weights, one hash and one memcpy of
 the bf16 ones, one thread, measured in each step too) over the time of the sync by shared memory; `shm_vs_memcpy`,
@@ -36,8 +37,8 @@ from _harness import emit, machine, say, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 
 TRAINER_LEASE, FIRST_ROLLOUT_LEASE = 11, 12
-SHM, GRPC, DELTA, COLLECTIVE = "shm", "grpc", "delta", "collective"
-WAYS = (SHM, GRPC, DELTA, COLLECTIVE)
+SHM, GRPC, DELTA, COLLECTIVE, BOTH = "shm", "grpc", "delta", "collective", "collective_delta"
+WAYS = (SHM, GRPC, DELTA, COLLECTIVE, BOTH)
 GOALS = {"shm_vs_bound": 0.6, "shm_vs_memcpy": 0.25, "grpc_vs_memcpy": 0.1}
 BOUNDS = {"pause_ms": 10.0, "delta_bytes_vs_full": 0.03}
 SAMPLES, PROMPT, ANSWER = 4, 8, 4
@@ -254,6 +255,7 @@ def kinds() -> dict[str, Any]:
         GRPC: common_pb2.WEIGHT_TRANSPORT_GRPC,
         DELTA: common_pb2.WEIGHT_TRANSPORT_DELTA,
         COLLECTIVE: common_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
+        BOTH: common_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
     }
 
 
@@ -308,7 +310,8 @@ def trainer_config(model: Path) -> dict[str, Any]:
 
 def rollout_config(model: Path, transport: str) -> dict[str, Any]:
     """What a rollout is opened with."""
-    ways = [transport, GRPC] if transport != GRPC else [GRPC]
+    named = {GRPC: [], BOTH: [COLLECTIVE, DELTA]}.get(transport, [transport])
+    ways = [*named, GRPC]
     weights = {"transports": ways, "delta": "always", "whole_every": 1000}
     return {
         "model": {"path": str(model), "dtype": "bfloat16"},
@@ -351,6 +354,7 @@ def figures(syncs: Sequence[Sync], size: int) -> dict[str, float]:
         "shm_vs_bound": bound_s / fastest[SHM],
         **{f"{transport}_vs_memcpy": memcpy_s / fastest[transport] for transport in (SHM, GRPC, COLLECTIVE)},
         "delta_bytes_vs_full": max(sync.moved[DELTA] for sync in syncs) / size,
+        "collective_delta_bytes_vs_full": max(sync.moved[BOTH] for sync in syncs) / size,
         "pause_ms": 1e3 * median(max(sync.pause.values()) for sync in syncs),
         "memcpy_s": memcpy_s,
         "bound_s": bound_s,

@@ -79,7 +79,7 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
 def _megatron(timeout_s: int) -> Part:
     """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
     command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5")
-    return Part("megatron", command, timeout_s, "services/trainer/tests")
+    return Part("megatron", command, timeout_s, "services/trainer/tests", shares=True)
 
 
 LINT = [
@@ -103,8 +103,8 @@ _IMAGES = "integration_tests/compose/test_compose_images.py"
 
 # Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
 # less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
-# kills and stops fleets waits for silences of many heartbeats. Megatron and vLLM take both cores, alone. Environments
-# and images are made before the parts that use them.
+# kills and stops fleets waits for silences of many heartbeats. An engine starts on one core, and a megatron group meets
+# on it. Environments and images are made before the parts that use them.
 TEST = [
     Part(
         "images",
@@ -128,11 +128,11 @@ TEST = [
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
     Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
+    # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=1200, shares=True),
     _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True),
     _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True),
     _megatron(timeout_s=900),
-    # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
-    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
 
 TWO_RANKS = '{"tensor_parallel_size": 2}'
@@ -190,8 +190,7 @@ NIGHTLY = [
         timeout_s=2400,
         needs="integration_tests/engines",
     ),
-    _simulator("maniskill", timeout_s=3600),
-    _simulator("libero", timeout_s=3600),
+    *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}

@@ -74,13 +74,7 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFle
 
 @pytest.fixture(scope="module")
 def fleet(request: pytest.FixtureRequest, shared_fleet: SharedFleet) -> Iterator[Fleet]:
-    """A fleet that the tests of a module share, and the next module too unless one of them failed.
-
-    A module with FRESH_FLEET = True kills processes again and again, and what is killed often is started again
-    after ever longer pauses: its fleet begins new.
-    """
-    if getattr(request.module, "FRESH_FLEET", False):
-        shared_fleet.close()
+    """A fleet that the tests of a module share, and the next module too unless one of them failed."""
     lent = shared_fleet.lend()
     yield lent
     if request.path in request.session.stash.get(FAILED_IN, set()):

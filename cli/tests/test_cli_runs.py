@@ -13,7 +13,7 @@ from headrace_cli.output import console
 from headrace_cli.show.reporters import picture
 from headrace_cli.show.runs import confidence
 from headrace_cli.watching import Snapshot
-from headrace_schema.resources.views import EvaluationView
+from headrace_schema.resources.evaluations import EvaluationView
 from rich.console import Console
 
 HELD = "1 rollout instance (0 free; held by tiny-000001)"

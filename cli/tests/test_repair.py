@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.repair import adopt, discard, examine
+from headrace_cli.launcher.repair import adopt, discard, examine, files, find
 from headrace_cli.launcher.state import FleetLock
 from headrace_cli.launcher.store import store_command, store_url, wait_for_store
-from headrace_cli.launcher.store_files import files, find
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History

@@ -10,7 +10,6 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 4
-FRESH_FLEET = True
 WORKERS = ("rollout-0", "trainer-0", "reward-0")
 SLOW_DECODING = "rollout.round=delay:0.05"
 

@@ -8,7 +8,6 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 6
-FRESH_FLEET = True
 WORKERS = ("rollout-0", "trainer-0", "reward-0")
 
 

@@ -54,7 +54,8 @@ def healthz(fleet: Fleet) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-@pytest.mark.parametrize("mode", ["collocated", pytest.param("disaggregated", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # below, in the middle of work
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
 def test_a_coordinator_that_stood_still_kills_nobody_and_rewinds_nothing(quick, spec_of, gate, mode):
     quick.ready(*WORKERS)
     before = {name: quick.pid_of(name) for name in PROCESSES}
@@ -70,15 +71,18 @@ def test_a_coordinator_that_stood_still_kills_nobody_and_rewinds_nothing(quick, 
     assert len(found.trained) == STEPS * BATCH and found.rewinds == 0 and not found.abandoned
 
 
-def test_a_coordinator_that_stands_still_in_the_middle_of_work_rewinds_nothing(quick, spec_of):
+def test_a_coordinator_that_stands_still_in_the_middle_of_work_kills_nobody_and_rewinds_nothing(
+    quick, spec_of
+):
     quick.ready(*WORKERS)
     before = {name: quick.pid_of(name) for name in PROCESSES}
-    run = quick.submit(spec_of(steps=20, placement__mode="disaggregated"))
+    steps = 20
+    run = quick.submit(spec_of(steps=steps, placement__mode="disaggregated"))
     quick.reach(run, 2)
     stand_still(quick, "coordinator", STANDSTILL_S)
     found = audit(quick, quick.succeed(run))
     assert {name: quick.pid_of(name) for name in PROCESSES} == before
-    assert found.rewinds == 0 and not found.abandoned
+    assert len(found.trained) == steps * BATCH and found.rewinds == 0 and not found.abandoned
 
 
 @pytest.mark.parametrize("instance", ["trainer-0", pytest.param("rollout-0", marks=pytest.mark.nightly)])

@@ -11,7 +11,7 @@ from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.specs import BATCH
 
-STEPS = 30
+STEPS = 12
 
 
 def increment_of(fleet: Fleet) -> Path:
@@ -23,7 +23,7 @@ def increment_of(fleet: Fleet) -> Path:
 def stopped_in_the_middle(fleet: Fleet, spec_of) -> str:
     """A run that has made some of its steps, and a fleet that is down."""
     run = fleet.submit(spec_of(steps=STEPS))
-    fleet.reach(run, 10)
+    fleet.reach(run, 4)
     fleet.down()
     return str(run.id)
 

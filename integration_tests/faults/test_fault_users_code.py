@@ -144,13 +144,13 @@ def check(own_fleet: Any, spec_of: Any, folder: Path, *deeds: tuple[str, str]) -
         users.check_neighbour()
 
 
-def test_a_scorer_that_kills_its_parent_and_an_environment_that_segfaults(own_fleet, spec_of, tmp_path):
-    check(own_fleet, spec_of, tmp_path, ("scorer", "end_parent"), ("robot", "end_itself"))
+def test_a_scorer_that_kills_its_parent(own_fleet, spec_of, tmp_path):
+    check(own_fleet, spec_of, tmp_path, ("scorer", "end_parent"))
 
 
-@pytest.mark.nightly
-def test_a_robots_environment_that_kills_its_parent(own_fleet, spec_of, tmp_path):
-    check(own_fleet, spec_of, tmp_path, ("robot", "end_parent"))
+@pytest.mark.nightly  # quick: test_simulator_faults, a child that dies
+def test_a_robots_environment_that_segfaults_and_one_that_kills_its_parent(own_fleet, spec_of, tmp_path):
+    check(own_fleet, spec_of, tmp_path, ("robot", "end_itself"), ("robot", "end_parent"))
 
 
 @pytest.mark.nightly

@@ -125,7 +125,9 @@ def torch_source():
     return [part for key, flag in options.items() if os.environ.get(key) for part in (flag, os.environ[key])]
 
 
-@pytest.mark.parametrize("service", ["rollout", "trainer"])
+@pytest.mark.parametrize(
+    "service", ["rollout", pytest.param("trainer", marks=pytest.mark.nightly)]
+)  # as above
 def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path):
     needed = [*sorted(COMMON), SCHEMA, "headrace-modelkit", f"headrace-{service}"]
     torch_environment.install(*needed)

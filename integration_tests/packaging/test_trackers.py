@@ -8,7 +8,10 @@ from headrace_coordinator.projections.projection import RunProjection
 from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.nightly,  # quick: test_trackers of the coordinator, with a tracker that a package publishes
+    pytest.mark.timeout(900),
+]
 OPTIONS = {
     "wandb": {"project": "tests", "mode": "offline", "tags": ["one"]},
     "mlflow": {"experiment": "tests"},

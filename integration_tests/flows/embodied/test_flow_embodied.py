@@ -102,6 +102,19 @@ def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet,
     assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
 
 
+# Before the kills: after one, a submission that cannot be waits for what may be restarted.
+def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
+    # Which versions there are, a simulator says as it makes one.
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
+
+
 @pytest.mark.parametrize("mode", ["disaggregated", "hybrid"])
 def test_episodes_are_made_while_a_step_is_learned(fleet: Fleet, tmp_path: Path, mode: str):
     """Episodes of one version end before the next is installed; the next step's begin while this one is learned."""
@@ -224,18 +237,6 @@ def test_episodes_whose_pictures_are_lost_with_their_rollout_are_made_again(flee
     fleet.replaced("rollout-0", killed)
     found = audit(fleet, fleet.succeed(run))
     assert len(found.trained) == 2 * BATCH and found.rewinds == 0
-
-
-def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
-    # Which versions there are, a simulator says as it makes one.
-    with pytest.raises(HeadraceError) as refused:
-        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
-    (problem,) = refused.value.problems
-    assert problem.key.startswith("environment.tasks") and "CartPole-v1" in problem.problem
 
 
 def test_an_embodied_spec_is_measured_and_planned_from(fleet: Fleet, tmp_path: Path):

@@ -98,25 +98,24 @@ def test_answers_are_given_while_a_step_is_learned_and_count_within_the_bound(fl
     assert max(certificate.max_staleness for certificate in report.live) == 1
 
 
-def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(own_fleet, tiny_model):
-    with own_fleet() as fleet:
-        run = fleet.submit(example(tiny_model, steps=2))
-        client = client_of(fleet, run)
-        states = [feedback(client, asked(client, f"{number}"), number) for number in range(SESSIONS - 2)]
-        assert set(states) == {"taken"}
-        for instance in ("coordinator", "rollout-0"):
-            fleet.replaced(instance, fleet.kill(instance))
-            client = wait_for(lambda: _answering(fleet, run), f"the run to be served after {instance}")
-            feedback(client, asked(client, "+"), 7.0)
-        while not fleet.client.get(run.id).ended:
-            try:
-                feedback(client, asked(client, "-"), 8.0)
-            except (APIConnectionError, APIStatusError):
-                break
-        run = fleet.succeed(run)
-        rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
-        assert sorted(rewards)[: SESSIONS - 2] == [0.0, 1.0, 2.0, 3.0], rewards
-        assert len(audit(fleet, run).trained) == 2 * SESSIONS
+def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(fleet, tiny_model):
+    run = fleet.submit(example(tiny_model, steps=2))
+    client = client_of(fleet, run)
+    states = [feedback(client, asked(client, f"{number}"), number) for number in range(SESSIONS - 2)]
+    assert set(states) == {"taken"}
+    for instance in ("coordinator", "rollout-0"):
+        fleet.replaced(instance, fleet.kill(instance))
+        client = wait_for(lambda: _answering(fleet, run), f"the run to be served after {instance}")
+        feedback(client, asked(client, "+"), 7.0)
+    while not fleet.client.get(run.id).ended:
+        try:
+            feedback(client, asked(client, "-"), 8.0)
+        except (APIConnectionError, APIStatusError):
+            break
+    run = fleet.succeed(run)
+    rewards = [talk.reward for talk in fleet.client.trajectories(run.id, limit=100)]
+    assert sorted(rewards)[: SESSIONS - 2] == [0.0, 1.0, 2.0, 3.0], rewards
+    assert len(audit(fleet, run).trained) == 2 * SESSIONS
 
 
 def test_sessions_keep_to_their_rollout_and_one_that_dies_loses_its_own_alone(own_fleet, tiny_model):

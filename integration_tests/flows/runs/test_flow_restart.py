@@ -5,11 +5,13 @@ On the fleet's own store the launcher's fault tests stop fleets and start them a
 
 from __future__ import annotations
 
+import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
 from harness.valkey import Valkey
 
 
+@pytest.mark.nightly  # test_fault_launcher stops a fleet in a step; test_compose_faults has the other server
 def test_down_and_up_keep_runs_on_another_redis_and_resume_the_one_in_hand(
     own_fleet, spec_of, gate, tmp_path
 ):

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.processes import ROOT, run_python
 from headrace.client import HeadraceError
 
-STEPS = 8
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures of digits, as the example draws them, and a model that reads images."""
     directory = tmp_path_factory.mktemp("digits")
-    run_python(ROOT / "examples" / "vision" / "make_digits.py", directory, "--count", "600")
+    run_python(ROOT / "examples" / "vision" / "make_digits.py", directory, "--count", "200")
     run_python("-m", "headrace_modelkit.presets.tiny_vision", directory / "model")
     return directory
 
@@ -48,56 +49,26 @@ def pictured(spec_of: Callable[..., dict[str, Any]], digits: Path) -> Callable[.
     return make
 
 
-def test_a_vision_model_reads_digits_over_a_killed_trainer(
-    fleet: Fleet, pictured: Callable[..., dict[str, Any]]
-) -> None:
-    run = fleet.submit(pictured(name="digits", export=True))
-    fleet.reach(run, 3)
-    fleet.replaced("trainer-0", fleet.kill("trainer-0"))
-    found = audit(fleet, run := fleet.succeed(run))
-    assert found.rewinds == 1 and len(found.live) == STEPS
-    assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live), "engines see what is trained on"
-    rewards = [step.reward_mean for step in fleet.client.metrics(run.id)]
-    # A model that saw no image, or another one than the trainer, could not do better than 0.1 for long. Whether the
-    # reward rises takes more steps than a test has: docs/results.md.
-    assert sum(rewards) / len(rewards) > 0.25, rewards
-    shown = fleet.client.trajectories(run.id, limit=1)[0]
-    assert [image.partition(",")[0] for image in shown.images] == ["data:image/webp;base64"]
-    exported = Path(run.export_path or "")
-    assert (exported / "preprocessor_config.json").is_file()
+# What is refused comes first: after a kill, a submission waits for what may be restarted.
 
 
-@pytest.fixture
-def counting(spec_of: Callable[..., dict[str, Any]], digits: Path) -> Callable[..., dict[str, Any]]:
-    """Makes specs of runs in which an environment shows pictures."""
-
-    def make(model: Path, **overrides: Any) -> dict[str, Any]:
-        spec = spec_of(
-            steps=4,
-            model__path=str(model),
-            workflow="agentic",
-            environment={
-                "tasks": [f"{ROOT / 'examples' / 'vision' / 'count.py'}:Count"],
-                "count": 8,
-                "max_episode_steps": 2,
-            },
-            sampling={"max_new_tokens": 2},
-            trainer={"freeze": []},
-            algorithm={"prompts_per_step": 4, "group_size": 4},
-            **overrides,
-        )
-        return {key: spec[key] for key in spec if key not in ("data", "reward", "evaluation")}
-
-    return make
+def counting(model: Path) -> dict[str, Any]:
+    """The example's spec with a few short steps."""
+    folder = ROOT / "examples" / "vision"
+    spec: dict[str, Any] = yaml.safe_load((folder / "count.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(model)
+    spec["environment"] |= {"tasks": [f"{folder / 'count.py'}:Count"], "count": 8}
+    spec["reward"] = {"scorers": [{"name": f"{folder / 'count.py'}:reward"}]}
+    spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
+    return spec | {"steps": 3, "evaluation": {"every": 0}, "data": {"heldout": 4}, "export": False}
 
 
-def test_an_environment_shows_pictures_in_two_turns(
-    fleet: Fleet, counting: Callable[..., dict[str, Any]], digits: Path, tiny_model: Path
-) -> None:
+@pytest.mark.usefixtures("one_simulator")
+def test_an_environment_shows_pictures_in_two_turns(fleet: Fleet, digits: Path, tiny_model: Path) -> None:
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(counting(tiny_model))
     assert [each.key for each in refused.value.problems] == ["model.path"]
-    found = audit(fleet, fleet.succeed(run := fleet.submit(counting(digits / "model", name="count"))))
+    found = audit(fleet, fleet.succeed(run := fleet.submit(counting(digits / "model"))))
     assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live), (
         "the trainer sees what the engine saw"
     )
@@ -136,3 +107,22 @@ def test_a_model_that_reads_no_images_is_refused(
         fleet.submit(spec)
     assert [each.key for each in refused.value.problems] == ["model.path"]
     assert "qwen2_5_vl" in refused.value.problems[0].fix
+
+
+def test_a_vision_model_reads_digits_over_a_killed_trainer(
+    fleet: Fleet, pictured: Callable[..., dict[str, Any]]
+) -> None:
+    run = fleet.submit(pictured(name="digits", export=True))
+    fleet.reach(run, 2)
+    fleet.replaced("trainer-0", fleet.kill("trainer-0"))
+    found = audit(fleet, run := fleet.succeed(run))
+    assert found.rewinds == 1 and len(found.live) == STEPS
+    assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live), "engines see what is trained on"
+    rewards = [step.reward_mean for step in fleet.client.metrics(run.id)]
+    # A model that saw no image, or another one than the trainer, could not do better than 0.1 for long. Whether the
+    # reward rises takes more steps than a test has: docs/results.md.
+    assert sum(rewards) / len(rewards) > 0.25, rewards
+    shown = fleet.client.trajectories(run.id, limit=1)[0]
+    assert [image.partition(",")[0] for image in shown.images] == ["data:image/webp;base64"]
+    exported = Path(run.export_path or "")
+    assert (exported / "preprocessor_config.json").is_file()

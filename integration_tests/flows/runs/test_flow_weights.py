@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
 
@@ -26,18 +27,40 @@ def test_rollouts_take_what_has_changed_and_every_so_often_the_whole(fleet, spec
     assert all(step["weights_pause_seconds"] > 0 < step["weights_seconds"] for step in steps)
 
 
+BROADCAST = {"transports": ["collective", "delta", "grpc"], "delta": "always", "whole_every": 4}
+
+
+def broadcast_changes(steps):
+    """Whether version 1 and 5 came whole and the others by their changes."""
+    moved = [step["weights_bytes"] for step in steps]
+    assert moved[0] == moved[4] == max(moved), moved
+    assert all(0 < moved[index] < 0.25 * moved[0] for index in (1, 2, 3, 5)), moved
+
+
+@pytest.mark.nightly
+def test_each_rank_of_a_trainer_sends_its_part(own_fleet, spec_of):
+    with own_fleet("--trainer", "2") as fleet:
+        fleet.ready("trainer-0", "trainer-1")
+        weights = BROADCAST | {"publish": "ranks"}
+        run = fleet.succeed(fleet.submit(spec_of(**CHANGES | {"weights": weights, "trainer__ranks": 2})))
+        assert len(audit(fleet, run).trained) == STEPS * BATCH and run.recoveries == 0
+        steps = [step.figures for step in fleet.client.metrics(run.id)]
+        broadcast_changes(steps)
+        assert not any(step["weights_fallbacks"] for step in steps)
+
+
 def test_rollouts_take_part_in_a_broadcast(fleet, spec_of):
-    weights = {"transports": ["cuda_ipc", "collective", "grpc"]}
+    weights = BROADCAST | {"transports": ["cuda_ipc", *BROADCAST["transports"]]}
     run = fleet.succeed(fleet.submit(spec_of(**CHANGES | {"weights": weights})))
     assert len(audit(fleet, run).trained) == STEPS * BATCH and run.recoveries == 0
-    steps = [step.figures for step in fleet.client.metrics(run.id)]
-    assert len({step["weights_bytes"] for step in steps}) == 1 and steps[0]["weights_bytes"] > 0
+    broadcast_changes([step.figures for step in fleet.client.metrics(run.id)])
     texts = [str(event.data.get("text")) for event in fleet.events(run)]
     told = [text.partition("in another way: ")[2] for text in texts if "in another way" in text]
     # The only way that failed, and once for each rollout: this machine has no GPU.
     assert set(told) == {"cuda_ipc from trainer-0: the source computes on no GPU now"}, told
 
 
+@pytest.mark.nightly  # quick: test_rollouts_take_part_in_a_broadcast, where a way fails and the next is taken
 def test_a_run_goes_on_by_the_whole_where_changes_fail(own_fleet, spec_of):
     with own_fleet(HEADRACE_FAILPOINTS="weights.delta=error@2+") as fleet:
         run = fleet.succeed(fleet.submit(spec_of(**CHANGES)))

@@ -10,7 +10,7 @@ from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
 
-STEPS = 10
+STEPS = 6
 
 
 def weights_hash(run) -> str:

@@ -287,6 +287,7 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "trainer.helpers",
             "set trainer.helpers: 0",
         ),
+        ({"weights.publish": "ranks", "trainer.lora": {}}, "weights.publish", "weights.lora: merged"),
         ({"evaluation.every": 5}, "evaluation.every", "set data.heldout above 0"),
         ({"evaluation.samples": 4}, "evaluation.samples", "greedy: false"),
         ({"reward.scorers": [{"name": "exact", "weight": 0}]}, "reward.scorers", "every weight is 0"),

@@ -19,6 +19,7 @@ from headrace_schema.resources.evaluations import (
     ComparisonView,
     EpisodeView,
     EvaluationRunView,
+    EvaluationView,
     VideoListView,
 )
 from headrace_schema.resources.fleet import DeviceView, GpuUseView, HealthView, InstanceView, LeaseView
@@ -28,7 +29,6 @@ from headrace_schema.resources.views import (
     CheckpointView,
     CountsView,
     EndpointView,
-    EvaluationView,
     EventView,
     PolicyView,
     RecordingListView,

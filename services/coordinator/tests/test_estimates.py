@@ -8,7 +8,7 @@ import pytest
 from headrace_coordinator.api.reading.presenters import evaluation_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.estimates import interval, pass_at
-from headrace_schema.resources.views import EvaluationView
+from headrace_schema.resources.evaluations import EvaluationView
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 

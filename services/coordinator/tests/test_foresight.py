@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from headrace_coordinator.api.submission import foresight
+from headrace_coordinator.api.submission import submission
 from submission_parts import FLEET, spec_of, submission_of
 
 ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(40)]
@@ -42,6 +42,6 @@ def test_what_is_foreseen_is_said(noted, rows, changes, words):
 
 
 def test_a_look_at_a_large_set_is_a_look_at_some_items_of_all_of_it(noted, monkeypatch):
-    monkeypatch.setattr(foresight, "LOOKED_AT", 16)
+    monkeypatch.setattr(submission, "LOOKED_AT", 16)
     rows = [{"question": f"q{n}", "answer": "yes" if n else "no"} for n in range(400)]
     assert "every reference" in noted(rows), "one in four hundred is not looked at"

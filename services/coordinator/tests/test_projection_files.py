@@ -11,7 +11,7 @@ import pytest
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.reading import Filter, PageTokenError, read_rewards, read_trajectories
 from headrace_coordinator.projections.trajectories import SettledTrajectory, is_kept, whole_groups
-from headrace_schema.resources.views import EvaluationView
+from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.sections.tracking import TrackingSection
 from projection_parts import step_view
 

@@ -10,7 +10,8 @@ import pytest
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.trackers import processes, tracker_problems
 from headrace_coordinator.trackers.processes import Trackers
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_schema.resources.views import StepView
 from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
 

@@ -26,6 +26,12 @@ def test_each_host_asks_the_one_before_it_and_at_last_the_trainer():
     assert asked(receivers) == {"h": [], "b0": [], "b1": [], "c0": [("b0", True), ("b1", True)]}
 
 
+def test_a_host_beside_a_trainer_of_parts_is_a_receiver_too():
+    parts = common.WeightSource(incarnation="trainer", parts=[common.WeightPart(tensors=1)])
+    found = sources_of([rollout("h", "head"), rollout("b", "b")], [], parts, "head")
+    assert {each[-1].receivers for each in found.values()} == {2}
+
+
 def test_a_host_that_comes_late_asks_one_that_has_it():
     assert asked([rollout("c0", "c")], [rollout("h", "head"), rollout("b0", "b")]) == {"c0": [("b0", False)]}
     assert asked([rollout("c0", "c")], [rollout("h", "head")]) == {"c0": []}

@@ -11,8 +11,7 @@ import pytest
 from headrace.reward.v1 import reward_pb2
 from headrace_reward import scorers
 from headrace_reward.scorers.base import Answer
-from headrace_reward.scorers.coding import code_of, same_text, same_value
-from headrace_reward.scorers.coding_cases import read_cases
+from headrace_reward.scorers.coding import code_of, read_cases, same_text, same_value
 from headrace_reward.scorers.contract import check_scorer
 
 REVERSE = json.dumps({"inputs": ["abc\n", "de\n"], "outputs": ["cba\n", "ed\n"]})

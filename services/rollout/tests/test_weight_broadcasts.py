@@ -1,4 +1,6 @@
-"""A version broadcast over Gloo to processes of their own, of which some die, stop or come late."""
+"""A version broadcast over Gloo to processes of their own, of which some die, stop or come late; and its changes, and
+versions that lie in parts at several ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from pathlib import Path
 import pytest
 from broadcast_member import RUN
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore, collective
+from headrace_servicekit.weights import WeightServicer, WeightStore, broadcasts
+from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.parts import joined, part_name
 from headrace_servicekit.weights.transfer import byte_transports, receive_weights
+from headrace_servicekit.weights.transports import Links
 
 pytestmark = pytest.mark.timeout(90)
 MEMBER = Path(__file__).with_name("broadcast_member.py")
@@ -37,14 +41,15 @@ class Held(Broadcasts):
         group = super().join(*where)
         send = group.send
 
-        def held(body, goes_on):
-            def asked(end):
-                if end > 2 * broadcasting.BUCKET_BYTES["gloo"]:
-                    self.there.set()
-                    self.go_on.wait(30)
-                return goes_on(end)
+        def held(pieces):
+            def asked():
+                for index, piece in enumerate(pieces):
+                    if index == 2:
+                        self.there.set()
+                        self.go_on.wait(30)
+                    yield piece
 
-            send(body, asked)
+            send(asked())
 
         group.send = held
         return group
@@ -61,15 +66,26 @@ class Source:
         view.release()
         self.version, self.manifest = pending.seal(0, 0)
 
-    def told(self, receivers):
-        source = self.store.source(RUN, 1)
+    def step(self):
+        """Version 2: another byte in each 100."""
+        before = self.store.get(RUN, 1)
+        layout = [(each.name, each.data_type, tuple(each.shape)) for each in before.manifest.entries]
+        pending = self.store.begin(RUN, 2, layout)
+        view = pending.whole()
+        view[:] = before.body
+        view[::100] = bytes(byte ^ 1 for byte in view[::100])
+        view.release()
+        return pending.seal(1, 1)
+
+    def told(self, receivers, number=1):
+        source = self.store.source(RUN, number)
         source.receivers = receivers
         return source
 
 
 @pytest.fixture
 async def source(tmp_path, monkeypatch):
-    monkeypatch.setattr(collective, "GATHER_S", 30.0)  # processes begin at times of their own
+    monkeypatch.setattr(broadcasts, "GATHER_S", 30.0)  # processes begin at times of their own
     store, groups = WeightStore(tmp_path / "head", "trainer"), Held()
     server = GrpcServer("127.0.0.1:0", token=None)
     add = weights_pb2_grpc.add_WeightServiceServicer_to_server
@@ -141,6 +157,146 @@ async def test_a_version_that_is_dropped_while_it_is_sent_arrives_whole(source, 
 
 
 @pytest.fixture
+def hosts(tmp_path):
+    """Three stores of hosts, each with its ways."""
+    found = [WeightStore(tmp_path / f"host-{index}", f"rollout-{index}") for index in range(3)]
+    names = "collective", "delta", "grpc"
+    yield [(store, byte_transports(names, Links(always=True), Broadcasts())) for store in found]
+    for store in found:
+        store.close()
+
+
+def same(body, other):
+    """Without pytest's words on millions of bytes."""
+    return bytes(body) == bytes(other)
+
+
+async def all_take(hosts, described, told):
+    version, manifest = described
+    takes = (
+        receive_weights(store, RUN, version, manifest, [told], token=None, transports=ways)
+        for store, ways in hosts
+    )
+    found = await asyncio.gather(*takes)
+    assert {each.transport for each in found} == {common_pb2.WEIGHT_TRANSPORT_COLLECTIVE}
+    return found
+
+
+@pytest.fixture
+async def holding(source, hosts):
+    """Two hosts that have version 1 of a source that has version 2, too; and a third host."""
+    source.groups.go_on.set()
+    await all_take(hosts[:2], (source.version, source.manifest), source.told(2))
+    source.version, source.manifest = source.step()
+    source.body = source.store.get(RUN, 2).body
+    return source
+
+
+async def test_changes_are_broadcast_to_those_that_hold_the_version_before(holding, hosts):
+    found = await all_take(hosts[:2], (holding.version, holding.manifest), holding.told(2, 2))
+    for each in found:
+        assert same(each.body, holding.body) and not each.fallbacks
+        assert 0 < each.bytes_moved < len(each.body) / 20
+
+
+async def test_the_whole_is_broadcast_where_one_holds_no_base(holding, hosts):
+    found = await all_take(hosts, (holding.version, holding.manifest), holding.told(3, 2))
+    for each in found:
+        assert same(each.body, holding.body) and not each.fallbacks
+        assert each.bytes_moved == len(each.body)
+
+
+async def test_changes_that_were_lost_lead_to_a_broadcast_of_the_whole(holding, hosts, monkeypatch):
+    code = Changes._code
+
+    def spoilt(self, group):
+        found = code(self, group)
+        if group[0].offset:
+            del found.changes[-1]
+        return found
+
+    monkeypatch.setattr(Changes, "_code", spoilt)
+    found = await all_take(hosts[:2], (holding.version, holding.manifest), holding.told(2, 2))
+    for each in found:
+        assert same(each.body, holding.body) and each.bytes_moved == len(each.body)
+        assert each.fallbacks[0].startswith("delta over collective from trainer: a change of ")
+
+
+class Rank:
+    """A trainer's rank with its part of a version."""
+
+    def __init__(self, store, part):
+        self.store, self.part = store, part
+
+    def source(self):
+        return self.store.source(part_name(RUN), 1)
+
+
+@pytest.fixture
+async def ranks(tmp_path, monkeypatch):
+    """Three ranks, each with another number of tensors; `ranks[i].server` serves its part."""
+    monkeypatch.setattr(broadcasts, "GATHER_S", 30.0)
+    found = []
+    for index in range(3):
+        store = WeightStore(tmp_path / f"rank-{index}", f"trainer-{index}")
+        server = GrpcServer("127.0.0.1:0", token=None)
+        add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+        server.add_service(add, WeightServicer(store, Broadcasts()), "headrace.common.v1.WeightService")
+        store.address = await server.start()
+        layout = [(f"{index}.{i}", common_pb2.DATA_TYPE_UINT8, (100_000 * i + 7,)) for i in range(1 + index)]
+        pending = store.begin(part_name(RUN), 1, layout)
+        view = pending.whole()
+        view[:] = os.urandom(len(view))
+        view.release()
+        pending.seal(0, 0)
+        found.append(Rank(store, store.get(part_name(RUN), 1)))
+        found[-1].server = server
+    yield found
+    for rank in found:
+        await rank.server.drain(0)
+        rank.store.close()
+
+
+def parted(ranks):
+    """(version, manifest), source, body of what the ranks have."""
+    manifest = joined([rank.part.manifest for rank in ranks])
+    source = common_pb2.WeightSource(address=ranks[0].store.address, incarnation="trainer-0", receivers=2)
+    for rank in ranks:
+        source.parts.add(source=rank.source(), tensors=len(rank.part.manifest.entries))
+    described = common_pb2.PolicyVersion(number=1, digest=manifest.digest), manifest
+    return described, source, b"".join(bytes(rank.part.body) for rank in ranks)
+
+
+async def test_hosts_take_a_part_from_each_rank(ranks, hosts):
+    described, source, body = parted(ranks)
+    for each in await all_take(hosts[:2], described, source):
+        assert same(each.body, body) and not each.fallbacks and each.bytes_moved == len(body)
+        assert each.path is not None and same(each.path.read_bytes(), body)
+
+
+async def test_a_part_that_a_rank_does_not_broadcast_comes_another_way(ranks, hosts):
+    described, source, body = parted(ranks)
+    source.receivers = 1
+    ranks[1].store.ways[common_pb2.WEIGHT_TRANSPORT_COLLECTIVE] = lambda: "it has lost its network"
+    source.parts[1].source.CopyFrom(ranks[1].source())
+    store, ways = hosts[0]
+    found = await receive_weights(store, RUN, *described, [source], token=None, transports=ways)
+    assert same(found.body, body)
+    assert found.fallbacks == ["collective from trainer-1: it has lost its network"]
+
+
+async def test_a_rank_that_is_lost_is_named_and_nothing_is_held(ranks, hosts):
+    described, source, _ = parted(ranks)
+    source.receivers = 1
+    await ranks[2].server.drain(0)
+    store, ways = hosts[0]
+    with pytest.raises(ServiceError, match=r"collective from trainer-2.*grpc from trainer-2") as caught:
+        await receive_weights(store, RUN, *described, [source], token=None, transports=ways)
+    assert caught.value.reason == "WEIGHTS_UNAVAILABLE" and "trainer-1" not in caught.value.message
+    assert store.find(RUN, 1) is None and not list(store.directory.glob("*.weights"))
+
+
+@pytest.fixture
 def own_store(tmp_path):
     store = WeightStore(tmp_path / "here", "here")
     yield store
@@ -176,7 +332,7 @@ async def test_a_fleet_with_encryption_says_why_it_does_not_broadcast(source, ow
 
 
 async def test_an_expected_receiver_that_does_not_come_is_not_waited_for_long(source, own_store, monkeypatch):
-    monkeypatch.setattr(collective, "GATHER_S", 0.2)
+    monkeypatch.setattr(broadcasts, "GATHER_S", 0.2)
     source.groups.go_on.set()
     received = await take(source, own_store, source.told(2))
     assert received.transport == common_pb2.WEIGHT_TRANSPORT_COLLECTIVE

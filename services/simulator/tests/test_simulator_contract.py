@@ -27,6 +27,8 @@ REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
 every = pytest.mark.parametrize(
     "case", TESTED, ids=lambda case: case.name + ("-together" if case.together else "")
 )
+ours = pytest.mark.nightly if UNDER_TEST != "gymnasium" else lambda test: test
+"""What the service does alike with each simulator: nightly with those that take seconds to make."""
 
 
 @pytest.fixture
@@ -106,6 +108,7 @@ async def test_a_seed_decides_an_episode_and_other_seeds_are_other_goals(simulat
     assert not any(np.allclose(begins[i], begins[j], atol=1e-6) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
+@ours
 @every
 async def test_environments_of_a_pool_begin_differently(simulator, case, arrays):
     pool = await opened(simulator, case, count=2, seed=20)
@@ -115,6 +118,7 @@ async def test_environments_of_a_pool_begin_differently(simulator, case, arrays)
     assert not np.allclose(again, begun[0], atol=1e-6), "an episode without a seed goes on with the stream"
 
 
+@ours
 @every
 async def test_truncation_keeps_the_final_observation(simulator, case, arrays):
     chosen = None
@@ -139,6 +143,7 @@ async def test_truncation_keeps_the_final_observation(simulator, case, arrays):
         np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), atol=1e-9)
 
 
+@ours
 @every
 async def test_a_chunk_is_its_actions_one_by_one(simulator, case, arrays):
     pool, other = [await opened(simulator, case) for _ in range(2)]
@@ -195,6 +200,7 @@ async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
     np.testing.assert_allclose(seen[0], seen[1], atol=1e-9)
 
 
+@ours
 @every
 async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
     pool = await opened(simulator, case, count=2)
@@ -214,10 +220,11 @@ async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
     assert (both[0].status, both[1].status) == (OK, OK)
 
 
+@ours
 @every
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 async def test_a_killed_or_hung_child_is_made_anew(simulator, case, fault):
-    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=10.0)
+    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=4.0)
     before = {child.pid for child in psutil.Process().children()}
     await pool.send(pool.reset_operation(0), pool.reset_operation(1))
     action = actions(pool, 1)[0]
@@ -274,6 +281,7 @@ async def test_it_is_listed(simulator, case):
     assert (case.backend, case.name) in {(each.backend, each.name) for each in listed}
 
 
+@ours
 @every
 async def test_initial_states_can_be_chosen(simulator, case, arrays):
     pool = await opened(simulator, case)

@@ -143,8 +143,18 @@ class Walk:
         saved = whole_state(self.trainer_group, self.backend.weight_parts())
         assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
         self.check_narrow(weights)
+        self.check_owned(weights)
         moments = whole_state(self.trainer_group, self.backend.moment_parts())
         return weights | {f"moments/{name}": value for name, value in moments.items()}
+
+    def check_owned(self, weights: dict[str, torch.Tensor]) -> None:
+        """What each rank alone is given of a tensor is the whole."""
+        rank, ranks = self.trainer_group.rank, self.trainer_group.world_size
+        names = [name for name, _, _ in self.backend.weight_layout()]
+        owners = {name: (at * 7) % ranks for at, name in enumerate(names)}
+        own = {name: value.clone() for name, value in self.backend.weights(owners=owners)}
+        assert list(own) == [name for name in names if owners[name] == rank]
+        assert same(own, {name: weights[f"weights/{name}"].cpu() for name in own})
 
     def check_narrow(self, weights: dict[str, torch.Tensor]) -> None:
         """What ranks exchange in bf16 is what is cast of the whole."""

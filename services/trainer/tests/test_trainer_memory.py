@@ -20,6 +20,7 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import (
     COPY,
     GIB,
+    LENT,
     MemoryPlan,
     Room,
     Rooms,
@@ -112,6 +113,20 @@ def test_a_host_without_room_for_the_copy_saves_in_place(make_config):
     assert not plan.saves_in_place and "training waits" not in plan.reason
     adapters = make_config(trainer={"ranks": 1, "lora": {"rank": 4}})
     assert COPY in planned(adapters, rooms=Rooms(Room("host memory", 1, 2**50), None)).host
+
+
+def test_what_the_leader_lends_is_planned_where_it_fits_and_costs_no_layout(make_config):
+    config = make_config() | {"placement": {"mode": "disaggregated"}}
+    lending = config | {"weights": {"transports": ["cuda_ipc", "shm", "grpc"]}}
+    without, plan = planned(config, rooms=GPU), planned(lending, rooms=GPU)
+    assert plan.lends and plan.device[LENT] == 2 * plan.host["published versions"] // 3
+    assert LENT not in without.device and LENT not in planned(lending).device
+    room = Room("GPU memory", int(1.2 * sum(without.device.values())), 2**50)
+    short = planned(lending, rooms=Rooms(ROOMY.host, room))
+    assert (short.layout, dict(short.device)) == (without.layout, dict(without.device)) and not short.lends
+    assert "cuda_ipc gives way to shm" in short.reason
+    by_ranks = planned(config | {"weights": {"publish": "ranks"}}, ranks=2)
+    assert 2 * by_ranks.host["published versions"] == without.host["published versions"]
 
 
 def test_a_layout_is_taken_where_a_tenth_more_fits_and_the_host_has_its_part(make_config):

@@ -8,8 +8,12 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.backends.fsdp.attending.attention import WIDENED_TOKENS, attend_to_trees
-from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
+from headrace_trainer.backends.fsdp.attending.prefixes import (
+    WIDENED_TOKENS,
+    attend_to_trees,
+    attends_along_paths,
+    shares_prefixes,
+)
 from headrace_trainer.backends.fsdp.models import FsdpModels
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from headrace_modelkit.weights import CheckpointNames
 from headrace_servicekit.weights import WeightStore
 from headrace_trainer.backends.fsdp.host_copies import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
+from headrace_trainer.session.parts import RankPart, owners_of, staged_parts
 from headrace_trainer.session.publishing import CAST_ELEMENTS, Publisher
 
 LAYOUT = [("embed", "bfloat16", (3, CAST_ELEMENTS)), ("head", "bfloat16", (7,)), ("seen", "int64", ())]
@@ -41,6 +43,36 @@ def test_a_tensor_with_nan_is_named_and_the_version_before_stays(store):
     publisher.stage(3, weights(head=torch.tensor([math.inf, -math.inf, 1, 1, 1, 1, 1])))
     publisher.publish(Version(3, 1, 1, ""))
     assert store.find("runs/r", 3)
+
+
+def test_a_part_with_nan_is_named_with_its_rank_once_the_others_have_theirs(store):
+    class Gathering:
+        def weight_layout(self):
+            return LAYOUT
+
+        def weights(self, *, published, owners):
+            assert published and owners == {"embed": 0, "head": 1, "seen": 1}
+            yield "embed", torch.full((3, CAST_ELEMENTS), math.nan)
+            asked.append("the rest")
+
+    asked, part = [], RankPart(store, "runs/r", 0, 2)
+    with pytest.raises(Refusal, match="tensor embed") as caught:
+        part.stage(Gathering(), lambda: CheckpointNames({}), 1)
+    assert asked == ["the rest"]
+    answers = [("", "", b""), (caught.value.reason, caught.value.message, b"")]
+    with pytest.raises(Refusal, match="rank 1: tensor embed") as told:
+        staged_parts(answers)
+    assert told.value.reason == "NONFINITE_WEIGHTS" and not list(store.directory.glob("*.weights"))
+
+
+def test_ranks_own_tensors_that_follow_each_other_and_take_turns():
+    sizes = [7, 1, 1, 9, 4, 4, 4, 2]
+    layout = [(f"w{index}", "bfloat16", (size, 3)) for index, size in enumerate(sizes)]
+    owners = owners_of(layout, 3)
+    in_body = [owners[name] for name, _, _ in layout]
+    assert in_body == sorted(in_body) and set(in_body) == {0, 1, 2}
+    assert list(owners.values())[:3] == [0, 1, 2]
+    assert set(owners_of(layout[:2], 4).values()) < {0, 1, 2, 3}, "a rank may have none"
 
 
 def test_a_copy_on_the_host_holds_while_the_next_one_comes():

@@ -13,10 +13,15 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.transfer import byte_transports, receive_weights
+from headrace_servicekit.weights.transports import Links
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
 
@@ -169,6 +174,48 @@ async def test_two_ranks_equal_one(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert reason_of(caught.value) == "NOT_LEADER"
+
+
+async def test_each_rank_publishes_its_part(
+    pair, client, make_config, make_settled, settled_digest, tmp_path
+):
+    """No rank has the whole; two receivers assemble it, first of all bytes, then of changes."""
+    leader, follower, _ = pair
+    weights = {"publish": "ranks", "transports": ["collective", "delta", "grpc"]}
+    config = make_config(
+        model={"dtype": "bfloat16"}, optimizer={"lr": 1e-6}, trainer={"ranks": 2}, weights=weights
+    )
+    await form(leader, follower, config)
+    version, wholes = (await leader.restore("", 1)).version, []
+    alone = await client.open(config)
+    assert version.digest == alone.version.digest
+    stores = [WeightStore(tmp_path / f"host-{index}", f"rollout-{index}") for index in range(2)]
+    ways = [byte_transports(weights["transports"], Links(always=True), Broadcasts()) for _ in stores]
+
+    async def receive(published, index):
+        source = published.source
+        source.receivers = len(stores)
+        taken = published.version, published.manifest, [source]
+        return await receive_weights(stores[index], leader.run, *taken, token=None, transports=ways[index])
+
+    for number in (1, 2):
+        published = await leader.publish(number)
+        assert published.version.digest == version.digest and len(published.source.parts) == 2
+        found = await asyncio.gather(*(receive(published, index) for index in range(2)))
+        assert not any(each.fallbacks for each in found)
+        assert {each.transport for each in found} == {common_pb2.WEIGHT_TRANSPORT_COLLECTIVE}
+        moved, whole = [each.bytes_moved for each in found], published.manifest.size_bytes
+        assert moved == [whole] * 2 if number == 1 else 0 < max(moved) < whole / 2
+        with pytest.raises(grpc.aio.AioRpcError, match="not in this weight store"):
+            await leader.body(number)
+        wholes.append(bytes(found[0].body))
+        if number == 1:
+            [reply] = await train(leader, make_settled, settled_digest, version, 1)
+            version = reply.version
+    await client.publish(1)
+    assert wholes[0] == await client.body(1) and wholes[1] != wholes[0]
+    for store in stores:
+        store.close()
 
 
 async def test_two_ranks_train_adapters_beside_bf16_weights(

@@ -2,6 +2,7 @@
 
 from headrace_schema.resources.evaluations import ComparisonView as Comparison
 from headrace_schema.resources.evaluations import EvaluationRunView as EvaluationRun
+from headrace_schema.resources.evaluations import EvaluationView as Evaluation
 from headrace_schema.resources.evaluations import VideoView as Video
 from headrace_schema.resources.fleet import DeviceView as Device
 from headrace_schema.resources.fleet import HealthView as Health
@@ -11,7 +12,6 @@ from headrace_schema.resources.fleet import LeaseView as Lease
 from headrace_schema.resources.views import CertificateView as Certificate
 from headrace_schema.resources.views import CheckpointView as Checkpoint
 from headrace_schema.resources.views import CountsView as Counts
-from headrace_schema.resources.views import EvaluationView as Evaluation
 from headrace_schema.resources.views import EventView as Event
 from headrace_schema.resources.views import PolicyView as Policy
 from headrace_schema.resources.views import RecordingListView as Recordings

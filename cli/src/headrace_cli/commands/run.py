@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.export import export
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
 from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
-
-PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
 
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
 
@@ -321,99 +318,5 @@ def open_run(
     show_link(link, browser, as_json)
 
 
-@app.command()
-def logs(
-    run: RunId,
-    after: Annotated[int, typer.Option(help="Only events with a higher id.")] = 0,
-    instance: Annotated[
-        str, typer.Option(help="Only events that name this instance, such as rollout-0.")
-    ] = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
-    """Print a run's events as they happen, until it ends."""
-    from headrace_cli.show.reporters import event_line
-
-    with connect(find_target(url, data_dir)) as client:
-        client.get(run)
-        names = _names_of(client, instance) if instance else []
-    with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
-        for event in client.events(run, after):
-            if names and not any(name in json.dumps(event.data) for name in names):
-                continue
-            if as_json:
-                print_json(event.raw)
-            else:
-                console().print(event_line(event), markup=False, soft_wrap=True)
-
-
-def _names_of(client: Client, instance: str) -> list[str]:
-    """How events name an instance: by its name, and by the id of its process. CommandError where none has the name."""
-    known = [(item.name.rpartition("/")[2], item.incarnation) for item in client.instances()]
-    names = sorted({name for name, _ in known})
-    if instance not in names:
-        fix = f"the fleet has {', '.join(names) or 'none'}"
-        raise user_error("--instance", f"there is no instance {instance!r}", fix)
-    return [instance, *(incarnation for name, incarnation in known if name == instance and incarnation)]
-
-
-@app.command()
-def trajectories(
-    run: RunId,
-    step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
-    """Show what the policy answered and what it was worth."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.trajectories(run, step, limit)
-    if as_json:
-        print_json({"trajectories": [item.raw for item in found]})
-        return
-    from headrace_cli.show.runs import trajectories_list
-
-    console().print(trajectories_list(found, console().width) if found else "no settled trajectories")
-
-
-@app.command()
-def endpoint(
-    run: RunId,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the run is served.")] = 120.0,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
-    """Print where clients speak with the policy of an online run: eval "$(headrace run endpoint RUN)"."""
-    import time
-
-    with connect(find_target(url, data_dir)) as client:
-        late = time.monotonic() + wait
-        base_url, key = client.endpoint(run)
-        while not base_url and time.monotonic() < late and not client.get(run).ended:
-            time.sleep(0.5)
-            base_url, key = client.endpoint(run)
-    if not base_url:
-        fix = f"look at it: headrace run get {run}"
-        raise user_error("RUN", "no rollout has the run open now, so nobody would answer", fix)
-    if as_json:
-        print_json({"base_url": base_url, "api_key": key})
-        return
-    typer.echo(f"export OPENAI_BASE_URL={base_url}\nexport OPENAI_API_KEY={key}")
-
-
-@app.command()
-def certificates(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
-    """Show what each update was made from."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.certificates(run)
-    if as_json:
-        print_json({"certificates": [item.raw for item in found]})
-        return
-    from headrace_cli.show.runs import certificates_table
-
-    console().print(certificates_table(found) if found else "no updates yet")
+for _command in (logs, trajectories, endpoint, certificates):
+    app.command()(_command)

@@ -1,6 +1,6 @@
-"""A body from one process to many at once, over a process group that lives as long as the broadcast.
+"""Pieces of bytes from one process to many at once, over a process group that lives as long as the broadcast.
 
-Over Gloo each member passes on to the next what it got, so that a link carries the body once, however many there are;
+Over Gloo each member passes on to the next what it got, so that a link carries them once, however many there are;
 NCCL finds the way itself. Knows no versions and no digests; whoever uses it gives it a thread.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 GLOO, NCCL = "gloo", "nccl"
 BUCKET_BYTES = {GLOO: 8 << 20, NCCL: 64 << 20}
+MOST_BYTES = 128 << 20
+"""Of a piece: more is no broadcast's."""
+MOST_UNDER_WAY = 3
+"""Messages of Gloo: a piece with its size, and the next one's size."""
 STALL_S = 5.0
 """A member that moves nothing for so long is lost, and the broadcast with it."""
 FORMING_S = 30.0
@@ -72,62 +77,83 @@ class Broadcasts:
         return Group(gloo(store, rank, size, chosen), rank, size, None)
 
 
+class _Room:
+    """Where a piece arrives, and what still reads it there."""
+
+    def __init__(self) -> None:
+        self.size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.passed_on: list[Any] = []
+
+
 class Group:
     """One broadcast. A failure raises RuntimeError, and leaves the group useless."""
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device | None) -> None:
         self._group, self._rank, self._size, self._device = group, rank, size, device
         self._limit_s = FORMING_S
-        self._bucket = BUCKET_BYTES[NCCL if device is not None else GLOO]
 
-    def send(self, body: memoryview, goes_on: Callable[[int], bool]) -> None:
-        """Sends a body; `goes_on` is asked before each bucket, with its end."""
+    @property
+    def bucket(self) -> int:
+        """Bytes of a piece that keep the network busy."""
+        return BUCKET_BYTES[NCCL if self._device is not None else GLOO]
+
+    def send(self, pieces: Iterable[memoryview | bytes]) -> None:
+        """Sends pieces of up to MOST_BYTES, and that there are no more."""
         with self._ending():
-            whole = torch.frombuffer(body, dtype=torch.uint8)
-            sent: list[Any] = []
-            for offset in range(0, len(body), self._bucket):
-                if not goes_on(min(offset + self._bucket, len(body))):
-                    raise RuntimeError("the broadcast was ended")
-                part = whole[offset : offset + self._bucket]
-                if self._device is not None:
-                    with torch.cuda.device(self._device):
-                        self._await(self._group.broadcast([part.to(self._device)], _from(0)))
-                    continue
-                if len(sent) == 2:  # One is on its way while the next one is handed over.
-                    _wait(sent.pop(0))
-                sent.append(self._group.send([part], 1, 0))
-            for work in sent:
+            sent: list[tuple[Any, Tensor]] = []
+            for piece in chain(pieces, [b""]):
+                size = torch.tensor([len(piece)], dtype=torch.int64, device="cpu")
+                parts = [size, torch.frombuffer(piece, dtype=torch.uint8)] if len(piece) else [size]
+                for part in parts:
+                    if self._device is not None:
+                        self._broadcast(part.to(self._device))
+                    else:
+                        sent.append((self._group.send([part], 1, 0), part))
+                while (
+                    len(sent) > MOST_UNDER_WAY
+                ):  # The next ones are handed over while these are on their way.
+                    _wait(sent.pop(0)[0])
+            for work, _ in sent:
                 _wait(work)
 
-    def receive(self, size: int) -> Iterator[memoryview]:
-        """The pieces of a body of `size` bytes; each holds until the one after the next is asked for."""
+    def receive(self) -> Iterator[memoryview]:
+        """The pieces; each holds until the one after the next is asked for."""
         with self._ending():
-            buckets = [self._bucket_of(min(size, self._bucket)) for _ in range(2)]
-            passed_on: list[Any] = [None, None]
-            last = self._rank + 1 == self._size
-            for index, offset in enumerate(range(0, size, self._bucket)):
-                place = index % 2
-                part = buckets[place][: min(self._bucket, size - offset)]
-                if passed_on[place] is not None:
-                    _wait(passed_on[place])
-                if self._device is not None:
-                    self._from_device(part)
-                else:
-                    _wait(self._group.recv([part], self._rank - 1, 0))
-                    passed_on[place] = None if last else self._group.send([part], self._rank + 1, 0)
-                yield memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs hide the buffer
-            for work in passed_on:
-                if work is not None:
+            rooms = [_Room(), _Room()]
+            for room in cycle(rooms):
+                for work in room.passed_on:
                     _wait(work)
+                room.passed_on.clear()
+                self._take(room.size, room)
+                size = int(room.size)
+                if not size:
+                    break
+                if size > MOST_BYTES:
+                    raise RuntimeError(f"a piece of {size} bytes")
+                if size > len(room.bytes):
+                    room.bytes = torch.empty(
+                        size, dtype=torch.uint8, device="cpu", pin_memory=self._device is not None
+                    )
+                part = room.bytes[:size]
+                self._take(part, room)
+                yield memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs hide the buffer
+            for work in (work for room in rooms for work in room.passed_on):
+                _wait(work)
 
-    def _bucket_of(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._device is not None)
+    def _take(self, part: Tensor, room: _Room) -> None:
+        """Fills it with what the member before sends, and passes that on."""
+        if self._device is not None:
+            part.copy_(self._broadcast(torch.empty_like(part, device=self._device)))
+            return
+        _wait(self._group.recv([part], self._rank - 1, 0))
+        if self._rank + 1 < self._size:
+            room.passed_on.append(self._group.send([part], self._rank + 1, 0))
 
-    def _from_device(self, part: Tensor) -> None:
+    def _broadcast(self, part: Tensor) -> Tensor:
         with torch.cuda.device(self._device):
-            arrived = torch.empty(len(part), dtype=torch.uint8, device=self._device)
-            self._await(self._group.broadcast([arrived], _from(0)))
-            part.copy_(arrived)
+            self._await(self._group.broadcast([part], _from(0)))
+        return part
 
     def _await(self, work: Any) -> None:
         """Waits on the host: of a dead peer's collective NCCL's own wait tells nothing."""

@@ -101,16 +101,26 @@ class DeviceCopy:
 
 
 class DeviceCopies:
-    """Bodies on a process's GPU, each for as long as somebody reads it. `device` tells the GPU, or None."""
+    """Bodies on a process's GPU, each for as long as somebody reads it. `device` tells the GPU, or None; `withheld` why
+    it has no room for them.
+    """
 
-    def __init__(self, device: Callable[[], torch.device | None], layer: Layer | None = None) -> None:
-        self._device, self._layer = device, layer or Cuda()
+    def __init__(
+        self,
+        device: Callable[[], torch.device | None],
+        layer: Layer | None = None,
+        *,
+        withheld: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._device, self._layer, self._withheld = device, layer or Cuda(), withheld
         self._copies: dict[Hashable, DeviceCopy] = {}
         self._lock = threading.Lock()
 
     def why_not(self) -> str:
         """Why nothing can be lent now; empty where it can."""
-        return "" if self._layer.name(self._device()) else "the source computes on no GPU now"
+        if not self._layer.name(self._device()):
+            return "the source computes on no GPU now"
+        return self._withheld()
 
     def lend(self, key: Hashable, body: memoryview, places: Sequence[Place]) -> tuple[DeviceCopy, Handle]:
         """The body's copy, made at the first call, and a handle of it. Raises RuntimeError."""

@@ -29,7 +29,7 @@ from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_name
-from headrace_servicekit.rpc.server import AddServicer, GrpcServer
+from headrace_servicekit.rpc.server import AddServicer, GrpcServer, check_listen
 from headrace_servicekit.weights import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
@@ -66,6 +66,7 @@ class Instance:
         """Incarnations of instances that this one works with and has lost; each heartbeat says so."""
         self.failure = ""
         self.token = config.read_token()
+        check_listen(config.listen, self.token)  # before the service imports what takes seconds
         secrets = (config.token_file, config.data_dir / "token", config.data_dir / "http-token")
         hide_from_workers(*(path for path in secrets if path is not None))
         self._weights: WeightStore | None = None

@@ -1,19 +1,182 @@
-"""Functions of a user's file as scorers: found, imported beside their neighbours, called by their parameters' names."""
+"""Functions of a user's file as scorers: found, imported beside their neighbours, called by their parameters' names.
+
+No argument is given by its place alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import inspect
+import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from headrace_reward.arguments import SIGNATURE, Arguments
 from headrace_reward.scorers.base import Answer, ScorerError
+
+SIGNATURE = "def score(prompt: str, completion: str, reference: str, metadata: dict) -> float | dict[str, float] | None"
+
+
+def _turns(answer: Answer, text: str, role: str) -> Any:
+    """As TRL gives it: text, or messages where the data's prompts are messages."""
+    return [{"role": role, "content": text}] if answer.messages else text
+
+
+def _tokens(answer: Answer) -> Answer:
+    """The answer, where its tokens are known."""
+    if not answer.prompt_ids:
+        raise LookupError(
+            "it takes tokens, and this answer comes without: of a file, write raw_prompt, raw_completion, prompt_ids "
+            "and completion_ids"
+        )
+    return answer
+
+
+def _group(answer: Answer) -> list[str]:
+    if not answer.group:
+        raise LookupError(
+            "it takes the group, which only stages that wait for groups have (reward.give: [group])"
+        )
+    return list(answer.group)
+
+
+def _ground_truth(answer: Answer) -> Any:
+    """As the row of verl has it: a number stays one, and an object too, whose text the reference is."""
+    section = (answer.metadata or {}).get("reward_model")
+    given = section.get("ground_truth") if isinstance(section, Mapping) else None
+    same = given is not None and answer.reference in (str(given), json.dumps(given))
+    return given if same else answer.reference
+
+
+SINGLE: dict[str, Callable[[Answer], Any]] = {
+    "prompt": lambda answer: answer.prompt,
+    "completion": lambda answer: answer.completion,
+    "reference": lambda answer: answer.reference,
+    "metadata": lambda answer: dict(answer.metadata or {}),
+    "messages": lambda answer: list(answer.messages),
+    "finish_reason": lambda answer: answer.finish_reason,
+    "token_count": lambda answer: answer.token_count,
+    "raw_prompt": lambda answer: _tokens(answer).raw_prompt,
+    "raw_completion": lambda answer: _tokens(answer).raw_completion,
+    "prompt_ids": lambda answer: list(_tokens(answer).prompt_ids),
+    "completion_ids": lambda answer: list(_tokens(answer).completion_ids),
+    "group": lambda answer: _group(answer),
+    "episode": lambda answer: answer.episode,
+    # verl
+    "data_source": lambda answer: (answer.metadata or {}).get("data_source", ""),
+    "solution_str": lambda answer: answer.completion,
+    "ground_truth": _ground_truth,
+    "extra_info": lambda answer: dict((answer.metadata or {}).get("extra_info") or {}),
+}
+"""What a parameter of a function of one answer gets."""
+BATCHED: dict[str, Callable[[Answer], Any]] = {
+    "prompts": lambda answer: list(answer.messages) or answer.prompt,
+    "completions": lambda answer: _turns(answer, answer.completion, "assistant"),
+    "references": lambda answer: answer.reference,
+    "metadata": lambda answer: dict(answer.metadata or {}),
+    "messages": lambda answer: list(answer.messages),
+    "finish_reasons": lambda answer: answer.finish_reason,
+    "token_counts": lambda answer: answer.token_count,
+    "episodes": lambda answer: answer.episode,
+    "raw_prompts": lambda answer: _tokens(answer).raw_prompt,
+    "raw_completions": lambda answer: _tokens(answer).raw_completion,
+    "groups": lambda answer: _group(answer),
+    # TRL
+    "prompt_ids": lambda answer: list(_tokens(answer).prompt_ids),
+    "completion_ids": lambda answer: list(_tokens(answer).completion_ids),
+    # verl
+    "data_sources": lambda answer: SINGLE["data_source"](answer),
+    "solution_strs": lambda answer: answer.completion,
+    "ground_truths": _ground_truth,
+    "extra_infos": lambda answer: SINGLE["extra_info"](answer),
+}
+"""What each entry of a parameter of a function of batches is of one answer."""
+MARKS = ("completions", "solution_strs")
+"""The parameters by which a function of batches is known."""
+OF_TOKENS = frozenset(
+    {"raw_prompt", "raw_completion", "raw_prompts", "raw_completions", "prompt_ids", "completion_ids"}
+)
+"""Parameters that need `reward.give: [tokens]`."""
+OF_GROUP = frozenset({"group", "groups"})
+"""Parameters that need `reward.give: [group]`."""
+OF_TRL_ALONE = ("trainer_state", "log_extra", "log_metric")
+"""What only TRL's own trainer can give; functions that take `**kwargs` do without."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one function. `columns` are parameters that get the data's column of that name."""
+
+    names: tuple[str, ...]
+    batched: bool
+    columns: tuple[str, ...] = ()
+    others: bool = False
+    """The function takes `**kwargs`: of a batch, all other columns of the data."""
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any], give: Collection[str] = ()) -> Arguments:
+        """Reads a function's parameters; `give` is `reward.give`. Raises TypeError naming one that gets nothing."""
+        parameters = inspect.signature(function).parameters.values()
+        if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            raise TypeError("it takes *args, but arguments are given by name")
+        named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+        others = len(named) < len(parameters)
+        if places := [each.name for each in named if each.kind is each.POSITIONAL_ONLY]:
+            raise TypeError(f"its parameter {places[0]!r} can only be given by place")
+        batched = any(each.name in MARKS for each in named)
+        known = BATCHED if batched else SINGLE
+        for name in (each.name for each in named):
+            for what, those in (("tokens", OF_TOKENS), ("group", OF_GROUP)):
+                if name in known and name in those and what not in give:
+                    raise TypeError(f"it takes {name!r}, which scorers get with reward.give: [{what}]")
+        unknown = [each for each in named if each.name.lstrip("_") not in known]
+        wanted = [each.name for each in unknown if each.default is each.empty]
+        if batched and (of_trl := [name for name in wanted if name in OF_TRL_ALONE]):
+            raise TypeError(f"it takes {of_trl[0]!r}, which only TRL's trainer has")
+        if wanted and not batched:
+            raise TypeError(f"its parameter {wanted[0]!r} is none of {', '.join(known)}")
+        names = tuple(each.name for each in named if each.name.lstrip("_") in known)
+        if not names:
+            raise TypeError(f"it takes none of {', '.join(known)}")
+        return cls(names, batched, tuple(wanted), others)
+
+    def of(self, answer: Answer) -> dict[str, Any]:
+        """The arguments of one answer; those of a function of batches are lists of one."""
+        if self.batched:
+            return self.of_batch([answer])
+        return {name: SINGLE[name.lstrip("_")](answer) for name in self.names}
+
+    def of_batch(self, answers: list[Answer]) -> dict[str, Any]:
+        """The arguments of several answers. Raises LookupError naming a column that an item lacks."""
+        given: dict[str, Any] = {
+            name: [BATCHED[name.lstrip("_")](answer) for answer in answers] for name in self.names
+        }
+        rows = [_columns(answer) for answer in answers]
+        columns = dict.fromkeys(
+            [*self.columns, *((name for row in rows for name in row) if self.others else ())]
+        )
+        for name in columns:
+            if name in given:
+                continue
+            if (
+                name in self.columns
+                and (lacking := next((row for row in rows if name not in row), None)) is not None
+            ):
+                known = ", ".join(lacking) or "none"
+                raise LookupError(f"it takes the column {name!r}, which an item lacks; columns: {known}")
+            given[name] = [row.get(name) for row in rows]
+        return given
+
+
+def _columns(answer: Answer) -> Mapping[str, Any]:
+    """The columns of an item, as far as the answers of a row travel."""
+    return {"answer": answer.reference, **(answer.metadata or {})}
+
 
 _MODULE = "headrace_user_scorer_"
 

@@ -79,6 +79,7 @@ def second_tokens(model: Any) -> list[float]:
     return ((first / first.sum()) @ second).tolist()
 
 
+@pytest.mark.nightly  # a start of the engine, as each below; that vLLM takes the option is seen last
 async def test_drafts_from_the_sequence_keep_the_distribution(rig_with):
     rig = await rig_with({"speculative": {"method": "ngram", "tokens": 3}})
     await check_exact(rig)
@@ -86,7 +87,7 @@ async def test_drafts_from_the_sequence_keep_the_distribution(rig_with):
     await rig.serves(rig.model_b)
 
 
-@pytest.mark.nightly  # a start of the engine each
+@pytest.mark.nightly
 async def test_drafts_of_a_smaller_model_keep_the_distribution_also_after_an_install(rig_with, tmp_path):
     """Its weights are its own: an install of the policy leaves them."""
     draft = make_model(3, num_hidden_layers=1)

@@ -7,9 +7,10 @@ could not have gone through a step, and one that is taken may still run out of m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from headrace_modelkit.device_memory import MOST_COPIES, SPARE_BYTES
 from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import host_memory
@@ -23,6 +24,8 @@ TOKEN_BYTES = 120
 """Of a kept answer's token: id, position, engine log-prob and version, as entries of lists and their objects."""
 COPY = "checkpoint copy"
 """Part of the host's memory: what a rank writes behind training, as it was at the step's end."""
+LENT = "lent versions"
+"""Part of the leader's GPU: copies that engines of its host map (`cuda_ipc`), of the version they read and the next."""
 LEADERS = {"published versions", "kept groups"}
 """Parts that the leader alone has."""
 VALUE_BYTES = 40
@@ -52,6 +55,8 @@ class MemoryPlan:
     layout: str = ""
     tried: tuple[Tried, ...] = ()
     saves_in_place: bool = False
+    lends: bool = True
+    """Whether there is room for LENT, where the run asks for it; else its engines read the host's memory (`shm`)."""
     would_fit: str | None = ""
     """How many ranks would have room, where these have not; None where no number of them has."""
 
@@ -71,6 +76,10 @@ class MemoryPlan:
             words += ", ".join(f"{each.layout} needs {_gib(each.device or each.host)}" for each in others)
         if self.saves_in_place:
             words += "; the host has no room for a copy of the state, so training waits while a checkpoint is written"
+        if not self.lends:
+            words += (
+                "; beside it the leader's GPU has no room for versions to lend, so cuda_ipc gives way to shm"
+            )
         return words
 
     def figures(self) -> dict[str, float]:
@@ -120,6 +129,24 @@ def kept_bytes(config: TrainerConfig, algorithm: Algorithm) -> int:
     made = 1 + (algorithm.critic is not None)  # advantages, and returns
     each = TOKEN_BYTES + VALUE_BYTES * (len(algorithm.columns) + made)
     return samples * config.sampling.max_new_tokens * each
+
+
+def lent_bytes(config: TrainerConfig, version_bytes: int) -> int:
+    """Of the leader's GPU, for versions of so many bytes; 0 where no engine on another device maps them."""
+    weights = config.weights
+    lends = "cuda_ipc" in weights.transports and config.placement.mode == "disaggregated"
+    return MOST_COPIES * version_bytes if lends and weights.publish == "leader" else 0
+
+
+def with_room_to_lend(plan: MemoryPlan, rooms: Rooms, margin: float = 1.0) -> MemoryPlan:
+    """The plan, without what is lent where the GPU has no room for it: no layout is chosen for it that costs steps."""
+    if rooms.device is None or not plan.device.get(LENT):
+        return plan
+    if margin * sum(plan.device.values()) + SPARE_BYTES <= rooms.device.free:
+        return plan
+    return replace(
+        plan, device={part: size for part, size in plan.device.items() if part != LENT}, lends=False
+    )
 
 
 def host_bytes(plan: MemoryPlan, ranks_here: int) -> int:

@@ -33,6 +33,7 @@ from headrace_trainer.group.rounds import RoundLost, Rounds
 from headrace_trainer.kinds import RunKind, run_kind
 from headrace_trainer.learning.step import StepState
 from headrace_trainer.session.helping import check_helped
+from headrace_trainer.session.parts import RankPart
 from headrace_trainer.session.session import Session
 
 _log = get_logger(__name__)
@@ -66,7 +67,7 @@ class Trainer:
         self._session: Session | None = None
         self._follower: threading.Thread | None = None
         self.device = LeasedDevice()
-        self.copies = DeviceCopies(self.own_device)
+        self.copies = DeviceCopies(self.own_device, withheld=self._lends_nothing)
         """Versions on this rank's GPU that others map."""
         self.suspended = False
         self._kept = False
@@ -251,6 +252,12 @@ class Trainer:
         """Where this rank computes; None without a trainer group, and while its memory is released."""
         return self._ranks.device if self._ranks is not None and not self.suspended else None
 
+    def _lends_nothing(self) -> str:
+        """Why this rank lends no copy of a version."""
+        if self._rank is None or self._rank.lends_versions:
+            return ""
+        return "a step needs the GPU memory that copies of versions would take"
+
     def suspend(self, *, keep: bool = False) -> tuple[int, Memory]:
         """Releases the device between rounds; bytes released, and what was measured on it then.
 
@@ -285,6 +292,8 @@ class Trainer:
         if self._config is None or self._ranks is None or self._rank is not None:
             return
         self._rank = rank = Rank(self._config, self._ranks, self.device, self._directory.parent)
+        if self._config.weights.publish == "ranks":
+            rank.own_part = RankPart(self._store(), self._run, self._ranks.rank, self._ranks.world_size)
         self._rounds = rounds = Rounds(
             rank,
             holds_lease=lambda: not self.suspended and self._holds_lease(),
@@ -305,6 +314,8 @@ class Trainer:
             return
         if self._ranks.leads:
             self._dismiss(self._ranks)
+        if self._rank is not None and self._rank.own_part is not None:
+            self._rank.own_part.close()
         self._ranks = self._rank = self._rounds = None
         if self._session is not None and not self._session.carried_number:
             self._end_session()

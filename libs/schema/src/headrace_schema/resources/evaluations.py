@@ -46,6 +46,33 @@ class EpisodeFigures(Resource):
     note: str = Field(default="", description="what a reader has to know of the figures, in words")
 
 
+class EvaluationView(EpisodeFigures):
+    """One evaluation of held-out items."""
+
+    kind: str = Field(
+        description="heldout, a name of evaluation.data, or baseline_prefill: the untrained model with its answer begun"
+    )
+    step: int = Field(description="ordinal of the evaluated version")
+    version: int
+    score: float = Field(description="mean weighted score over all answers")
+    parts: dict[str, float] = Field(description="mean of each scorer before weighting")
+    answers: int = Field(description="answers that are scored, of which all figures are")
+    unanswered: int = Field(
+        default=0,
+        description="answers that an environment, an engine or a scorer failed at; no figure has them",
+    )
+    failure: str = Field(default="", description="why the first of them is missing")
+    score_low: float | None = Field(
+        default=None, description="95% interval of the score over prompts; none: one prompt"
+    )
+    score_high: float | None = None
+    pass_at: dict[str, float] = Field(
+        default_factory=dict,
+        description="k → share of prompts of which one in k answers passes (unbiased estimate)",
+    )
+    examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
+
+
 class SuiteResultView(EpisodeFigures):
     """What an evaluation found."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resources.evaluations import EpisodeFigures, SuiteEvaluationView
+from headrace_schema.resources.evaluations import EvaluationView, SuiteEvaluationView
 from headrace_schema.resources.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -28,33 +28,6 @@ class EndpointView(Resource):
         description="of the HTTP API: OPENAI_BASE_URL; empty: no rollout has the run open now"
     )
     api_key: str = Field(description="what clients show: OPENAI_API_KEY")
-
-
-class EvaluationView(EpisodeFigures):
-    """One evaluation of held-out items."""
-
-    kind: str = Field(
-        description="heldout, a name of evaluation.data, or baseline_prefill: the untrained model with its answer begun"
-    )
-    step: int = Field(description="ordinal of the evaluated version")
-    version: int
-    score: float = Field(description="mean weighted score over all answers")
-    parts: dict[str, float] = Field(description="mean of each scorer before weighting")
-    answers: int = Field(description="answers that are scored, of which all figures are")
-    unanswered: int = Field(
-        default=0,
-        description="answers that an environment, an engine or a scorer failed at; no figure has them",
-    )
-    failure: str = Field(default="", description="why the first of them is missing")
-    score_low: float | None = Field(
-        default=None, description="95% interval of the score over prompts; none: one prompt"
-    )
-    score_high: float | None = None
-    pass_at: dict[str, float] = Field(
-        default_factory=dict,
-        description="k → share of prompts of which one in k answers passes (unbiased estimate)",
-    )
-    examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
 
 
 class StepView(Resource):

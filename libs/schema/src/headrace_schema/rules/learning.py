@@ -133,6 +133,9 @@ def lora(spec: RunSections) -> Iterator[KeyProblemView]:
     trainer, algorithm = spec.trainer, spec.algorithm
     if spec.weights.lora == "adapter" and (reason := _published_whole(spec)):
         yield problem("weights.lora", reason, "set weights.lora: auto")
+    if spec.weights.publish == "ranks" and not _published_whole(spec) and spec.weights.lora != "merged":
+        reason = "adapters alone are a version of one rank"
+        yield problem("weights.publish", reason, "set weights.publish: leader, or weights.lora: merged")
     if trainer.lora is None or spec.workflow == "embodied":
         return
     fix = ", or remove trainer.lora"

@@ -18,9 +18,10 @@ class WeightsSection(Section):
         default=["shm", "delta", "grpc"],
         description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. cuda_ipc: as "
         "shm, and a copy on the trainer's GPU is mapped beside it for the swap. collective: a broadcast to all hosts "
-        "at once by a process group, NCCL or Gloo. delta: what has changed against the version that the rollout holds. "
-        "grpc: the whole. One that fails, or cannot be had, leads to the next for the same version, and the run's "
-        "events say so; ways within a host come before the others in any order",
+        "at once by a process group, NCCL or Gloo; of changes, where delta stands behind it. delta: what has changed "
+        "against the version that the rollout holds. grpc: the whole. One that fails, or cannot be had, leads to the "
+        "next for the same version, and the run's events say so; ways within a host come before the others in any "
+        "order",
     )
     delta: Literal["auto", "always"] = Field(
         default="auto",
@@ -32,7 +33,12 @@ class WeightsSection(Section):
         description="versions of which one comes whole; with delta: auto also those of which one comes by its changes "
         "where the whole is quicker, so that both stay measured",
     )
-
+    publish: Literal["leader", "ranks"] = Field(
+        default="leader",
+        description="who casts, hashes and sends a version of a trainer with several ranks. leader: rank 0 gathers the "
+        "whole. ranks: each gathers an equal part of the tensors and sends it, by collective, delta or grpc: no host's "
+        "link and memory has all of it. For ranks of several hosts, as shm and cuda_ipc map nothing then",
+    )
     lora: Literal["auto", "adapter", "merged"] = Field(
         default="auto",
         description="what is published of a run with trainer.lora. adapter: A and B alone; the frozen weights reach "

@@ -11,7 +11,8 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.pending import StoredWeights
+from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transfer import receive_weights
 from headrace_servicekit.weights.transports import Transport
 

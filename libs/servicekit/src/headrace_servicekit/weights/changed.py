@@ -1,43 +1,45 @@
-"""A version over gRPC by what has changed against another one that the receiver holds."""
+"""A version by what has changed against another one that the receiver holds, over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2
+from typing_extensions import override
 
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.weights.delta import BadChange, ChangedBody, Changes
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
-from headrace_servicekit.weights.transports import Attempt, Found, Links, Wanted
+from headrace_servicekit.weights.pending import StoredWeights
+from headrace_servicekit.weights.pulling import unavailable
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transports import Attempt, Found, Links, OneSource, Wanted, base_of
 
 WINDOW_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
 _FETCH = "/headrace.common.v1.WeightService/FetchChanges"
 
 
-class ChangedElements:
+class ChangedElements(OneSource):
     """Makes a version of its base and its changes, and hands the changes on to others."""
 
     name = "delta"
     kind = common_pb2.WEIGHT_TRANSPORT_DELTA
-    local = False
 
     def __init__(self, links: Links) -> None:
-        self._links = links
+        self.links = links
 
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Where it is the quicker way. Raises ServiceError BASE_NOT_HELD for a receiver of another base."""
         if not source.delta_bases or not source.address or not wanted.held:
             return False  # a first version, or a source without any other
-        if not self._links.wants_changes():
+        if not self.links.wants_changes():
             return False
-        if _base(wanted, source) is None:
+        if base_of(wanted, source) is None:
             held = ", ".join(f"{each.version.number} ({each.version.digest})" for each in wanted.held)
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -46,66 +48,61 @@ class ChangedElements:
             )
         return True
 
-    async def take(
-        self,
-        store: WeightStore,
-        wanted: Wanted,
-        sources: Sequence[common_pb2.WeightSource],
-        attempt: Attempt,
-    ) -> Found | None:
-        """Fetches the changes from the first source that has them all."""
-        for source in sources:
-            base = _base(wanted, source)
-            assert base is not None
-            with attempt.noting(self.name, source):
-                return await _fetch(store, wanted, base, source, attempt)
-        return None
-
-    def took(self, wanted: Wanted, seconds: float) -> None:
-        """Measures the way."""
-        self._links.took(wanted.manifest.size_bytes, seconds, changes=True)
+    @override
+    async def take_from(
+        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
+    ) -> Found:
+        """Fetches the changes."""
+        base = base_of(wanted, source)
+        assert base is not None
+        with ChangedVersion(store, wanted, base) as made:
+            async for response in _responses(wanted, base, source, attempt.token, made.body):
+                await made.add(response)
+                attempt.turn.goes_on()
+            return made.publish()
 
 
-def _base(wanted: Wanted, source: common_pb2.WeightSource) -> StoredWeights | None:
-    """The newest version that is held and from which the source tells changes."""
-    fit = [
-        held
-        for held in wanted.held
-        if held.version.digest in source.delta_bases and len(held.body) == wanted.manifest.size_bytes
-    ]
-    return max(fit, key=lambda held: held.version.number, default=None)
+class ChangedVersion:
+    """A version that is made of its base, and of changes as they come; what is not published is thrown away."""
 
+    def __init__(self, store: WeightStore, wanted: Wanted, base: StoredWeights) -> None:
+        self._store, self._wanted, self._base = store, wanted, base
+        layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in wanted.manifest.entries]
+        self._pending = store.begin(wanted.run, wanted.version.number, layout)
+        self._kept: dict[int, weights_pb2.FetchChangesResponse] = {}
+        self.body = ChangedBody(wanted.manifest, base.body, self._pending.whole())
 
-async def _fetch(
-    store: WeightStore,
-    wanted: Wanted,
-    base: StoredWeights,
-    source: common_pb2.WeightSource,
-    attempt: Attempt,
-) -> Found:
-    version, manifest = wanted.version, wanted.manifest
-    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
-    pending = store.begin(wanted.run, version.number, layout)
-    kept: dict[int, weights_pb2.FetchChangesResponse] = {}
-    try:
-        body = ChangedBody(manifest, base.body, pending.whole())
-        async for offset, response in _responses(wanted, base, source, attempt.token, body):
-            kept[offset] = response
-            await asyncio.to_thread(body.add, response)
-            attempt.turn.goes_on()
-        body.release()
-        stored = pending.publish(version, manifest)
-    except BadChange as error:
-        pending.discard()
-        raise ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", str(error)) from error
-    except (ServiceError, asyncio.CancelledError):
-        pending.discard()
-        raise
-    moved = sum(response.ByteSize() for response in kept.values())
-    if 2 * moved <= manifest.size_bytes:
-        changes = Changes(manifest, stored.body, None, base.version.digest, made=kept)
-        store.keep_changes(wanted.run, version.number, changes)
-    return stored, moved
+    def __enter__(self) -> ChangedVersion:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._pending.discard()
+
+    async def add(self, response: weights_pb2.FetchChangesResponse) -> None:
+        """The next changes. Raises ServiceError DIGEST_MISMATCH, naming the tensor."""
+        self._kept[self.body.offset] = response
+        adding = asyncio.ensure_future(asyncio.to_thread(self.body.add, response))
+        try:
+            await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            await asyncio.wait({adding})  # Else it would write on, into what another way brings.
+            raise
+        except BadChange as error:
+            raise ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", str(error)) from error
+
+    def publish(self) -> Found:
+        """The version, whole. Raises ServiceError for changes that ended before it was."""
+        if self.body.offset < self.body.size:
+            raise unavailable(f"the changes ended at byte {self.body.offset} of {self.body.size}")
+        self.body.release()
+        run, version, manifest = self._wanted.run, self._wanted.version, self._wanted.manifest
+        stored = self._pending.publish(version, manifest)
+        moved = sum(response.ByteSize() for response in self._kept.values())
+        if 2 * moved <= manifest.size_bytes:
+            changes = Changes(manifest, stored.body, None, self._base.version.digest, made=self._kept)
+            self._store.keep_changes(run, version.number, changes)
+        return Found(stored, moved, changes=True)
 
 
 async def _responses(
@@ -114,8 +111,8 @@ async def _responses(
     source: common_pb2.WeightSource,
     token: str | None,
     body: ChangedBody,
-) -> AsyncIterator[tuple[int, weights_pb2.FetchChangesResponse]]:
-    """(offset, changes) until the body is whole; a stream that breaks after it made progress goes on there."""
+) -> AsyncIterator[weights_pb2.FetchChangesResponse]:
+    """Changes until the body is whole; a stream that breaks after it made progress goes on there."""
     request = weights_pb2.FetchChangesRequest(
         run=wanted.run, number=wanted.version.number, base_digest=base.version.digest
     )
@@ -133,18 +130,14 @@ async def _responses(
                     async with asyncio.timeout(IDLE_TIMEOUT_S):
                         response = await call.read()
                     if not isinstance(response, weights_pb2.FetchChangesResponse):  # grpc.aio.EOF
-                        raise _unavailable(f"the stream ended at byte {body.offset} of {body.size}")
-                    yield body.offset, response
+                        raise unavailable(f"the stream ended at byte {body.offset} of {body.size}")
+                    yield response
             except TimeoutError as error:
-                raise _unavailable(
+                raise unavailable(
                     f"{source.address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {body.offset}"
                 ) from error
             except grpc.aio.AioRpcError as error:
                 if body.offset == request.offset_bytes:
-                    raise _unavailable(f"{source.address}: {message_of(error)}") from error
+                    raise unavailable(f"{source.address}: {message_of(error)}") from error
             finally:
                 call.cancel()
-
-
-def _unavailable(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.UNAVAILABLE, "WEIGHTS_UNAVAILABLE", message)

@@ -8,19 +8,20 @@ its parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from typing_extensions import override
 
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
-from headrace_servicekit.weights.transports import Attempt, Found, Wanted, refuse_withheld
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transports import Attempt, Found, OneSource, Wanted, refuse_withheld
 
 LEND_S = 60.0
 WITHDRAWN_S = 0.05
@@ -87,15 +88,15 @@ class MemorySource:
             self._lender.give_back(lending.result()[0])
 
 
-class DeviceMemory:
+class DeviceMemory(OneSource):
     """The source's copy on a GPU of this host, mapped: no byte is moved before the swap."""
 
     name = "cuda_ipc"
     kind = common_pb2.WEIGHT_TRANSPORT_CUDA_IPC
-    local = True
+    links = None
 
-    def __init__(self, mapper: Mapper, map_file: Callable[..., Awaitable[StoredWeights]]) -> None:
-        self._mapper, self._map_file = mapper, map_file  # as shared memory does
+    def __init__(self, mapper: Mapper, shared: OneSource) -> None:
+        self._mapper, self._shared = mapper, shared
 
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Where both sides have GPUs. Raises ServiceError WITHHELD with the reason of the side that has none."""
@@ -104,28 +105,19 @@ class DeviceMemory:
             raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WITHHELD", reason)
         return self.kind in source.transports
 
-    async def take(
-        self,
-        store: WeightStore,
-        wanted: Wanted,
-        sources: Sequence[common_pb2.WeightSource],
-        attempt: Attempt,
-    ) -> Found | None:
-        """Maps and verifies both, from the first source of this host."""
-        for source in sources:
-            with attempt.noting(self.name, source):
-                lent = await self._borrow(wanted, source, attempt.token)
-                try:
-                    stored = await self._map_file(store, wanted.run, wanted.version, wanted.manifest, source)
-                except BaseException:
-                    lent.end()
-                    raise
-                store.lent[wanted.run, wanted.version.number] = lent
-                return stored, 0
-        return None
-
-    def took(self, wanted: Wanted, seconds: float) -> None:
-        """There is no other way to compare with."""
+    @override
+    async def take_from(
+        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
+    ) -> Found:
+        """Maps and verifies both; raises where the source is of another host."""
+        lent = await self._borrow(wanted, source, attempt.token)
+        try:
+            found = await self._shared.take_from(source, store, wanted, attempt)
+        except BaseException:
+            lent.end()
+            raise
+        store.lent[wanted.run, wanted.version.number] = lent
+        return found
 
     async def _borrow(self, wanted: Wanted, source: common_pb2.WeightSource, token: str | None) -> LentMemory:
         request = weights_pb2.ShareDeviceMemoryRequest(run=wanted.run, number=wanted.version.number)

@@ -33,10 +33,9 @@ class WholeBody:
 
     name = "grpc"
     kind = common_pb2.WEIGHT_TRANSPORT_GRPC
-    local = False
 
     def __init__(self, links: Links) -> None:
-        self._links = links
+        self.links = links
 
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Where the source serves it."""
@@ -51,10 +50,6 @@ class WholeBody:
     ) -> Found | None:
         """Fetches and verifies it; each source goes on where the one before it ended."""
         return await _pull(store, wanted.run, wanted.version, wanted.manifest, sources, attempt)
-
-    def took(self, wanted: Wanted, seconds: float) -> None:
-        """Measures the way."""
-        self._links.took(wanted.manifest.size_bytes, seconds, changes=False)
 
 
 async def _pull(
@@ -83,7 +78,7 @@ async def _pull(
             else:
                 pending.discard()
                 return None
-        return pending.publish(version, manifest), arrival.moved
+        return Found(pending.publish(version, manifest), arrival.moved)
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from typing_extensions import override
 
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.metrics import WEIGHT_BYTES, WEIGHT_VERSIONS
@@ -24,12 +25,15 @@ from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
 from headrace_servicekit.weights.arrivals import Turn, host_turn, pieces
+from headrace_servicekit.weights.broadcasts import BroadcastSource
 from headrace_servicekit.weights.changed import ChangedElements
-from headrace_servicekit.weights.collective import BroadcastSource, Collective, Groups
+from headrace_servicekit.weights.collective import Collective, Groups
 from headrace_servicekit.weights.lending import DeviceMemory, Lender, Mapper, MemorySource
+from headrace_servicekit.weights.parts import PartedBody
+from headrace_servicekit.weights.pending import StoredWeights, entries_of
 from headrace_servicekit.weights.pulling import WholeBody, unavailable
-from headrace_servicekit.weights.store import StoredWeights, WeightStore, entries_of
-from headrace_servicekit.weights.transports import Attempt, Found, Links, Transport, Wanted
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.transports import Attempt, Found, Links, OneSource, Transport, Wanted
 
 _NONCE_BYTES = 256
 
@@ -109,32 +113,33 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             yield lent
 
 
-class SharedMemory:
+class SharedMemory(OneSource):
     """The producer's file on a tmpfs of this host, mapped: no byte is moved."""
 
     name = "shm"
     kind = common_pb2.WEIGHT_TRANSPORT_SHM
-    local = True
+    links = None
 
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Where the source has a file; whether it is of this host is found out."""
         return self.kind in source.transports
 
-    async def take(
-        self,
-        store: WeightStore,
-        wanted: Wanted,
-        sources: Sequence[common_pb2.WeightSource],
-        attempt: Attempt,
-    ) -> Found | None:
-        """Maps and verifies the first that is of this host."""
-        for source in sources:
-            with attempt.noting(self.name, source):
-                return await _map_shared(store, wanted.run, wanted.version, wanted.manifest, source), 0
-        return None
-
-    def took(self, wanted: Wanted, seconds: float) -> None:
-        """There is no other way to compare with."""
+    @override
+    async def take_from(
+        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
+    ) -> Found:
+        """Maps and verifies it."""
+        path, manifest = Path(source.shm_path), wanted.manifest
+        try:
+            _prove_same_host(source)
+            segment = store.map_shared(path, manifest.size_bytes)
+            body = segment.lend()
+        except BlockingIOError as error:
+            raise unavailable(f"{path} is being written with another version") from error
+        except (OSError, ValueError) as error:
+            raise unavailable(str(error)) from error
+        await asyncio.to_thread(_verify, body, manifest)
+        return Found(store.adopt(wanted.run, wanted.version, manifest, path, segment, body), 0)
 
 
 def byte_transports(
@@ -143,13 +148,17 @@ def byte_transports(
     groups: Groups | None = None,
     mapper: Mapper | None = None,
 ) -> list[Transport]:
-    """The transports of these names, in the order given; `groups` and `mapper` are what torch does for two of them."""
-    links = links or Links()
-    known: list[Transport] = [SharedMemory(), WholeBody(links), ChangedElements(links)]
+    """The transports of these names, in the order given; `groups` and `mapper` are what torch does for two of them.
+
+    A broadcast carries changes where it stands before `delta`, which is then what it leads to.
+    """
+    links, shared = links or Links(), SharedMemory()
+    known: list[Transport] = [shared, WholeBody(links), ChangedElements(links)]
     if groups is not None:
-        known.append(Collective(groups, links))
+        before = names[names.index("collective") + 1 :] if "collective" in names else ()
+        known.append(Collective(groups, links, changes="delta" in before))
     if mapper is not None:
-        known.append(DeviceMemory(mapper, _map_shared))
+        known.append(DeviceMemory(mapper, shared))
     found = {transport.name: transport for transport in known}
     return [found[name] for name in names if name in found]
 
@@ -180,8 +189,8 @@ async def receive_weights(
     wanted, offers = Wanted(run, version, manifest, tuple(store.versions(run))), list(sources)
     attempt = Attempt(token, Turn(-1))
     ways = transports or byte_transports()
-    received = await _first([way for way in ways if way.local], store, wanted, offers, attempt)
-    over_network = [way for way in ways if not way.local]
+    received = await _first([way for way in ways if way.links is None], store, wanted, offers, attempt)
+    over_network = [way for way in ways if way.links is not None]
     if received is None and over_network and offers:
         received = await _once_a_host(over_network, store, wanted, offers, attempt)
     if received is None:
@@ -202,17 +211,52 @@ async def _once_a_host(
         held = store.find(run, version.number)
         if held is not None:
             return _already_held(held, version)
-        landed = turn.landed()
+        received, landed = None, turn.landed()
         if landed is not None:
             received = await _first([SharedMemory()], store, wanted, [landed], attempt)
             if received is not None:
                 return received
         turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
         attempt.turn = turn
-        received = await _first(ways, store, wanted, offers, attempt)
+        for source in offers:
+            if received is None and source.parts:
+                received = await _in_parts(ways, store, wanted, source, attempt)
+        if received is None:
+            received = await _first(ways, store, wanted, offers, attempt)
         if received is not None:
             turn.say(store.source(run, version.number))
         return received
+
+
+async def _in_parts(
+    ways: Sequence[Transport],
+    store: WeightStore,
+    wanted: Wanted,
+    source: common_pb2.WeightSource,
+    attempt: Attempt,
+) -> ReceivedWeights | None:
+    """The version from the ranks that have its parts, from all at once; each part has a next way of its own."""
+    body = None
+    with attempt.noting("parts", source):
+        body = PartedBody(store, wanted, source)
+    if body is None:
+        return None
+    try:
+        found = await asyncio.gather(
+            *(_brought(ways, part.room, part.wanted, [part.source], attempt) for part in body.parts)
+        )
+    except BaseException:
+        body.discard()
+        raise
+    brought = [part for part in found if part is not None]
+    if len(brought) < len(found):
+        body.discard()
+        return None
+    slowest = max(brought, key=lambda part: part.seconds)
+    alike = len({(part.way.name, part.found.changes) for part in brought}) == 1
+    moved = sum(part.found.moved for part in brought)
+    whole = Found(body.publish(), moved, slowest.found.changes)
+    return _received(_Brought(slowest.way, whole, slowest.seconds), attempt, measured=alike)
 
 
 async def _first(
@@ -223,6 +267,35 @@ async def _first(
     attempt: Attempt,
 ) -> ReceivedWeights | None:
     """The version by the first of these ways; None where none of them brought it."""
+    brought = await _brought(ways, store, wanted, sources, attempt)
+    return None if brought is None else _received(brought, attempt)
+
+
+@dataclass(frozen=True)
+class _Brought:
+    way: Transport
+    found: Found
+    seconds: float
+
+
+def _received(brought: _Brought, attempt: Attempt, *, measured: bool = True) -> ReceivedWeights:
+    way, found = brought.way, brought.found
+    if way.links is not None and measured:
+        way.links.took(len(found.stored.body), brought.seconds, changes=found.changes)
+    WEIGHT_VERSIONS.labels(way.name).inc()
+    WEIGHT_BYTES.labels(way.name).inc(found.moved)
+    why = [failure.message for failure in attempt.failures]
+    return ReceivedWeights(found.stored.body, way.kind, found.moved, why, found.stored.path)
+
+
+async def _brought(
+    ways: Sequence[Transport],
+    store: WeightStore,
+    wanted: Wanted,
+    sources: Sequence[common_pb2.WeightSource],
+    attempt: Attempt,
+) -> _Brought | None:
+    """A version, or a part of one, by the first of these ways."""
     for way in ways:
         offers = []
         for source in sources:
@@ -236,12 +309,7 @@ async def _first(
             await failpoint(f"weights.{way.name}")
             found = await way.take(store, wanted, offers, attempt)
         if found is not None:
-            way.took(wanted, time.perf_counter() - started)
-            stored, moved = found
-            WEIGHT_VERSIONS.labels(way.name).inc()
-            WEIGHT_BYTES.labels(way.name).inc(moved)
-            why = [failure.message for failure in attempt.failures]
-            return ReceivedWeights(stored.body, way.kind, moved, why, stored.path)
+            return _Brought(way, found, time.perf_counter() - started)
     return None
 
 
@@ -270,26 +338,6 @@ def _already_held(held: StoredWeights, version: common_pb2.PolicyVersion) -> Rec
             f"version {version.number} is held with digest {held.version.digest}, not {version.digest}",
         )
     return ReceivedWeights(held.body, common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED, 0, path=held.path)
-
-
-async def _map_shared(
-    store: WeightStore,
-    run: str,
-    version: common_pb2.PolicyVersion,
-    manifest: common_pb2.WeightManifest,
-    source: common_pb2.WeightSource,
-) -> StoredWeights:
-    path = Path(source.shm_path)
-    try:
-        _prove_same_host(source)
-        segment = store.map_shared(path, manifest.size_bytes)
-        body = segment.lend()
-    except BlockingIOError as error:
-        raise unavailable(f"{path} is being written with another version") from error
-    except (OSError, ValueError) as error:
-        raise unavailable(str(error)) from error
-    await asyncio.to_thread(_verify, body, manifest)
-    return store.adopt(run, version, manifest, path, segment, body)
 
 
 def _prove_same_host(source: common_pb2.WeightSource) -> None:

@@ -17,7 +17,8 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.arrivals import Turn
-from headrace_servicekit.weights.store import StoredWeights, WeightStore
+from headrace_servicekit.weights.pending import StoredWeights
+from headrace_servicekit.weights.store import WeightStore
 
 WHOLE_EVERY = 16
 """Versions after which one comes whole, where changes are quicker; and as many after which they are tried again."""
@@ -54,8 +55,13 @@ class Attempt:
             self.failures.append(failure)
 
 
-Found = tuple[StoredWeights, int]
-"""A verified version in the receiver's store, and the bytes that were moved for it."""
+@dataclass(frozen=True)
+class Found:
+    """A verified version in the receiver's store, the bytes that were moved for it, and whether they were changes."""
+
+    stored: StoredWeights
+    moved: int
+    changes: bool = False
 
 
 class Transport(Protocol):
@@ -69,8 +75,8 @@ class Transport(Protocol):
     def kind(self) -> common_pb2.WeightTransport: ...
 
     @property
-    def local(self) -> bool:
-        """Within a host: such ways are tried first, and each instance takes them by itself."""
+    def links(self) -> Links | None:
+        """What compares ways over the network. None: within a host. Such are tried first, each instance by itself."""
 
     def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
         """Whether both sides can. Raises ServiceError where it should have been possible and is not."""
@@ -84,8 +90,41 @@ class Transport(Protocol):
     ) -> Found | None:
         """Takes it from the first of the sources that delivers; None where all failed, as `attempt` then says."""
 
-    def took(self, wanted: Wanted, seconds: float) -> None:
-        """A version came this way in so many seconds, from the request to the verified body."""
+
+class OneSource:
+    """A way by which one source delivers all of a version."""
+
+    name: str
+    kind: common_pb2.WeightTransport
+
+    async def take(
+        self,
+        store: WeightStore,
+        wanted: Wanted,
+        sources: Sequence[common_pb2.WeightSource],
+        attempt: Attempt,
+    ) -> Found | None:
+        """As `Transport.take`."""
+        for source in sources:
+            with attempt.noting(self.name, source):
+                return await self.take_from(source, store, wanted, attempt)
+        return None
+
+    async def take_from(
+        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
+    ) -> Found:
+        """Takes it from one. Raises ServiceError."""
+        raise NotImplementedError
+
+
+def base_of(wanted: Wanted, source: common_pb2.WeightSource) -> StoredWeights | None:
+    """The newest version that is held and from which the source tells changes."""
+    fit = [
+        held
+        for held in wanted.held
+        if held.version.digest in source.delta_bases and len(held.body) == wanted.manifest.size_bytes
+    ]
+    return max(fit, key=lambda held: held.version.number, default=None)
 
 
 def refuse_withheld(kind: common_pb2.WeightTransport, source: common_pb2.WeightSource) -> None:

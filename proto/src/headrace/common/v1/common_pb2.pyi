@@ -207,7 +207,7 @@ class AdapterBase(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class WeightSource(_message.Message):
-    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld")
+    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld", "parts")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHM_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class WeightSource(_message.Message):
     DELTA_BASES_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     shm_path: str
@@ -228,7 +229,16 @@ class WeightSource(_message.Message):
     delta_bases: _containers.RepeatedScalarFieldContainer[str]
     receivers: int
     withheld: _containers.RepeatedCompositeFieldContainer[WithheldTransport]
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ..., receivers: _Optional[int] = ..., withheld: _Optional[_Iterable[_Union[WithheldTransport, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[WeightPart]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ..., relay: _Optional[bool] = ..., delta_bases: _Optional[_Iterable[str]] = ..., receivers: _Optional[int] = ..., withheld: _Optional[_Iterable[_Union[WithheldTransport, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[WeightPart, _Mapping]]] = ...) -> None: ...
+
+class WeightPart(_message.Message):
+    __slots__ = ("source", "tensors")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    source: WeightSource
+    tensors: int
+    def __init__(self, source: _Optional[_Union[WeightSource, _Mapping]] = ..., tensors: _Optional[int] = ...) -> None: ...
 
 class WithheldTransport(_message.Message):
     __slots__ = ("transport", "reason")

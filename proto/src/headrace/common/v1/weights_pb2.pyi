@@ -84,34 +84,38 @@ class WeightChange(_message.Message):
     def __init__(self, offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., changed: _Optional[int] = ..., gaps: _Optional[bytes] = ..., large_gaps: _Optional[bytes] = ..., moves: _Optional[bytes] = ..., large_moves: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
 
 class JoinBroadcastRequest(_message.Message):
-    __slots__ = ("run", "number", "host", "device", "receivers")
+    __slots__ = ("run", "number", "host", "device", "receivers", "base_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     host: str
     device: str
     receivers: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., receivers: _Optional[int] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., receivers: _Optional[int] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class JoinBroadcastResponse(_message.Message):
-    __slots__ = ("host", "port", "key", "rank", "size", "backend")
+    __slots__ = ("host", "port", "key", "rank", "size", "backend", "base_digest")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     key: str
     rank: int
     size: int
     backend: str
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., backend: _Optional[str] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class ShareDeviceMemoryRequest(_message.Message):
     __slots__ = ("run", "number")

@@ -1,7 +1,4 @@
-"""The items of a run: which are held out, which are trained, and in which order. Pure once it is open.
-
-Knows no events.
-"""
+"""The items of a run: which are held out, which are trained, in which order. Pure once it is open; knows no events."""
 
 from __future__ import annotations
 

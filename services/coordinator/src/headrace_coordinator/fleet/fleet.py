@@ -375,17 +375,11 @@ class Fleet:
 
     def silences(self, run: str) -> list[str]:
         """A sentence for each process of a run that is silent: for how long, and when it is killed."""
-        instances, ttl = self.event_log.state.instances.values(), self.settings.lease_ttl
-        silent = [
-            (i.instance, self.silent_for(i.incarnation))
-            for i in instances
-            if self.run_of(i.incarnation) == run
-        ]
-        return [
-            f"{name} has been silent for {seconds:.0f} s; it is killed at {ttl:.0f} s"
-            for name, seconds in sorted(silent)
-            if seconds
-        ]
+        ttl = self.settings.lease_ttl
+        own = [i for i in self.event_log.state.instances.values() if self.run_of(i.incarnation) == run]
+        silent = sorted((i.instance, self.silent_for(i.incarnation)) for i in own)
+        told = "{} has been silent for {:.0f} s; it is killed at {:.0f} s"
+        return [told.format(name, seconds, ttl) for name, seconds in silent if seconds]
 
     def _lose_silent(self, now: float) -> None:
         for state in list(self.event_log.state.instances.values()):
@@ -393,11 +387,8 @@ class Fleet:
                 session = self.sessions[state.incarnation]
                 if now - session.heard_at > self.settings.lease_ttl:
                     self.detach(state.incarnation, session.send)
-            since = (
-                self._silent_since.setdefault(state.incarnation, now)
-                if not self.alive(state.incarnation)
-                else now
-            )
+            alive = self.alive(state.incarnation)
+            since = now if alive else self._silent_since.setdefault(state.incarnation, now)
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
                 lost = ev.InstanceLost(

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_schema.resources.views import StepView
 from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole

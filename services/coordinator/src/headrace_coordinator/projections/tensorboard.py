@@ -15,7 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_schema.resources.views import StepView
 
 
 def step_scalars(view: StepView) -> dict[str, float]:

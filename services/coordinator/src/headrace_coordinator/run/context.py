@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.tracing import is_tracing, record
 

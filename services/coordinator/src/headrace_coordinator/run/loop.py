@@ -21,7 +21,7 @@ from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
 from headrace_coordinator.run.devices.assignment import PlacementError
 from headrace_coordinator.run.devices.autoplan import Autoplan
-from headrace_coordinator.run.evaluation.evaluate import TooFewAnswers, evaluate
+from headrace_coordinator.run.evaluation.evaluate import evaluate_if_due
 from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.standstill import while_it_progresses
@@ -114,8 +114,8 @@ class RunLoop:
                 await self._check_disk()
                 await self._begin_recording()
                 self._save_beside()
-                await self._generate_ready()
-                await self._evaluate_if_due()
+                published = await self._generate_ready()
+                await evaluate_if_due(self.context, published, self._timer)
                 if self.context.finished:
                     await self.context.snapshot_taken()
                     return await finish(self.context, self._checkpointer)
@@ -164,13 +164,14 @@ class RunLoop:
                 recording.not_based(str(failed))
         recording.begin()
 
-    async def _generate_ready(self) -> None:
-        """The rollouts hold their devices with the base version installed."""
+    async def _generate_ready(self) -> Published:
+        """The base version, once the rollouts hold their devices with it installed."""
         assert self._published is not None
         await self.context.staffing.staff_rollouts()
         self.context.leases.assign()
         with self._timer.stage("switch" if self.context.workers.in_turns else "sync"):
             await self.context.placement.hand_devices_to_rollouts(self._published)
+        return self._published
 
     async def _work_on(self) -> None:
         """One step. Where answers may be older, steps follow each other until a boundary, and generation goes on."""
@@ -243,35 +244,6 @@ class RunLoop:
             with self._timer.stage("switch"):
                 await self.context.placement.change()
             self._autoplan.changed()
-
-    async def _evaluate_if_due(self) -> None:
-        context, section = self.context, self.context.spec.evaluation
-        assert self._published is not None
-        ordinal = self._published.version.ordinal
-        if not context.evaluation_due():
-            return
-        kinds: list[tuple[str, str | None]] = [(kind, None) for kind in context.dataset.evaluated]
-        if ordinal == 0 and section.baseline_prefill is not None:
-            kinds.insert(0, ("baseline_prefill", section.baseline_prefill))
-        for kind, prefill in kinds:
-            if context.unevaluated(kind):
-                devices = {device for worker in context.workers.rollouts for device in worker.devices}
-                try:
-                    named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
-                    with named, self._timer.stage("evaluate", sorted(devices)):
-                        view = await evaluate(context, self._published, kind, prefill)
-                except TooFewAnswers as missing:
-                    if not ordinal:  # Nothing was trained yet.
-                        raise RunFailed(f"evaluation.{missing}") from missing
-                    context.note(f"no evaluation ({kind}) at step {ordinal}: evaluation.{missing}")
-                    context.without_figure.add((kind, self._published.version.number))
-                    continue
-                figures = view.model_dump(mode="json")
-                await self._event_log.commit(
-                    ev.Evaluated(at=self._event_log.now(), run=context.run_id, view=figures)
-                )
-                context.projection.evaluation(view)
-                context.keep_time("evaluation", ordinal, self._timer)
 
     @property
     def _disk_due(self) -> bool:

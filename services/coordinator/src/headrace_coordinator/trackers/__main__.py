@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.projections.lines import read_lines, write_whole

@@ -22,6 +22,8 @@ from headrace_trainer.learning.samples import (
 )
 from headrace_trainer.memory import MemoryPlan, Rooms
 
+Owners = Mapping[str, int]
+"""Rank by weight."""
 WeightSink = Callable[[str, Tensor], None]
 CRITIC_KIND = "critic"
 """Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
@@ -228,11 +230,14 @@ class Backend(Protocol):
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, published type, shape) of every weight in canonical order."""
 
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name; gathered one at a time, so every rank must exhaust it.
 
         `published`: they may have their published types already, which moves fewer bytes between ranks and to the host,
-        and each may hold only until the next one is asked for.
+        and each may hold only until the next one is asked for. With `owners` each goes to its owner alone, which gets
+        no other, in the order of `owners`; else the leader's are on the CPU.
         """
 
     def weight_parts(self) -> Iterator[StatePart]:

@@ -23,6 +23,7 @@ from headrace_trainer.backends._base import (
     Backend,
     CommitReport,
     MicroReport,
+    Owners,
     ReferenceFacts,
     StatePart,
     StateReader,
@@ -62,7 +63,11 @@ class PoliciesBackend(Backend):
             left = Rooms(host, device)
         needed = [_summed([getattr(plan, where) for plan in plans]) for where in ("host", "device")]
         return replace(
-            plans[0], host=needed[0], device=needed[1], saves_in_place=any(p.saves_in_place for p in plans)
+            plans[0],
+            host=needed[0],
+            device=needed[1],
+            saves_in_place=any(plan.saves_in_place for plan in plans),
+            lends=all(plan.lends for plan in plans),
         )
 
     @property
@@ -141,9 +146,15 @@ class PoliciesBackend(Backend):
         ]
 
     @override
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, part in self.by_name.items():
-            for tensor, value in part.weights(published=published):
+            own = None
+            if owners is not None:
+                of_part = {below(name, tensor): tensor for tensor, _, _ in part.weight_layout()}
+                own = {of_part[whole]: rank for whole, rank in owners.items() if whole in of_part}
+            for tensor, value in part.weights(published=published, owners=own):
                 yield below(name, tensor), value
 
     @override

@@ -142,6 +142,22 @@ class PublishRound(Round, frozen=True):
     """Weights may come in their published types."""
 
 
+class StagePartsRound(Round, frozen=True):
+    """Gathers each tensor on its owner, which casts it as a part of version `number`."""
+
+    governed = False
+    number: int
+
+
+class PublishPartsRound(Round, frozen=True):
+    """Makes the staged parts of a version visible."""
+
+    governed = False
+    number: int
+    parent: int
+    ordinal: int
+
+
 class SnapshotRound(Round, frozen=True):
     """Copies weights and optimizer state into host memory, each rank its part; the followers write theirs into
     `directory`, below the directory of all runs, which the leader has made. With `in_place` nothing is copied: every
@@ -183,6 +199,8 @@ AnyRound = (
     | AddRound
     | CommitRound
     | PublishRound
+    | StagePartsRound
+    | PublishPartsRound
     | SnapshotRound
     | AbortRound
     | LeaveRound

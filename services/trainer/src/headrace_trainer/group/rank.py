@@ -16,6 +16,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_modelkit.weights import below
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.rpc.errors import ServiceError
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
@@ -42,7 +43,9 @@ from headrace_trainer.group.messages import AnyRound
 from headrace_trainer.group.relaying import relay_part, send_part
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Columns, EpisodeScores
+from headrace_trainer.learning.step import Version
 from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
+from headrace_trainer.session.parts import RankPart
 
 
 class Rank:
@@ -69,8 +72,12 @@ class Rank:
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
         self.contributed: PrivateGradient | None = None
+        self.own_part: RankPart | None = None
+        """What this rank publishes, where versions lie in parts."""
         self.warmup = WarmUp(0)
         self.restored = 0
+        self.lends_versions = True
+        """Whether the leader's GPU has room for copies of versions."""
         self.replica_of: list[int] = [0] * ranks.world_size
         """Which replica each rank is part of, once weights are loaded."""
         self._backend: Backend | None = None
@@ -117,6 +124,7 @@ class Rank:
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         check_rooms(plan, rooms)
+        self.lends_versions = plan.lends
         return plan
 
     def restore_figures(self) -> dict[str, float]:
@@ -171,6 +179,11 @@ class Rank:
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
                     self._collect(round.what, published=round.published)
+                case messages.StagePartsRound():
+                    return self._stage_part(round.number)
+                case messages.PublishPartsRound():
+                    source = self._own_part.publish(Version(round.number, round.parent, round.ordinal))
+                    return self.ranks.gather_on_leader(source.SerializeToString() if source else b"")
                 case messages.AbortRound():
                     self.backend.zero()
                 case messages.LeaveRound():
@@ -295,10 +308,28 @@ class Rank:
             ((below(name, tensor), value) for tensor, value in _whole(part, what, published=published))
             for name, part in parts.items()
         )
-        if self.collect is not None:
-            self.collect(weights)
-        for _ in weights:
-            pass
+        try:
+            if self.collect is not None:
+                self.collect(weights)
+        finally:
+            for _ in weights:  # The others wait for this rank, whatever it thinks of a tensor.
+                pass
+
+    def _stage_part(self, number: int) -> list[tuple[str, str, bytes]]:
+        """(reason, message, manifest) of each rank's part, on the leader: one that cannot does not end the group."""
+        answer = "", "", b""
+        try:
+            manifest = self._own_part.stage(self.backend, self.kind.checkpoint_names, number)
+            answer = "", "", manifest.SerializeToString()
+        except (Refusal, ServiceError) as error:
+            answer = error.reason, error.message, b""
+        answers = self.ranks.gather_on_leader(msgspec.msgpack.encode(answer))
+        return [msgspec.msgpack.decode(each, type=tuple[str, str, bytes]) for each in answers]
+
+    @property
+    def _own_part(self) -> RankPart:
+        assert self.own_part is not None
+        return self.own_part
 
     def _opened(self, round: messages.RestoreRound) -> StateReader | None:
         """What this rank reads a checkpoint with: a follower finds the leader's where they share a disk."""

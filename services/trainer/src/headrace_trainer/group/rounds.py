@@ -207,12 +207,7 @@ class Rounds(EpisodeRounds):
         return self.rank.part(self.policy).costs
 
     def restore(
-        self,
-        checkpoint: str,
-        number: int,
-        reader: StateReader | None,
-        directory: str = "",
-        digest: str = "",
+        self, checkpoint: str, number: int, reader: StateReader | None, directory: str = "", digest: str = ""
     ) -> None:
         """Loads weights and optimizer state on all ranks: the initial ones without a reader.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -208,6 +209,19 @@ def known(state: StepState, group: Group) -> GroupRecord | None:
             f"prompt {group.prompt_ordinal} was learned in this attempt with other members or contents"
         )
     return record
+
+
+def admit_each(state: StepState, items: Many[LearnItem]) -> tuple[dict[int, Group], list[Refusal | None]]:
+    """The groups that are learned next, by prompt ordinal, and for each item why it is refused, or None."""
+    groups: dict[int, Group] = {}
+    refusals: list[Refusal | None] = []
+    for item in items:
+        try:
+            admit(state, item, groups)
+            refusals.append(None)
+        except Refusal as refusal:
+            refusals.append(refusal)
+    return groups, refusals
 
 
 def admit(state: StepState, item: LearnItem, admitted: dict[int, Group]) -> None:

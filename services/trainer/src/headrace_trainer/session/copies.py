@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headrace_trainer.checkpoints.directory import write_state
 from headrace_trainer.checkpoints.files import digest_file
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, State, read_state
@@ -21,6 +22,7 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.kinds import RunKind
 from headrace_trainer.learning.step import Phase, StepState, Version, held_version
+from headrace_trainer.session.saving import RunCheckpoints
 
 CARRIED = "carried"
 """Stands for a checkpoint's name in the restore round that takes up what was carried."""
@@ -61,9 +63,41 @@ class Carried:
         except (Damaged, OSError, ValueError) as error:
             raise Refusal("CARRIED_MISMATCH", f"{self.directory}: {error}; restore a checkpoint") from error
 
+    def mismatch(self, found: str) -> Refusal:
+        """The new group's weights have another digest."""
+        return Refusal(
+            "CARRIED_MISMATCH",
+            f"version {self.version.number} has the digest {found} in the new trainer group and had "
+            f"{self.version.digest}; restore a checkpoint",
+        )
+
     def drop(self) -> None:
         """Deletes its files."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def write_carried(
+    state: StepState, rounds: Rounds, checkpoints: RunCheckpoints, below: Callable[[Path], str]
+) -> Carried:
+    """Writes the recorded version into the run's directory, each rank its part; `below` names it to the others.
+
+    Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, or CARRY_FAILED.
+    """
+    check_carried(state)
+    directory: Path | None = None
+    carried: Carried | None = None
+    try:
+        directory = checkpoints.directory.new_carried()
+        copy = rounds.snapshot(below(directory), durable=False)
+        held = checkpoints.snapshot(rounds.rank, copy, held_version(state), state.lineage, b"")
+        write_state(directory, held, durable=False)
+        carried = Carried.read(state, directory)
+    except OSError as error:
+        raise carry_failed(directory or checkpoints.directory.root, error) from error
+    finally:
+        if carried is None and directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    return carried
 
 
 def carry_failed(directory: Path, error: Exception) -> Refusal:

@@ -134,3 +134,23 @@ def add_records(state: steps.StepState, given: Contribution) -> tuple[steps.Step
         lag = steps.staleness(state, set(record.tokens_by_version))
         state = steps.learned(state, replace(record, staleness=lag))
     return state, True
+
+
+def contribution_of(state: steps.StepState, step: int, attempt: int, *, helps: bool) -> Contribution:
+    """A helper's attempt as it gives it. Raises Refusal NOT_OPEN or EMPTY_STEP."""
+    begun, base = steps.check_open(state, step, attempt), steps.held_version(state)
+    if not helps:
+        raise Refusal("NOT_OPEN", "this trainer is no helper: call Help first")
+    if not (records := state.accumulated):
+        raise Refusal("EMPTY_STEP", "no group is accumulated")
+    return Contribution(step, attempt, base, begun.next_number, "", tuple(records))
+
+
+def check_gradient(
+    given: Contribution, gradient: PrivateGradient, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises Refusal INVALID for a gradient of another model, and NONFINITE."""
+    if problem := gradient.difference(shapes):
+        raise invalid(f"the contribution of {given.helper} is of another model: {problem}")
+    if not gradient.is_finite():
+        raise Refusal("NONFINITE", f"the contribution of {given.helper} is not finite")

@@ -89,6 +89,8 @@ class Publisher:
         self._run = run
         self._names = names
         self._layout = names.layout(layout)
+        self.tensors = len(self._layout)
+        """Of a version."""
         self._kept = kept
         self._types = {name: getattr(torch, data_type) for name, data_type, _ in self._layout}
         self._staged: tuple[int, PendingWeights, common_pb2.WeightManifest] | None = None
@@ -131,6 +133,12 @@ class Publisher:
         self._staged = (number, pending, manifest)
         self.stage_seconds = time.monotonic() - started
         return str(manifest.digest)
+
+    def manifest(self, number: int) -> common_pb2.WeightManifest:
+        """Of a version that is staged or published."""
+        if self._staged is not None and self._staged[0] == number:
+            return self._staged[2]
+        return self._store.get(self._run, number).manifest
 
     def _same(self, held: StoredWeights, weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of a version that stays published, where these are its weights; empty where one differs."""

@@ -5,7 +5,8 @@ Knows no rounds: `Session` says what is saved and when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,35 @@ class RunCheckpoints:
             with suppress(OSError):
                 self._saver = self._claim_lineage(restored.version)
 
-    def ready_saver(self, version: Version) -> Saver:
-        """Who writes the run's next checkpoint. Raises Refusal BUSY, or CHECKPOINT_FAILED without a lineage."""
+    def save(
+        self,
+        rank: Rank,
+        version: Version,
+        lineage: Mapping[int, int],
+        ledger: bytes,
+        retained: Collection[str],
+        copied: Callable[[Path], StateCopy],
+    ) -> tuple[Write, float]:
+        """Begins to write a version, of which `copied` makes the leader's copy; with the seconds that this took.
+
+        The others write their parts into the directory that `copied` is given. Raises Refusal BUSY, or
+        CHECKPOINT_FAILED without a lineage.
+        """
+        saver, started = self._ready_saver(version), time.monotonic()
+        write, aside = saver.begin(version)
+        if aside is None:
+            return write, 0.0
+        try:
+            copy = copied(aside)
+        except BaseException as error:
+            saver.cancel(write, aside, str(error))
+            if not isinstance(error, OSError):
+                raise
+            return write, time.monotonic() - started
+        saver.start(write, aside, self.snapshot(rank, copy, version, lineage, ledger), retained)
+        return write, time.monotonic() - started
+
+    def _ready_saver(self, version: Version) -> Saver:
         if self._saver is None:
             try:
                 self._saver = self._claim_lineage(version)

@@ -6,7 +6,6 @@ checkpoints, versions and contributions are kept by the parts that this folder h
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
@@ -15,11 +14,11 @@ from pathlib import Path
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
-from headrace_servicekit.weights import StoredWeights, WeightStore
+from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends._base import PrivateGradient, StateReader
-from headrace_trainer.checkpoints.directory import CheckpointDirectory, write_state
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.checkpoints.tree import Origin
@@ -30,12 +29,20 @@ from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import agreement, staleness_figures, step_figures, witnesses
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.passes import step_rates
-from headrace_trainer.learning.samples import Group, GroupRecord, LearnItem, Sequence
-from headrace_trainer.session.copies import CARRIED, Carried, carry_failed, check_carried, export_run
-from headrace_trainer.session.helping import Contribution, Offer, Offers, add_records, check_may_help
+from headrace_trainer.learning.samples import GroupRecord, LearnItem, Sequence
+from headrace_trainer.session.copies import CARRIED, Carried, export_run, write_carried
+from headrace_trainer.session.helping import (
+    Contribution,
+    Offer,
+    Offers,
+    add_records,
+    check_gradient,
+    check_may_help,
+    contribution_of,
+)
 from headrace_trainer.session.publishing import own_weights
 from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
-from headrace_trainer.session.versions import RunVersions
+from headrace_trainer.session.versions import Published, RunVersions
 
 
 class Session:
@@ -129,22 +136,7 @@ class Session:
         if self._carried is not None:
             return
         self._check_leads("keeps nothing")
-        check_carried(self.state)
-        rank, root = self.rounds.rank, self.checkpoints.directory
-        directory: Path | None = None
-        try:
-            directory = root.new_carried()
-            copy = self.rounds.snapshot(self._below_runs(directory), durable=False)
-            held = self.checkpoints.snapshot(
-                rank, copy, steps.held_version(self.state), self.state.lineage, b""
-            )
-            write_state(directory, held, durable=False)
-            self._carried = Carried.read(self.state, directory)
-        except OSError as error:
-            raise carry_failed(directory or root.root, error) from error
-        finally:
-            if self._carried is None and directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
+        self._carried = write_carried(self.state, self.rounds, self.checkpoints, self._below_runs)
         self._state = steps.lost(self.state)
 
     def take_up(self, number: int) -> Restored:
@@ -168,11 +160,7 @@ class Session:
         self._assemble()
         if (found := self._stage(number)) != carried.version.digest:
             self._drop_carried()
-            raise Refusal(
-                "CARRIED_MISMATCH",
-                f"version {number} has the digest {found} in the new trainer group and had "
-                f"{carried.version.digest}; restore a checkpoint",
-            )
+            raise carried.mismatch(found)
         self._state = carried.state
         self._drop_carried()
         figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
@@ -212,13 +200,7 @@ class Session:
         """Accumulates what has queued up; for each item what became of its groups, or why it is refused."""
         failpoint_sync("trainer.learn")
         started = time.monotonic()
-        groups: dict[int, Group] = {}
-        refusals: dict[int, Refusal] = {}
-        for index, item in enumerate(items):
-            try:
-                steps.admit(self.state, item, groups)
-            except Refusal as refusal:
-                refusals[index] = refusal
+        groups, refusals = steps.admit_each(self.state, items)
         if groups:
             assert self._learner is not None
             rounds = self.rounds.micro_rounds
@@ -235,10 +217,8 @@ class Session:
             self._witnesses = self._witnesses or witnesses(self.state, own)
         self._learn_seconds += time.monotonic() - started
         return [
-            refusals[index]
-            if index in refusals
-            else [self.state.groups[group.prompt_ordinal] for group in item.groups]
-            for index, item in enumerate(items)
+            refusal or [self.state.groups[group.prompt_ordinal] for group in item.groups]
+            for item, refusal in zip(items, refusals, strict=True)
         ]
 
     def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
@@ -294,12 +274,9 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
-        if config.algorithm.max_staleness:
-            figures |= staleness_figures(self.state)
-        if algorithm.columns:
-            figures["infer_seconds"] = self.rounds.infer_seconds
-        if "kl_coefficient" in (kept := algorithm.state()):
-            figures["kl_coefficient"] = kept["kl_coefficient"]
+        figures |= staleness_figures(self.state) if config.algorithm.max_staleness else {}
+        figures |= {"infer_seconds": self.rounds.infer_seconds} if algorithm.columns else {}
+        figures |= {name: value for name, value in algorithm.state().items() if name == "kl_coefficient"}
         algorithm.observe(figures, counts.sequences)
         figures |= finished.figures
         return replace(counts, version=version, figures={**figures, **compared})
@@ -335,11 +312,11 @@ class Session:
         assert self._versions is not None
         return self._versions.stage(self.rounds, number)
 
-    def publish(self, number: int) -> tuple[StoredWeights, float]:
-        """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
+    def publish(self, number: int) -> Published:
+        """Makes the held and recorded version visible."""
         version = steps.check_recorded(self.state, number)
         assert self._versions is not None
-        return self._versions.publish(version)
+        return self._versions.publish(self.rounds, version)
 
     def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training was stopped.
@@ -351,22 +328,10 @@ class Session:
         if (write := self.checkpoints.written(number)) is not None:
             return write, 0.0
         version = steps.check_recorded(self.state, number)
-        saver, rank = self.checkpoints.ready_saver(version), self.rounds.rank
-        started = time.monotonic()
-        write, aside = saver.begin(version)
-        if aside is None:
-            return write, 0.0
-        try:
-            copy = self.rounds.snapshot(self._below_runs(aside))
-        except OSError as error:
-            saver.cancel(write, aside, str(error))
-            return write, time.monotonic() - started
-        except BaseException as error:
-            saver.cancel(write, aside, str(error))
-            raise
-        snapshot = self.checkpoints.snapshot(rank, copy, version, self.state.lineage, ledger)
-        saver.start(write, aside, snapshot, retained)
-        return write, time.monotonic() - started
+        saved = version, self.state.lineage, ledger, retained
+        return self.checkpoints.save(
+            self.rounds.rank, *saved, lambda aside: self.rounds.snapshot(self._below_runs(aside))
+        )
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
         """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's.
@@ -405,16 +370,11 @@ class Session:
         """
         if (last := self._offers.given(step, attempt)) is not None:
             return last
-        begun, base = steps.check_open(self.state, step, attempt), steps.held_version(self.state)
-        if not self._helps:
-            raise Refusal("NOT_OPEN", "this trainer is no helper: call Help first")
-        if not (records := self.state.accumulated):
-            raise Refusal("EMPTY_STEP", "no group is accumulated")
+        what = contribution_of(self.state, step, attempt, helps=self._helps)
         gradient = self.rounds.rank.helping.private_gradient()
         if self.state.tainted or not gradient.is_finite():
             self.abort(step, attempt)
             raise Refusal("NONFINITE", self.state.tainted or "the accumulated gradient is not finite")
-        what = Contribution(step, attempt, base, begun.next_number, "", tuple(records))
         offer = self._offers.publish(what, gradient)
         self.abort(step, attempt)
         return offer
@@ -424,10 +384,7 @@ class Session:
         state, fresh = add_records(self.state, given)
         if not fresh:
             return
-        if problem := gradient.difference(self.rounds.rank.helping.gradient_shapes()):
-            raise invalid(f"the contribution of {given.helper} is of another model: {problem}")
-        if not gradient.is_finite():
-            raise Refusal("NONFINITE", f"the contribution of {given.helper} is not finite")
+        check_gradient(given, gradient, self.rounds.rank.helping.gradient_shapes())
         self.rounds.add(gradient)
         self._state = state
 

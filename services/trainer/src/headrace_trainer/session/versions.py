@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
-from headrace_servicekit.weights import StoredWeights, WeightStore
+from headrace_servicekit.weights import WeightStore
 from headrace_servicekit.weights.bases import NUMBER, base_name
+from headrace_servicekit.weights.parts import joined
 from torch import Tensor
 
 from headrace_trainer.errors import invalid
+from headrace_trainer.group import messages
 from headrace_trainer.group.messages import Gathered
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning.step import Version
+from headrace_trainer.session.parts import staged_parts
 from headrace_trainer.session.publishing import Publisher
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that others can take from `source`; `cast_seconds` is what its cast took at the commit."""
+
+    version: common_pb2.PolicyVersion
+    manifest: common_pb2.WeightManifest
+    source: common_pb2.WeightSource
+    cast_seconds: float
 
 
 class RunVersions:
@@ -35,6 +50,10 @@ class RunVersions:
                 "several policies are published whole); set weights.lora: auto",
                 key="weights.lora",
             )
+        self._store, self._run = store, run
+        self._by_ranks = rank.config.weights.publish == "ranks" and alone is None
+        self._parts: dict[int, tuple[list[common_pb2.WeightManifest], float]] = {}
+        """Versions of which each rank has a part, with the seconds that their cast took."""
         self._base: Publisher | None = None
         self._below: common_pb2.AdapterBase | None = None
         if alone is None:
@@ -45,6 +64,9 @@ class RunVersions:
 
     def stage(self, rounds: Rounds, number: int) -> str:
         """Casts the held weights as version `number`, unseen; their digest."""
+        if self._by_ranks and rounds.rank.ranks.world_size > 1:
+            return self._stage_parts(rounds, number)
+        self._parts.pop(number, None)
         if self._base is None:
             return _staged(rounds, self._own, number, "merged")
         if self._below is None:
@@ -55,9 +77,35 @@ class RunVersions:
             self._below = common_pb2.AdapterBase(digest=digest, scale=scale)
         return _staged(rounds, self._own, number, "adapters", self._below)
 
-    def publish(self, version: Version) -> tuple[StoredWeights, float]:
-        """Makes a staged version visible; with the seconds that its cast took."""
-        return self._own.publish(version), self._own.stage_seconds
+    def _stage_parts(self, rounds: Rounds, number: int) -> str:
+        started = time.monotonic()
+        parts = staged_parts(rounds.lead(messages.StagePartsRound(number)))
+        if sum(len(part.entries) for part in parts) < self._own.tensors:
+            return ""  # One is published already, of other weights.
+        self._parts[number] = parts, time.monotonic() - started
+        self._parts = dict(sorted(self._parts.items())[-2:])
+        return str(joined(parts).digest)
+
+    def publish(self, rounds: Rounds, version: Version) -> Published:
+        """Makes a staged version visible."""
+        if version.number not in self._parts:
+            stored = self._own.publish(version)
+            source = self._store.source(self._run, version.number)
+            return Published(stored.version, stored.manifest, source, self._own.stage_seconds)
+        parts, seconds = self._parts[version.number]
+        manifest = joined(parts)
+        source = common_pb2.WeightSource(address=self._store.address, incarnation=self._store.incarnation)
+        reason = "the version lies in parts at the trainer's ranks (weights.publish: ranks)"
+        source.withheld.add(transport=common_pb2.WEIGHT_TRANSPORT_CUDA_IPC, reason=reason)
+        held = [part for part in parts if part.entries]
+        shown = messages.PublishPartsRound(version.number, version.parent, version.ordinal)
+        sources = [common_pb2.WeightSource.FromString(own) for own in rounds.lead(shown) if own]
+        for part, own in zip(held, sources, strict=True):
+            source.parts.add(source=own, tensors=len(part.entries))
+        message = common_pb2.PolicyVersion(
+            number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
+        )
+        return Published(message, manifest, source, seconds)
 
     def close(self) -> None:
         """Drops everything of the run."""

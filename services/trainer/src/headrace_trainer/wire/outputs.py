@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_page
-from headrace_servicekit.weights.store import StoredWeights
 
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.session.session import Session
+from headrace_trainer.session.versions import Published
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import Calls, Context, check_path, elsewhere, refusals
 
@@ -34,17 +34,17 @@ class OutputCalls(Calls):
     ) -> trainer_pb2.PublishPolicyResponse:
         """Publishes a version after `first`, which runs in the compute thread too."""
 
-        def act() -> tuple[StoredWeights, float]:
+        def act() -> Published:
             first()
             return session.publish(number)
 
         started = time.monotonic()
-        stored, cast_s = await self._compute(act)
+        published = await self._compute(act)
         return trainer_pb2.PublishPolicyResponse(
-            version=stored.version,
-            manifest=stored.manifest,
-            source=self._instance.weights.source(run, number),
-            publish_time=wire.duration(cast_s + time.monotonic() - started),
+            version=published.version,
+            manifest=published.manifest,
+            source=published.source,
+            publish_time=wire.duration(published.cast_seconds + time.monotonic() - started),
         )
 
     async def SaveCheckpoint(

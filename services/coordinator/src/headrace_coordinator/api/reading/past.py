@@ -11,14 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.overviews import CurvesView
-from headrace_schema.resources.views import (
-    CertificateView,
-    CheckpointView,
-    EvaluationView,
-    EventView,
-    StepView,
-)
+from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, StepView
 
 from headrace_coordinator.api.reading.curves import read_curves
 from headrace_coordinator.api.reading.presenters import (

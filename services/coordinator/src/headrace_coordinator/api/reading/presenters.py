@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from headrace_schema.resources.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
+from headrace_schema.resources.evaluations import (
+    EvaluationRunView,
+    EvaluationView,
+    SuiteEvaluationView,
+    SuiteResultView,
+)
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import (
     CertificateView,
     CountsView,
-    EvaluationView,
     EventView,
     PolicyView,
     RunPlanView,

@@ -15,10 +15,12 @@ import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_schema.resources.views import EvaluationView
+from headrace_schema.resources.evaluations import EvaluationView
+from headrace_servicekit.tracing import trace
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.episode_figures import (
     OUTCOME,
     figures_of,
@@ -34,6 +36,8 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
+from headrace_coordinator.run.step.step import RunFailed
+from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.trajectories import failure_of, said, sampled, told
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -193,6 +197,37 @@ def why_unmade(answer: common.Trajectory) -> str:
     """Why a trajectory is no answer of the policy's; empty where it is one."""
     why = UNMADE.get(answer.finish_reason, "")
     return failure_of(answer) or why if why else ""
+
+
+async def evaluate_if_due(context: RunContext, published: Published, timer: StepTimer) -> None:
+    """Between two steps: the evaluations that the spec asks of the held version, each of them once.
+
+    Raises RunFailed where too few answers come before anything was trained.
+    """
+    ordinal, prefill = published.version.ordinal, context.spec.evaluation.baseline_prefill
+    if not context.evaluation_due():
+        return
+    kinds: list[tuple[str, str | None]] = [(kind, None) for kind in context.dataset.evaluated]
+    if ordinal == 0 and prefill is not None:
+        kinds.insert(0, ("baseline_prefill", prefill))
+    for kind, prefill in kinds:
+        if not context.unevaluated(kind):
+            continue
+        devices = {device for worker in context.workers.rollouts for device in worker.devices}
+        try:
+            named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
+            with named, timer.stage("evaluate", sorted(devices)):
+                view = await evaluate(context, published, kind, prefill)
+        except TooFewAnswers as missing:
+            if not ordinal:  # Nothing was trained yet.
+                raise RunFailed(f"evaluation.{missing}") from missing
+            context.note(f"no evaluation ({kind}) at step {ordinal}: evaluation.{missing}")
+            context.without_figure.add((kind, published.version.number))
+            continue
+        log, figures = context.event_log, view.model_dump(mode="json")
+        await log.commit(ev.Evaluated(at=log.now(), run=context.run_id, view=figures))
+        context.projection.evaluation(view)
+        context.keep_time("evaluation", ordinal, timer)
 
 
 async def evaluate(

@@ -36,7 +36,7 @@ def sources_of(
     here = hosts.pop(origin_host, [])
     told = common.WeightSource()
     told.CopyFrom(origin)
-    told.receivers = max(1, len(hosts))
+    told.receivers = max(1, len(hosts) + bool(here and origin.parts))  # Of parts nobody maps the whole.
     away = [holder for holder in holders if holder.host != origin_host]
     found = {receiver.incarnation: [told] for receiver in here}
     names = list(hosts)

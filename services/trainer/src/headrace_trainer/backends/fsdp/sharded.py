@@ -25,6 +25,7 @@ from headrace_trainer.backends._base import (
     ADAPTER_KIND,
     CRITIC_KIND,
     AdaptingBackend,
+    Owners,
     ReferenceFacts,
     StatePart,
     StateReader,
@@ -230,8 +231,10 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         return layout
 
     @override
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
-        return self._sharded.weights(self._dtype if published else None)
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.weights(self._dtype if published else None, owners=owners)
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:

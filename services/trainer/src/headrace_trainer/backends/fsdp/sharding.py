@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from headrace_modelkit.critic import Critic
 from headrace_modelkit.lora import A, B, adapted_layers, adapter_of, is_adapter, merged_weight
 from headrace_modelkit.tensor_files import Box, slices
@@ -22,9 +23,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from headrace_trainer.backends._base import Owners
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.host_copies import HostCopies
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
@@ -235,18 +237,21 @@ class ShardedModel:
         return self._whole(name, shard).cpu()
 
     def weights(
-        self, dtype: torch.dtype | None = None, *, merged: bool = True
+        self, dtype: torch.dtype | None = None, *, merged: bool = True, owners: Owners | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the policy, whole, on the leader's CPU, with or without adapters merged; all
         ranks exhaust it.
 
         Others keep theirs where it is computed: one way for all to the host is shared by the ranks of a host. With
         `dtype`, parameters that travel between ranks or from a device are cast to it before; what comes from a device
-        holds until the next one is asked for then.
+        holds until the next one is asked for then. With `owners` each comes to its owner's CPU alone.
         """
-        found = self._wholes(dtype, merged=merged)
-        if not self._ranks.leads:
-            return found
+        if owners is not None:
+            found = self._owned(dtype, owners, merged=merged)
+        else:
+            found = self._wholes(dtype, merged=merged)
+            if not self._ranks.leads:
+                return found
         if dtype is not None and self._ranks.device.type == "cuda":
             return self._copies.of(found)
         return ((name, whole.cpu()) for name, whole in found)
@@ -258,6 +263,39 @@ class ShardedModel:
                 yield name, self.weight(name)  # made of fp32 wholes, to the same bits on every layout
             else:
                 yield name, self._whole(name, dtype=dtype if travels and name in self.parameters else None)
+
+    def _owned(
+        self, dtype: torch.dtype | None, owners: Owners, *, merged: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, owner in owners.items():
+            if merged and self.is_adapted(name):
+                whole: Tensor | None = self.weight(name)
+            else:
+                whole = self._at(name, owner, dtype if name in self.parameters else None)
+            if whole is not None and owner == self._ranks.rank:
+                yield name, whole
+
+    def _at(self, name: str, owner: int, dtype: torch.dtype | None) -> Tensor | None:
+        """As `_whole`, at one rank, which alone is sent the others' rows where all have as many."""
+        parameter = self.parameters.get(name)
+        if parameter is None or (self._experts and name in self._divided):
+            return self._whole(name, dtype=dtype)
+        mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+        shards = mesh.size(mesh.ndim - 1)
+        if parameter.placements[-1] != Shard(0) or shards == 1:
+            return self._whole(name, dtype=dtype)
+        if owner // shards != self._ranks.rank // shards:
+            return None  # The ranks of another copy.
+        local = parameter.to_local().detach()
+        local = (local if dtype is None else local.to(dtype)).to(self._ranks.device)
+        rows = -(-shape[0] // shards)
+        own = local.new_zeros(rows, *shape[1:])  # The last ranks may have fewer.
+        own[: len(local)] = local
+        sent = own.view(-1).view(torch.uint8)
+        whole = sent.new_empty(shards * len(sent)) if owner == self._ranks.rank else None
+        places = list(torch.split(whole, len(sent))) if whole is not None else None
+        dist.gather(sent, places, dst=owner, group=mesh.get_group(mesh.ndim - 1))
+        return None if whole is None else whole.view(own.dtype).view(shards * rows, *shape[1:])[: shape[0]]
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from headrace_trainer.backends._base import StatePart
+from headrace_trainer.backends._base import Owners, StatePart
 from headrace_trainer.backends.megatron.architecture import Architecture
 from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
 from headrace_trainer.backends.megatron.groups import Groups
@@ -167,18 +167,26 @@ class ParallelModel:
                     value = pick(part.of_local(own)).reshape([end - first for first, end in box])
                     yield StatePart(name, shape, box, value)
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather(
+        self, pieces: Mapping[str, Tensor], owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Whole canonical tensors by name, of this rank's pieces by local name; every rank exhausts it. The leader's
-        are on the CPU.
+        are on the CPU, or each at its owner alone.
 
         A rank's whole is 0 where others have the values, so the bits add up.
         """
-        for name, shape in self.architecture.shapes.items():
+        rank, shapes = self._ranks.rank, self.architecture.shapes
+        for name, shape in ((name, shapes[name]) for name in (shapes if owners is None else owners)):
             whole = torch.zeros(shape, dtype=torch.float32, device=self._ranks.device)
             part = self._parts.get(name)
             if part is not None and not part.copy:
                 own = self.shards.whole(part.local, pieces[part.local])
                 part.of_whole(whole).copy_(part.of_local(own))
+            if owners is not None:
+                dist.reduce(whole.view(torch.int32), owners[name])
+                if owners[name] == rank:
+                    yield name, whole.cpu()
+                continue
             if self._ranks.world_size > 1:
                 dist.all_reduce(whole.view(torch.int32))
             yield name, whole.cpu() if self._ranks.leads else whole

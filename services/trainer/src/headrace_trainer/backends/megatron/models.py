@@ -1,4 +1,7 @@
-"""The models of one rank with megatron-core: loaded, divided, read, moved. Knows no gradient and no step."""
+"""The models of one rank with megatron-core: loaded, divided, read, moved. Knows no gradient and no step.
+
+The frozen reference model of a run is divided like its policy.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends._base import ReferenceFacts, StatePart, StateReader
+from headrace_trainer.backends._base import Owners, ReferenceFacts, StatePart, StateReader
 from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
+from headrace_trainer.backends.fsdp.reference import reference_facts
 from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
 from headrace_trainer.backends.megatron.groups import Groups, join_groups
 from headrace_trainer.backends.megatron.layout import Layout
 from headrace_trainer.backends.megatron.model import ParallelModel, Settings
 from headrace_trainer.backends.megatron.pipeline import Pipeline
-from headrace_trainer.backends.megatron.reference import Reference
 from headrace_trainer.backends.plugins import MegatronOptions
-from headrace_trainer.backends.shared.distributing import check_files, open_source, types_of
+from headrace_trainer.backends.shared.distributing import check_files, open_source, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_fit
 from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
@@ -32,7 +35,56 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.memory import MemoryPlan, Rooms, kept_bytes
+from headrace_trainer.memory import LENT, MemoryPlan, Rooms, kept_bytes, lent_bytes, with_room_to_lend
+
+
+class Reference:
+    """`trainer.reference`, or the run's initial policy: `warmed` are its weights where a warm-up has changed them."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        ranks: TrainerGroup,
+        groups: Groups,
+        settings: Settings,
+        warmed: Iterator[tuple[str, Tensor]] | None,
+    ) -> None:
+        section = config.trainer.reference or config.model
+        self._device = ranks.device
+        self.facts = ReferenceFacts(section.path, "")
+        """Of the weights as they were read; the leader's alone has a digest."""
+        model = empty_model(section)
+        source = open_source(ranks, section, model)
+        if ranks.leads and source is not None:
+            self.facts = reference_facts(config, section.path, weights_digest(source, model))
+        own = replace(settings, dtype=DTYPES[section.dtype], recompute=False)
+        self._model = ParallelModel(read_architecture(section), ranks, groups, own, frozen=True)
+        if warmed is None:
+            self._model.load(source.read if source else None, types_of(model))
+        else:
+            self._model.load_whole(warmed)
+        self.pipeline = Pipeline(self._model)
+        self._away = False
+        self.park()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self._model.shards.size_bytes
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model, with its weights on the device."""
+        if self._away:
+            self._model.shards.move(lambda tensor: tensor.to(self._device))
+            self._away = False
+        return self._model
+
+    def park(self) -> None:
+        """Takes the weights to host memory until they are used again; nothing to do where they are there."""
+        if self._device.type != "cpu" and not self._away:
+            self._model.shards.move(lambda tensor: tensor.to("cpu"))
+            self._away = True
 
 
 @dataclass(frozen=True)
@@ -80,8 +132,9 @@ class MegatronModels(LanguageModel):
 
     @override
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
-        return plan_memory(
-            self._config, self._algorithm, self._layout, on_gpu=self._ranks.device.type != "cpu"
+        on_gpu = self._ranks.device.type != "cpu"
+        return with_room_to_lend(
+            plan_memory(self._config, self._algorithm, self._layout, on_gpu=on_gpu), rooms
         )
 
     @override
@@ -134,8 +187,10 @@ class MegatronModels(LanguageModel):
         return [(name, published, shape) for name, shape in self._model.architecture.shapes.items()]
 
     @override
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
-        return self._model.gather(self._model.shards.masters())
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._model.gather(self._model.shards.masters(), owners)
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:
@@ -281,6 +336,9 @@ def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, 
     }
     if not on_gpu:
         return MemoryPlan(device | host, {})
+    whole = sum(math.prod(shape) for shape in read_architecture(config.model).shapes.values())
+    if lent := lent_bytes(config, whole * width):
+        device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     return MemoryPlan(host | {"reference": device["reference"]}, device)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
-from headrace_trainer.backends._base import StatePart, StateReader
+from headrace_trainer.backends._base import Owners, StatePart, StateReader
 from headrace_trainer.backends.robot.backend import CRITIC, RobotBackend
 from headrace_trainer.backends.robot.episodes import Chunks
 from headrace_trainer.backends.shared.figures import TokenFigures
@@ -166,8 +166,13 @@ class WholeRobot(RobotBackend):
         return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in layout]
 
     @override
-    def weights(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor.detach().cpu()) for name, tensor in state_tensors(self._policy))
+    def weights(
+        self, *, published: bool = False, owners: Owners | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        rank = self._ranks.rank
+        for name, tensor in state_tensors(self._policy):
+            if owners is None or owners[name] == rank:
+                yield name, tensor.detach().cpu()
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
+from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
     DeletedView,
     EndpointView,
-    EvaluationView,
     RunListView,
     RunView,
     StepView,

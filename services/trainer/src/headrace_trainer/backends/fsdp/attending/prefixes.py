@@ -1,16 +1,97 @@
-"""Whether and how a model computes a prefix tree exactly: decided once, when it is loaded. Knows no packing."""
+"""Attention of the trainer's models, and whether they compute a prefix tree exactly: decided when one is loaded.
+
+It follows the paths of a tree, or of segments, where told so, and is causal where not. A model takes part through
+transformers' table of attention functions. Knows no packing.
+
+Shapes: R rows, H heads, L nodes of a row, D head dimension, S paths, P nodes of the longest path.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headrace_trainer.backends.fsdp.attending.attention import attend_to_trees
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
 from headrace_trainer.errors import invalid
+from headrace_trainer.learning.packing import Paths
+from headrace_trainer.learning.segments import Segments
+
+NAME = "headrace_trees"
+
+
+def attend_to_trees(model: PreTrainedModel) -> bool:
+    """Lets the layers of `model`, which run sdpa over the whole context, take `paths` and `segments`; False where they
+    cannot.
+
+    A micro-batch that brings no mask is then computed causally, without one being made.
+    """
+    if not model._supports_attention_backend:
+        return False
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    model.config.get_text_config()._attn_implementation = NAME  # a vision tower keeps its own
+    return True
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Rows are padded behind their ends, where a causal model does not look."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels are what they are
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    paths: Paths | None = None,
+    segments: Segments | None = None,
+    context: ContextGroup | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    own = [query, key, value]
+    if segments is not None and context is not None:
+        whole = [context.to_heads(tensor) for tensor in own]
+        return context.to_nodes(_of_segments(whole, segments, options.get("scaling"))), None
+    if segments is not None:
+        return _of_segments(own, segments, options.get("scaling")), None
+    if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it
+        own = [_along(paths.nodes_SP, tensor.float()) for tensor in own]
+    short = query.device.type == "cpu" and own[0].shape[2] <= WIDENED_TOKENS
+    dtype = torch.float32 if short else query.dtype
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *(tensor.to(dtype) for tensor in own), mask, **options)[0]
+    if paths is not None:
+        found = found.flatten(0, 1)[paths.places_RL]
+    return found.to(query.dtype), None
+
+
+def _of_segments(own: list[Tensor], segments: Segments, scale: float | None) -> Tensor:
+    """(1, L, H, D). On a CPU in fp32: its flash kernel takes three to seven times as long in bf16."""
+    dtype = torch.float32 if own[0].device.type == "cpu" else own[0].dtype
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in own)
+    return attend_segments(query, key, value, segments, scale).unsqueeze(0).to(own[0].dtype)
+
+
+def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:
+    """(S, H, P, D): what each path's nodes have."""
+    nodes = tensor_RHLD.transpose(1, 2).flatten(0, 1)
+    return (
+        nodes.flatten(1)
+        .index_select(0, nodes_SP.flatten())
+        .view(*nodes_SP.shape, *nodes.shape[1:])
+        .transpose(1, 2)
+    )
+
 
 _log = get_logger(__name__)
 

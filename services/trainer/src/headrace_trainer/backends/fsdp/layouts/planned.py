@@ -14,7 +14,17 @@ from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout,
 from headrace_trainer.backends.fsdp.layouts.robot_sizes import robot_sizes
 from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.memory import COPY, MemoryPlan, Rooms, Tried, host_bytes, kept_bytes
+from headrace_trainer.memory import (
+    COPY,
+    LENT,
+    MemoryPlan,
+    Rooms,
+    Tried,
+    host_bytes,
+    kept_bytes,
+    lent_bytes,
+    with_room_to_lend,
+)
 
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
@@ -82,6 +92,7 @@ class _Run:
                 expert_parallel=self.options.expert_parallel,
             )
             plan = with_room_to_save(self.config, plan, self.rooms, ranks_here)
+            plan = with_room_to_lend(plan, self.rooms, MARGIN)
             fits = _fits(plan, self.rooms, ranks_here)
             tried.append(Tried(str(layout), sum(plan.device.values()), sum(plan.host.values()), fits))
             plans.append((tried[-1].device or tried[-1].host, layout, plan))
@@ -153,10 +164,13 @@ def plan_memory(
     }
     if sizes.merged:
         device["merged experts"] = sizes.merged * width // expert_parallel
+    published = (sizes.learned + sizes.frozen) * width
+    if config.weights.publish == "ranks":
+        published = -(-published // ranks)
     host = {
         # Of what rollouts install, the base and the current version, and one that a commit casts or whose memory is
         # used again for it: in shared memory of the leader's host.
-        "published versions": 3 * (sizes.learned + sizes.frozen) * width,
+        "published versions": 3 * published,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
@@ -164,6 +178,9 @@ def plan_memory(
         host[COPY] = shard * (FP32 + MOMENTS_BYTES) + device["frozen weights"]
     if not on_gpu:
         return MemoryPlan(device | host, {})
+    alone = adapters and config.weights.lora != "merged"
+    if lent := lent_bytes(config, sizes.learned * FP32 if alone else published):
+        device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
     for part in _OFFLOADED[layout.offload]:
