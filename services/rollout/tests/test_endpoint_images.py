@@ -70,6 +70,16 @@ async def test_images_keep_their_places_turn_by_turn_and_travel_once(desk, codec
     assert not any(image.data for each in trajectory.conversation.messages for image in each.images)
 
 
+async def test_items_of_a_response_may_be_images(desk, codec):
+    session, speaker = desk.open("ab", "cd", codec=codec)
+    url = seen("", png(1))["content"][1]["image_url"]["url"]
+    content = [{"type": "input_text", "text": "which?"}, {"type": "input_image", "image_url": url}]
+    first = await desk.post(session, {"input": [{"role": "user", "content": content}]}, "/v1/responses")
+    more = {"input": "and?", "previous_response_id": first.json()["id"]}
+    assert (await desk.post(session, more, "/v1/responses")).status_code == 200
+    assert speaker.asked[1].images == speaker.asked[0].images and len(speaker.asked[0].images) == 1
+
+
 async def test_a_request_that_shows_another_image_goes_on_nowhere(desk, codec):
     session, speaker = desk.open("ab", "cd", codec=codec)
     said = (await desk.said(session, [seen("which?", png(1))]))["message"]

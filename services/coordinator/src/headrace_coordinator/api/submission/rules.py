@@ -9,13 +9,14 @@ from headrace_schema.from_json_schema import check_options
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.generating import drafts
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import REASONING
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
-from headrace_coordinator.api.submission.approximate import OFF_POLICY, drafted, quantised
+from headrace_coordinator.api.submission.approximate import OFF_POLICY, SPECULATIVE, drafted, quantised
 from headrace_coordinator.api.submission.device_rules import devices, instances
 from headrace_coordinator.api.submission.fleet_view import EXTRAS, model_type
 from headrace_coordinator.api.submission.submission import Submission
@@ -84,6 +85,9 @@ def unseen(submission: Submission, there_are: str) -> Iterator[KeyProblemView]:
         fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]
         reason = f"{there_are}, and {engine} takes none here"
         yield problem("rollout.engine", reason, f"set rollout.engine: {' or '.join(fit) or 'transformers'}")
+    if drafts(spec.rollout.engine_options):
+        reason = f"{there_are}, and prompts with images are not drafted for"
+        yield problem(SPECULATIVE, reason, "leave it out")
     if spec.trainer.backend != "fsdp":
         reason = f"{there_are}, and {spec.trainer.backend} trains on text alone"
         yield problem(
