@@ -27,6 +27,8 @@ IN_FLIGHT = "inflight_update"
 """Feature of an engine whose answers go on with another version."""
 IMAGES = "images"
 """Feature of an engine that takes images in prompts."""
+LORA = "lora"
+"""Feature of an engine that computes with adapters beside its model."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
 ON_CPU = ("physx_cpu", "cpu")
@@ -57,6 +59,11 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
             f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
             f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
         )
+    elif spec.rollout.enable_lora and not fleet.offers(name, LORA):
+        fit = [other for other in sorted(known) if fleet.offers(other, LORA)]
+        other = f", or set rollout.engine: {' or '.join(fit)}" if fit else ""
+        reason = f"rollout.engine: {name} computes with no adapters beside its model"
+        yield problem("rollout.enable_lora", reason, f"leave it out: adapters are merged then{other}")
     elif spec.algorithm.max_staleness and spec.install == "in_flight" and not fleet.offers(name, IN_FLIGHT):
         yield problem(
             "rollout.install",
@@ -80,6 +87,9 @@ def images(submission: Submission) -> Iterator[KeyProblemView]:
 def unseen(submission: Submission, there_are: str) -> Iterator[KeyProblemView]:
     """What reads no images of a run that has some."""
     spec, fleet = submission.spec, submission.fleet
+    if spec.rollout.enable_lora:
+        reason = f"{there_are}, and a vision tower's rows are not those of prompts"
+        yield problem("rollout.enable_lora", reason, "leave it out: adapters are merged then")
     engine, known = submission.engine, fleet.names("rollout", "engines")
     if engine in known and not fleet.offers(engine, IMAGES):
         fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]

@@ -105,7 +105,8 @@ class Joining:
         ids = [*trajectory.prompt_ids, *sampled]
         length = min(int(batch.length[row]), len(ids))
         known = self._model.identity(ids, trajectory.images)[:length]
-        self.kept.keep(trajectory.key, known, self._model.cache.kept(row, length))
+        key = (trajectory.stream.adapter, trajectory.key)
+        self.kept.keep(key, known, self._model.cache.kept(row, length))
 
     def join(self, batch: Batch) -> Joined | None:
         """Gives rows to as many as fit; None for nobody."""
@@ -171,7 +172,12 @@ class Joining:
         images = [admission.images for admission, _ in known]
         computed = sum(len(admission.waiting.context_ids) - keys.length for admission, keys in known)
         with self._threads.work("prefill", computed):
-            hidden_ND, whole = self._model.extend(contexts, [keys for _, keys in known], images)
+            hidden_ND, whole = self._model.extend(
+                contexts,
+                [keys for _, keys in known],
+                images,
+                [admission.waiting.adapter for admission, _ in known],
+            )
         for (admission, _), hidden_D, keys in zip(known, hidden_ND, whole, strict=True):
             admission.waiting.keys, admission.waiting.hidden_D = keys, hidden_D
         self._figures.prefill_tokens += computed
@@ -182,7 +188,8 @@ class Joining:
         waiting, first = admission.waiting, admission.members[0]
         if waiting.keys is not None or not self._goes_on(first):
             return None
-        return self.kept.find(first.key, self._model.identity(waiting.context_ids, admission.images))
+        ids = self._model.identity(waiting.context_ids, admission.images)
+        return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
         stream = trajectory.stream
@@ -228,7 +235,9 @@ class Joining:
         self._model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self._model.device)
         computed = sum(map(len, contexts))
         with self._threads.work("prefill", computed):
-            hidden_PD = self._model.prefill(contexts, [admission.images for admission in admissions])
+            hidden_PD = self._model.prefill(
+                contexts, [each.images for each in admissions], [each.waiting.adapter for each in admissions]
+            )
         for admission, routes in zip(admissions, self._model.prefilled_routes(contexts), strict=False):
             admission.waiting.routes = routes
         for prompt, _ in keep:
