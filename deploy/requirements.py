@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ("proto", "libs/servicekit[tracing]")
+COMMON = ("proto", "libs/schema", "libs/servicekit[tracing]")
 COORDINATOR = (
     "proto",
     "libs/servicekit[tracing,docker]",
@@ -22,14 +22,14 @@ IMAGES = {
     "coordinator": (*COORDINATOR, "services/coordinator"),
     "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
     "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
-    "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
-    "simulator": (*COMMON, "services/simulator[gymnasium]"),
+    "reward": (*COMMON, "services/reward[math,reasoning-gym]"),
+    "simulator": (*COMMON, "services/simulator[gymnasium,vision]"),
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
-    "torch": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout", "services/trainer"),
-    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit[vision]", "services/rollout[vllm]"),
-    "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
+    "torch": (*COMMON, "libs/modelkit[vision]", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/modelkit[vision]", "services/rollout[vllm]"),
+    "rollout-sglang": (*COMMON, "libs/modelkit", "services/rollout[sglang]"),
 }
 
 

@@ -32,10 +32,9 @@ OF_EXTRAS = (
 )
 """What only an extra with an environment of its own can import; its options are read without it."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
-COMMON = {"headrace-proto", "headrace-servicekit"}
-SCHEMA = "headrace-schema"
+COMMON = {"headrace-proto", "headrace-schema", "headrace-servicekit"}
 PLANNER = "headrace-planner"
-LIBRARIES = {"coordinator": {SCHEMA, PLANNER}, "reward": {SCHEMA}, "simulator": set()}
+LIBRARIES = {"coordinator": {PLANNER}, "reward": set(), "simulator": set()}
 WITHOUT_TORCH = {
     "coordinator": {"reasoning-gym": "reasoning_gym"},
     "reward": {"math": "math_verify", "reasoning-gym": "reasoning_gym"},
@@ -129,7 +128,7 @@ def torch_source():
     "service", ["rollout", pytest.param("trainer", marks=pytest.mark.nightly)]
 )  # as above
 def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path):
-    needed = [*sorted(COMMON), SCHEMA, "headrace-modelkit", f"headrace-{service}"]
+    needed = [*sorted(COMMON), "headrace-modelkit", f"headrace-{service}"]
     torch_environment.install(*needed)
     assert torch_environment.headrace_dists() == set(needed)
     imports_all(torch_environment, f"headrace_{service}")
@@ -140,8 +139,8 @@ def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path)
 
 def test_the_command_line_comes_without_services_or_torch(make_environment):
     environment = make_environment("cli")
-    environment.install(*sorted(COMMON), SCHEMA, PLANNER, "headrace")
-    assert environment.headrace_dists() == COMMON | {SCHEMA, PLANNER, "headrace"}
+    environment.install(*sorted(COMMON), PLANNER, "headrace")
+    assert environment.headrace_dists() == COMMON | {PLANNER, "headrace"}
     environment.pip("check")
     # Both are portions of one namespace, from two wheels.
     environment.run("-c", "import headrace.client, headrace.common.v1.common_pb2")
@@ -150,7 +149,7 @@ def test_the_command_line_comes_without_services_or_torch(make_environment):
     assert shown.returncode == 0 and "demo" in shown.stdout
     assert environment.run("-c", HAS, "torch").strip() == "False"
 
-    environment.install(*sorted(COMMON), SCHEMA, PLANNER, "headrace-coordinator", "headrace")
+    environment.install(*sorted(COMMON), PLANNER, "headrace-coordinator", "headrace")
     environment.run(
         "-c",
         "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.submission.rules",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.processes import ROOT, run_python
@@ -49,6 +50,34 @@ def pictured(spec_of: Callable[..., dict[str, Any]], digits: Path) -> Callable[.
 
 
 # What is refused comes first: after a kill, a submission waits for what may be restarted.
+
+
+def counting(model: Path) -> dict[str, Any]:
+    """The example's spec with a few short steps."""
+    folder = ROOT / "examples" / "vision"
+    spec: dict[str, Any] = yaml.safe_load((folder / "count.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(model)
+    spec["environment"] |= {"tasks": [f"{folder / 'count.py'}:Count"], "count": 8}
+    spec["reward"] = {"scorers": [{"name": f"{folder / 'count.py'}:reward"}]}
+    spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
+    spec["sampling"]["max_new_tokens"] = 8  # long enough for some turns to end by themselves
+    return spec | {"steps": 3, "evaluation": {"every": 0}, "data": {"heldout": 4}, "export": False}
+
+
+@pytest.mark.usefixtures("one_simulator")
+def test_an_environment_shows_pictures_in_two_turns(fleet: Fleet, digits: Path, tiny_model: Path) -> None:
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(counting(tiny_model))
+    assert [each.key for each in refused.value.problems] == ["model.path"]
+    found = audit(fleet, fleet.succeed(run := fleet.submit(counting(digits / "model"))))
+    worst = max(item.log_prob_mismatch_mean for item in found.live)
+    assert worst < 1e-3, "the trainer sees what the engine saw"
+    talks = fleet.client.trajectories(run.id, limit=48)
+    assert any(len(each.messages) == 5 for each in talks), "some are answered twice"
+    for talk in talks:
+        first, _, second, *_ = talk.messages
+        assert first.content == "?<image>" and second.content in ("yes<image>", "no<image>")
+        assert first.images[0].startswith("data:image/webp;base64,") and first.images != second.images
 
 
 def test_a_broken_image_is_refused_with_its_line(

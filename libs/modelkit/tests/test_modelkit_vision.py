@@ -57,8 +57,9 @@ def test_two_images_of_a_prompt_are_read_as_transformers_reads_them(model, codec
     ids = codec.encode_prompt(chat=[{"role": "user", "content": "a<image>b<image>cd"}], images=files)
     images = [reader.read(file) for file in files]
     assert [image.tokens for image in images] == [4, 6] and ids.count(reader.token) == 10
-    spans = reader.spans(ids, images)
-    assert reader.expand(reader.collapse(ids, images), images) == ids
+    starts = reader.starts(ids, images)
+    spans = [reader.span(ids, start, data) for start, data in zip(starts, files, strict=True)]
+    assert reader.expand(reader.collapse(ids, spans), images) == ids
     tokens_BL = torch.tensor([ids])
     grids = torch.tensor([image.grid for image in images])
     kinds = (tokens_BL == reader.token).int()
@@ -92,15 +93,18 @@ def test_images_and_their_tokens_must_match(codec):
     with pytest.raises(ValueError, match="an image cannot be read"):
         codec.encode_prompt(chat=chat, images=[png(1)[:60]])
     with pytest.raises(ValueError, match="and the 1 images have 4"):
-        codec.images.spans([codec.images.token] * 3, [codec.images.read(png(1))])
+        codec.images.starts([codec.images.token] * 3, [codec.images.read(png(1))])
+    for ids, start in (([codec.images.token] * 3, 0), ([codec.images.token] * 4, 1)):
+        with pytest.raises(ValueError, match="are not those of an image"):
+            codec.images.span(ids, start, png(1))
     assert codec.encode_prompt(chat=chat).count(codec.images.token) == 0, "without images a mark is text"
 
 
 def test_a_policy_may_sample_the_image_token(codec):
     image = codec.images.read(png(1))
     ids = [3, *[codec.images.token] * image.tokens, 4, codec.images.token]
-    (span,) = codec.images.spans(ids, [image], prefix=True)
-    assert span.start == 1 and rope_positions(len(ids), [span])[:, -1].tolist() == [4, 4, 4]
+    span = codec.images.span(ids, 1, png(1))
+    assert rope_positions(len(ids), [span])[:, -1].tolist() == [4, 4, 4]
 
 
 def test_an_image_is_turned_as_its_orientation_says():

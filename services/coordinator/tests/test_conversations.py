@@ -1,5 +1,6 @@
 """Runs of conversations: where they begin, what scorers get of them, and simulators that are lost."""
 
+import io
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,18 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import Slot
-from headrace_coordinator.projections.trajectories import Call
+from headrace_coordinator.projections.thumbnails import with_thumbnails
+from headrace_coordinator.projections.trajectories import Call, Message
 from headrace_coordinator.run.modality import Conversations
 from headrace_coordinator.run.simulators.pools import opening, other_kind
 from headrace_coordinator.run.step.scoring.rewards import added_up, by_turn, turns_problem
 from headrace_coordinator.run.step.scoring.scoring import score_item
 from headrace_coordinator.run.step.trajectories import Shown, Trajectory, told
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from headrace_simulation.virtual_time import run_virtual
+from PIL import Image
 from scene import scored_items
 
 
@@ -94,6 +98,12 @@ def test_a_scorer_that_miscounts_turns_is_named():
     assert added_up([[1.0, 2.0], [], [0.5, 0.5]]) == [1.5, 2.5] and added_up([[], []]) == []
 
 
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "PNG")
+    return file.getvalue()
+
+
 def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     """A given turn of the assistant, as an example shows one, is none of the policy's."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -101,14 +111,23 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     said = [("assistant", "Hello."), ("user", "1+1?"), ("assistant", call), ("tool", "2"), ("assistant", "2")]
     for role, content in said:
         message.conversation.messages.add(role=role, content=content)
+    file = png()
+    message.conversation.messages[3].images.add(digest=digest_bytes(file))
+    message.images.add(digest=digest_bytes(file), data=file)
     message.conversation.turn_tokens.extend([9, 1])
     message.conversation.turn_messages.extend([2, 4])
     shown = Shown.of(message)
-    assert [tokens for *_, tokens in shown.said] == [None, None, 9, None, 1]
+    assert [each.tokens for each in shown.said] == [None, None, 9, None, 1]
     found = told("hermes", shown.said, [0.25, 0.75])
     assert [(each.role, each.content) for each in found] == said
     assert [each.reward for each in found] == [None, None, 0.25, None, 0.75]
     assert [each.calls for each in found if each.calls] == [[Call("add", '{"a": 1}')]]
+    small = [[image.partition(",")[0] for image in each.images] for each in with_thumbnails(found)]
+    assert small == [[], [], [], ["data:image/webp;base64"], []]
+    many = with_thumbnails([Message("user", "", files=[file] * 9)] * 9)
+    assert [len(each.images) for each in many] == [4, 4, 4, 4, 0, 0, 0, 0, 0], (
+        "of a message, and of a conversation"
+    )
     plain = told("", shown.said, [0.25, 0.75])
     assert not any(each.calls for each in plain)
 

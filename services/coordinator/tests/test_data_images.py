@@ -220,16 +220,17 @@ def test_a_wrong_image_is_refused_with_its_line(lines, value, words):
 
 def test_images_that_are_too_large_are_refused(lines, monkeypatch):
     from headrace_coordinator.data.builtin import pictures
+    from headrace_servicekit import image_files
 
     row = {"image": [encoded(png(1, size=(40, 40))), encoded(png(2, size=(40, 40)))], "question": "?"}
     path, size = lines(row), len(png(1, size=(40, 40)))
-    for name, value, words in (
-        ("MOST_IMAGE_BYTES", size - 1, "travel"),
-        ("MOST_PROMPT_IMAGE_BYTES", size + 1, "a prompt takes"),
-        ("MOST_IMAGE_PIXELS", 1599, "40 x 40 pixels"),
+    for module, name, value, words in (
+        (image_files, "MOST_IMAGE_BYTES", size - 1, "travel"),
+        (pictures, "MOST_PROMPT_IMAGE_BYTES", size + 1, "a prompt takes"),
+        (image_files, "MOST_IMAGE_PIXELS", 1599, "40 x 40 pixels"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(pictures, name, value)
+            patched.setattr(module, name, value)
             assert words in refusal("jsonl", path=path, images="image"), name
 
 

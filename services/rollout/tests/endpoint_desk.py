@@ -28,6 +28,7 @@ class Letters:
     """A codec in which each character is an id, and 0 ends a turn."""
 
     eos_ids = frozenset({END})
+    images = None
     tokenizer = SimpleNamespace(
         encode=lambda text, add_special_tokens: [END if c == "\0" else ord(c) for c in text]
     )
@@ -88,10 +89,10 @@ class Desk:
     def __init__(self):
         self.endpoint, self.client = Endpoint("127.0.0.1", "127.0.0.1"), None
 
-    def open(self, *texts, **more):
+    def open(self, *texts, codec=None, **more):
         speaker, talk = Says(*texts), Conversation((), [])
         stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
-        codec = Letters()
+        codec = codec or Letters()
         fields = {"most_turns": 0, "most_tokens": 200, "asked": True, **more}
         template = TurnTemplate(codec, PromptSection(chat=True))
         terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)

@@ -71,7 +71,7 @@ def test_a_turns_end_is_added_where_the_policy_did_not_sample_it():
     codec = codec_of(HERMES)
     template = TurnTemplate(codec, PromptSection())
     template.check()
-    opened = template.opened([user("2 * 3?")], TOOLS)
+    opened = template.opened([user("2 * 3?")], TOOLS).ids
     assert shown(codec, opened) == codec.render([user("2 * 3?")], {"tools": TOOLS})
     said = codec.tokenizer.encode("<tool_call>…", add_special_tokens=False)
     answers = [{"role": "tool", "content": "6"}, {"role": "tool", "content": "7"}]
@@ -80,14 +80,14 @@ def test_a_turns_end_is_added_where_the_policy_did_not_sample_it():
         "<|im_start|>assistant\n"
     )
     end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert shown(codec, template.between([*said, end], answers, TOOLS)) == follows
-    assert shown(codec, template.between(said, answers, TOOLS)) == "<|im_end|>" + follows
+    assert shown(codec, template.between([*said, end], answers, TOOLS).ids) == follows
+    assert shown(codec, template.between(said, answers, TOOLS).ids) == "<|im_end|>" + follows
     # Another end than the template's own was sampled: it stays, and the template's follows.
-    assert shown(codec, template.between([*said, 2], answers, TOOLS)) == "<|im_end|>" + follows
+    assert shown(codec, template.between([*said, 2], answers, TOOLS).ids) == "<|im_end|>" + follows
     # All turns together are what the template makes of the messages.
     whole = [user("2 * 3?"), {"role": "assistant", "content": "<tool_call>"}, *answers]
     said = codec.tokenizer.encode("<tool_call>", add_special_tokens=False)
-    ids = [*opened, *said, *template.between(said, answers, TOOLS)]
+    ids = [*opened, *said, *template.between(said, answers, TOOLS).ids]
     assert shown(codec, ids) == codec.render(whole, {"tools": TOOLS})
 
 
@@ -113,7 +113,7 @@ def test_a_template_that_rewrites_earlier_turns_is_named_unless_it_is_appended_t
     assert "environment.rewritten_turns" in str(caught.value) and "append" in str(caught.value)
     appended = TurnTemplate(codec, prompt, append=True)
     appended.check()
-    behind = shown(codec, appended.between([5], [user("and 4?")], None))
+    behind = shown(codec, appended.between([5], [user("and 4?")], None).ids)
     assert behind.startswith("<|im_end|>\n<|im_start|>user\nand 4?<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -138,6 +138,6 @@ def test_without_a_chat_template_contents_follow_each_other():
     codec = TextCodec(tokenizer, frozenset({1}), 0)
     template = TurnTemplate(codec, PromptSection(chat=False))
     template.check()
-    assert codec.decode(template.opened([user("1 +"), user(" 2")], None)) == "1 + 2"
-    assert codec.decode(template.between([1], [user("="), user("3")], None)) == "=3"
-    assert template.between([1], [], None) == []
+    assert codec.decode(template.opened([user("1 +"), user(" 2")], None).ids) == "1 + 2"
+    assert codec.decode(template.between([1], [user("="), user("3")], None).ids) == "=3"
+    assert template.between([1], [], None).ids == []

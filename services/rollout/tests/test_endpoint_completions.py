@@ -32,7 +32,8 @@ async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk
     assert Letters().decode(one.prompt_ids) == "^Is it? " and one.limits.max_new_tokens == 30
     assert list(two.prompt_ids) == [*one.prompt_ids, *map(ord, "yes"), END, *map(ord, ". And?")]
     talk = session.talk
-    assert talk.said == [("user", "Is it? "), ("assistant", "yes"), ("user", ". And?"), ("assistant", " no")]
+    texts = [each.content for each in talk.said]
+    assert texts == ["Is it? ", "yes", ". And?", " no"]
     assert talk.spans == [(3, 4), (0, 6), (3, 4)]
 
 

@@ -92,11 +92,11 @@ async def test_a_completion_that_is_rewarded_by_its_id_fills_a_slot(shop):
     assert await run.feedback(second, 0.5, success=True) == "taken"
     (update,) = run.filled
     assert run.keys() == [(4, 0, 1)] and update.said.rewards == (0.5,) and update.said.success
-    assert update.said.messages == (("user", "one"), ("assistant", "no"))
+    assert [each[:2] for each in update.said.messages] == [("user", "one"), ("assistant", "no")]
     assert await run.feedback(first) == "taken" and run.keys() == [(4, 0, 1), (5, 0, 1)]
     assert await run.feedback(third) == "waiting", "the step has enough: it is of the next one"
     run.offer([6])
-    assert run.keys()[-1] == (6, 0, 1) and run.filled[-1].said.messages[-1] == ("assistant", "so")
+    assert run.keys()[-1] == (6, 0, 1) and run.filled[-1].said.messages[-1].content == "so"
     await run.post("/v1/feedback", {"completion": first["id"], "reward": 1}, 404)
 
 
@@ -219,12 +219,7 @@ async def test_a_response_goes_on_from_an_earlier_one_with_the_runs_key(shop):
     second = await run.post("/v1/responses", {"input": "two", "previous_response_id": first["id"]})
     assert second["id"].rpartition("_")[0] == first["id"].rpartition("_")[0]
     assert await run.feedback(second) == "taken"
-    assert run.filled[0].said.messages == (
-        ("user", "one"),
-        ("assistant", "yes"),
-        ("user", "two"),
-        ("assistant", "no"),
-    )
+    assert [each.content for each in run.filled[0].said.messages] == ["one", "yes", "two", "no"]
 
 
 async def test_a_session_without_anything_drawn_by_chance_is_told_so_and_fills_no_slot(shop):

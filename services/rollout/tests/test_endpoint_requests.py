@@ -6,6 +6,7 @@ import json
 
 import pytest
 from endpoint_desk import CALL, TOOLS, Letters, user
+from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.endpoint.routes import MOST_BYTES
 from headrace_rollout.engines.samples import Distribution
 
@@ -103,7 +104,8 @@ async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
     assert choice["message"]["content"] == "three"
     context = Letters().decode(speaker.asked[1].prompt_ids)
     assert context == f"[1 tools]u:1+2a:I add. {CALL}t:3a:", "its own turn is as it was sampled"
-    assert ("assistant", f"I add. {CALL}") in session.talk.said and ("tool", "3") in session.talk.said
+    said = [each[:2] for each in session.talk.said]
+    assert ("assistant", f"I add. {CALL}") in said and ("tool", "3") in said
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": </tool_call>', "<tool_call>{"])
@@ -123,6 +125,6 @@ async def test_what_is_not_served_says_what_is(desk):
 
 async def test_messages_of_which_the_template_shows_nothing_are_refused(desk, monkeypatch):
     session, speaker = desk.open("yes")
-    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: [])
+    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: Given([]))
     error = await desk.refused(session, {"messages": [{"role": "user", "content": None}]})
     assert error["message"].startswith("messages: nothing is said") and not speaker.asked

@@ -14,7 +14,7 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines.base import EngineConfig, Policy
-from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey
+from headrace_rollout.engines.samples import Group, ImageAt, Prefix, Sample, SlotKey
 from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.wire import groups_of
 from headrace_schema.images import VISION_FAMILIES
@@ -59,7 +59,14 @@ async def engine(section, codec, reference):
 
 def group_of(codec, ordinal: int, text: str, *images: bytes, samples: int = 3, prefix=None) -> Group:
     ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=images)
-    return Group(ordinal, ids, [Sample(index, 1, prefix) for index in range(samples)], images)
+    return Group(
+        ordinal, ids, [Sample(index, 1, prefix) for index in range(samples)], placed(codec, ids, images)
+    )
+
+
+def placed(codec, ids, images, before: int = 0) -> tuple[ImageAt, ...]:
+    starts = codec.images.starts(ids, [codec.images.read(data) for data in images])
+    return tuple(ImageAt(before + start, data) for start, data in zip(starts, images, strict=True))
 
 
 def expected(reference, codec, group: Group, answer: list[int]) -> list[float]:
@@ -67,9 +74,10 @@ def expected(reference, codec, group: Group, answer: list[int]) -> list[float]:
     ids = torch.tensor([[*group.prompt_ids, *answer]])
     inputs = {}
     if group.images:
-        images = [codec.images.read(data) for data in group.images]
-        kinds = (ids == codec.images.token).int()
-        kinds[:, len(group.prompt_ids) :] = 0
+        images = [codec.images.read(image.data) for image in group.images]
+        kinds = torch.zeros_like(ids)
+        for at, image in zip(group.images, images, strict=True):
+            kinds[:, at.start : at.start + image.tokens] = 1
         inputs = {
             "mm_token_type_ids": kinds,
             "pixel_values": torch.cat([image.values_PC for image in images]),
@@ -133,6 +141,53 @@ async def test_an_answer_goes_on_behind_tokens_of_another_engine_that_hold_the_i
         assert output.whole.log_probs[3:] == pytest.approx(own[3:], abs=1e-4)
 
 
+async def test_a_turn_of_a_conversation_is_computed_behind_the_one_before_with_its_new_image(
+    engine, codec, reference
+):
+    first = group_of(codec, 0, "<image>which?", png(1), samples=2)
+    collector = Collector()
+    await engine.submit(collector.stream(max_new_tokens=6, goes_on=True), [first])
+    said = await collector.wait_ended(2)
+    text = codec.encode_prompt(chat=[{"role": "user", "content": "so<image>and?"}], images=[png(3, 32)])
+    turns, new = [], 0
+    for key, output in said.items():
+        before = [*first.prompt_ids, *output.whole.token_ids]
+        # transformers' forward places features by id: what was sampled holds none of them there.
+        before = [
+            4 if token == codec.images.token and at >= len(first.prompt_ids) else token
+            for at, token in enumerate(before)
+        ]
+        changed = before != [*first.prompt_ids, *output.whole.token_ids]
+        images = (*first.images, *placed(codec, text, [png(3, 32)], len(before)))
+        turns.append(Group(key.sample_index, [*before, *text], [Sample(key.sample_index, 1)], images))
+        new += len(text) + (len(before) if changed else 1)  # its last token was sampled, and not computed yet
+    turns = [Group(0, each.prompt_ids, each.samples, each.images) for each in turns]
+    computed, collector = engine.figures.prefill_tokens, Collector()
+    await engine.submit(collector.stream(max_new_tokens=8, goes_on=True, seed=8), turns)
+    ended = await collector.wait_ended(2)
+    assert engine.figures.prefill_tokens - computed == new
+    for turn, (_, output) in zip(
+        turns, sorted(ended.items(), key=lambda each: each[0].sample_index), strict=True
+    ):
+        answer = list(output.whole.token_ids)
+        if codec.images.token in answer:
+            answer = answer[: answer.index(codec.images.token)]
+        own = expected(reference, codec, turn, answer)
+        assert output.whole.log_probs[: len(answer)] == pytest.approx(own, abs=1e-4)
+    other = Group(
+        0,
+        turns[0].prompt_ids,
+        [Sample(0, 2)],
+        (ImageAt(turns[0].images[0].start, png(2)), turns[0].images[1]),
+    )
+    computed, collector = engine.figures.prefill_tokens, Collector()
+    await engine.submit(collector.stream(max_new_tokens=2, goes_on=True, seed=9), [other])
+    await collector.wait_ended(1)
+    assert engine.figures.prefill_tokens - computed == len(other.prompt_ids), (
+        "the same ids, another first image"
+    )
+
+
 def assignment(*images: common_pb2.Image, text: str = "<image>which?") -> rollout_pb2.GroupAssignment:
     chat = rollout_pb2.ChatPrompt(messages=[common_pb2.ChatMessage(role="user", content=text)])
     prompt = rollout_pb2.Prompt(chat=chat, images=images)
@@ -144,7 +199,9 @@ async def test_images_come_once_for_a_group_and_are_checked(codec):
     (group,) = await groups_of(
         [assignment(common_pb2.Image(digest=digest_bytes(data), data=data))], codec, None
     )
-    assert group.images == (data,) and list(group.prompt_ids).count(codec.images.token) == 4
+    assert [image.data for image in group.images] == [data] and list(group.prompt_ids).count(
+        codec.images.token
+    ) == 4
     with pytest.raises(ServiceError, match="has not its digest"):
         await groups_of([assignment(common_pb2.Image(digest="0", data=data))], codec, None)
     cut = data[:50]

@@ -212,6 +212,7 @@ def settled(codec: Any, data: bytes, digests: list[str]) -> Any:
         del trajectory.segments[0].tokens.token_ids[:]
         trajectory.segments[0].tokens.token_ids.extend(ids)
         trajectory.image_digests.extend(digests)
+        trajectory.image_starts.extend([ids.index(codec.images.token)] * len(digests))
         trajectory.body_digest = trajectory_digest(trajectory)
     group.images.add(digest=digest_bytes(data), data=data)
     return group
@@ -223,12 +224,18 @@ def test_a_settled_group_comes_with_its_images_once(make_config, directory, code
     group = kind.read_group(settled(codec, data, [digest_bytes(data)]))
     assert all(member.images == (Image(digest_bytes(data), data),) for member in group.members)
     assert all(sum(token < 0 for token in member.tokens) == 4 for member in group.members)
-    with pytest.raises(Refusal, match="was made with other images"):
+    with pytest.raises(Refusal, match="were made with other images"):
         kind.read_group(settled(codec, data, []))
     broken = settled(codec, data, [digest_bytes(data)])
     broken.images[0].data = png(2)
     with pytest.raises(Refusal, match="has not its digest"):
         kind.read_group(broken)
+    moved = settled(codec, data, [digest_bytes(data)])
+    for member in moved.members:
+        member.trajectory.image_starts[0] += 1
+        member.trajectory.body_digest = trajectory_digest(member.trajectory)
+    with pytest.raises(Refusal, match="are not those of an image"):
+        kind.read_group(moved)
     text = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(tiny_directory)})))
     with pytest.raises(Refusal, match="reads none"):
         plain = settled_group(1, version=common_pb2.PolicyVersion(number=1))

@@ -122,7 +122,7 @@ class TextCodec:
         if images:
             if self.images is None or chat is None:
                 raise ValueError("images need a vision-language model and a chat")
-            rendered = self.render([_with_images(message) for message in chat], arguments)
+            rendered = self.render([in_parts(message) for message in chat], arguments)
             read = [self.images.read(data) for data in images]
             return self.images.expand(self._ids(rendered + prefill, special=False), read)
         if chat is not None:
@@ -187,7 +187,7 @@ class TextCodec:
         return ids
 
 
-def _with_images(message: Mapping[str, str]) -> dict[str, Any]:
+def in_parts(message: Mapping[str, str]) -> dict[str, Any]:
     """A message whose content has a part for each text and each image, as templates of vision-language models want."""
     texts = message["content"].split(IMAGE_MARK)
     if len(texts) == 1:

@@ -34,6 +34,15 @@ KEPT_BYTES = 256 << 20
 _Processors: Any = AutoImageProcessor  # its functions are not annotated
 
 
+_DIGITS = 15
+"""Hexadecimal ones of a digest that a number is made of: it fits into 64 bits with its sign."""
+
+
+def place_number(digest: str) -> int:
+    """The number below 0 that stands for each token of an image where contexts are told apart."""
+    return -1 - int(digest[:_DIGITS], 16)
+
+
 @dataclass(frozen=True, eq=False)
 class Pixels:
     """One image as a vision tower takes it: `values_PC` in fp32, and its grid of patches (time, height, width)."""
@@ -59,9 +68,11 @@ class Pixels:
 class ImageReader:
     """Image files as a model's processor reads them. Any thread may ask."""
 
-    def __init__(self, processor: Any, token: int, merge: int) -> None:
+    def __init__(self, processor: Any, token: int, merge: int, family: str) -> None:
         self.token = token
         """Id of the token that stands for a part of an image."""
+        self.family = family
+        """The model's type."""
         self._processor, self._merge = processor, merge
         self._known: OrderedDict[str, Pixels] = OrderedDict()
         self._bytes = 0
@@ -110,15 +121,10 @@ class ImageReader:
             expanded += [token] * (next(coming).tokens if token == self.token else 1)
         return expanded
 
-    def spans(self, ids: Sequence[int], images: Sequence[Pixels], *, prefix: bool = False) -> list[Span]:
-        """Where each image stands in an expanded prompt. Raises ValueError where its tokens do not add up.
-
-        `prefix`: ids follow the prompt that may hold the image token too, and stand for no image.
-        """
+    def starts(self, ids: Sequence[int], images: Sequence[Pixels]) -> list[int]:
+        """Where the tokens of each image begin in what `expand` made. Raises ValueError where they do not add up."""
         places = np.flatnonzero(np.asarray(ids, np.int64) == self.token)
         ends = np.cumsum([0, *(image.tokens for image in images)]).tolist()
-        if prefix:
-            places = places[: ends[-1]]
         if ends[-1] != len(places):
             raise ValueError(f"{len(places)} image tokens, and the {len(images)} images have {ends[-1]}")
         found = []
@@ -126,13 +132,22 @@ class ImageReader:
             start = int(places[first])
             if int(places[end - 1]) != start + image.tokens - 1:
                 raise ValueError("the tokens of an image do not follow each other")
-            found.append(Span(start, image))
+            found.append(start)
         return found
 
-    def collapse(self, ids: Sequence[int], images: Sequence[Pixels]) -> list[int]:
-        """`expand` undone: ids of a context with one token for each image. Raises ValueError as `spans`."""
+    def span(self, ids: Sequence[int], start: int, data: bytes) -> Span:
+        """An image file whose tokens begin at `start`. Raises ValueError where they are not its tokens."""
+        image = self.read(data)
+        if any(token != self.token for token in ids[start : start + image.tokens]) or (
+            start + image.tokens > len(ids)
+        ):
+            raise ValueError(f"the {image.tokens} tokens from {start} on are not those of an image")
+        return Span(start, image)
+
+    def collapse(self, ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+        """`expand` undone: ids of a context with one token for each image, which are in order."""
         found = list(ids)
-        for span in reversed(self.spans(ids, images, prefix=True)):
+        for span in reversed(spans):
             del found[span.start + 1 : span.start + span.image.tokens]
         return found
 
@@ -299,7 +314,7 @@ def load_images(config: ModelSection) -> ImageReader | None:
             f"model.path: preprocessor_config.json of {config.path!r} has other patches than its config.json; put the "
             "processor that the model was trained with beside it"
         )
-    return ImageReader(processor, int(untyped.image_token_id), merge)
+    return ImageReader(processor, int(untyped.image_token_id), merge, architecture.model_type)
 
 
 def _image_of(values: NDArray[np.uint8]) -> Any:

@@ -21,6 +21,7 @@ from headrace_servicekit.rpc.requests import check_number, json_object
 from headrace_servicekit.rpc.routes import pack_routes, unpack_routes
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
+from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.base import Lent, Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
     BEGINS,
@@ -50,8 +51,6 @@ FINISH_REASONS = {
     Finish.TRUNCATED: common_pb2.FINISH_REASON_TRUNCATED,
     Finish.TIMED_OUT: common_pb2.FINISH_REASON_TIMED_OUT,
 }
-
-
 MOST_ROUTES = 1 << 30
 """Most bytes that the routes of one sample unpack to."""
 
@@ -122,13 +121,14 @@ def stream_of(
 
 
 async def groups_of(
-    messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec, caches: MovedCaches | None
+    messages: Sequence[rollout_pb2.GroupAssignment], codec: TextCodec, caches: MovedCaches | None
 ) -> list[Group]:
     """Groups with their prompts as ids, and with what `caches` can get of those that moved. Raises INVALID."""
+    read = [await _read_prompt(message.prompt, codec) for message in messages]
     return [
         Group(
             _ordinal("prompt_ordinal", message.prompt_ordinal),
-            await _prompt_ids(message.prompt, codec),
+            prompt.ids,
             [
                 Sample(
                     _ordinal("samples.sample_index", sample.sample_index),
@@ -139,17 +139,19 @@ async def groups_of(
                 )
                 for sample in message.samples
             ],
-            tuple(image.data for image in message.prompt.images),
+            prompt.images,
         )
-        for message in messages
+        for message, prompt in zip(messages, read, strict=True)
     ]
 
 
-async def _prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
-    """As `prompt_ids`; images are decoded in a thread."""
-    if prompt.images:
-        return await asyncio.to_thread(prompt_ids, prompt, codec)
-    return prompt_ids(prompt, codec)
+async def _read_prompt(prompt: rollout_pb2.Prompt, codec: TextCodec) -> Given:
+    """As `prompt_ids`, with where its images stand; these are decoded in a thread."""
+    if not prompt.images:
+        return Given(prompt_ids(prompt, codec))
+    ids = await asyncio.to_thread(prompt_ids, prompt, codec)
+    assert codec.images is not None, "checked by prompt_ids"
+    return Given.of(codec.images, ids, [image.data for image in prompt.images])
 
 
 def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
@@ -217,9 +219,14 @@ def fill_trajectory(
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     trajectory.routed_experts = pack_routes(output.whole.routes)
-    trajectory.image_digests.extend(map(digest_bytes, output.images))
-    # Before the texts, which no digest covers.
+    digests = [digest_bytes(image.data) for image in output.images]
+    trajectory.image_digests.extend(digests)
+    trajectory.image_starts.extend(image.start for image in output.images)
+    # Before the texts and the images' files, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
+    if output.said is not None:  # of a prompt the coordinator has them
+        for digest, image in dict(zip(digests, output.images, strict=True)).items():
+            trajectory.images.add(digest=digest, data=image.data)
     trajectory.completion_text = text
     if raw_texts:
         trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
@@ -247,8 +254,9 @@ def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -
 
 def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     """Fills in what was said; returns it as text for people."""
-    for (role, content), party in zip(said.messages, said.parties or repeat(""), strict=False):
-        message.messages.add(role=role, content=content, party=party)
+    for (role, content, files), party in zip(said.messages, said.parties or repeat(""), strict=False):
+        images = [common_pb2.Image(digest=digest_bytes(file)) for file in files]
+        message.messages.add(role=role, content=content, party=party, images=images)
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
     message.turn_messages.extend(said.turn_messages)
@@ -364,7 +372,8 @@ def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
     state = sample.resume
     count = len(state.token_ids)
     spans = [(span.policy_number, span.token_count) for span in state.version_spans]
-    if len(state.log_probs) != count or sum(tokens for _, tokens in spans) != count or _negative(spans):
+    lengths = [tokens for _, tokens in spans]
+    if len(state.log_probs) != count or sum(lengths) != count or any(length < 1 for length in lengths):
         raise invalid("resume: token_ids, log_probs and version_spans must cover the same tokens")
     ids = _ids("resume.token_ids", state.token_ids)
     if not all(map(math.isfinite, state.log_probs)):
@@ -388,7 +397,3 @@ def _ids(field: str, values: Sequence[int]) -> list[int]:
 def _ordinal(field: str, value: int) -> int:
     check_number(field, value)
     return value
-
-
-def _negative(spans: Sequence[tuple[int, int]]) -> bool:
-    return any(tokens < 1 for _, tokens in spans)

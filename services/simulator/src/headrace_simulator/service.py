@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_schema.images import MOST_PROMPT_IMAGE_BYTES
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.fence import accept
 from headrace_servicekit.lease.leases import Memory
@@ -158,7 +159,15 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             return pool.perform(request.operations, self._authority(pool, header))
 
         async for batches in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
-            yield simulator_pb2.StepResponse(outcomes=chain.from_iterable(batches))
+            response, size = simulator_pb2.StepResponse(), 0
+            for outcome in chain.from_iterable(batches):
+                own = sum(len(image.data) for message in outcome.messages for image in message.images)
+                if size and size + own > MOST_PROMPT_IMAGE_BYTES:  # gRPC refuses messages of 64 MiB
+                    yield response
+                    response, size = simulator_pb2.StepResponse(), 0
+                response.outcomes.append(outcome)
+                size += own
+            yield response
 
     async def Render(
         self, request: simulator_pb2.RenderRequest, context: Context

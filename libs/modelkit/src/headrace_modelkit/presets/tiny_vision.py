@@ -79,6 +79,12 @@ def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **overrides: An
         "rope_theta": 10_000.0,
         "mrope_section": [head // 2 - 2 * (3 * head // 16), 3 * head // 16, 3 * head // 16],
     }
+    if family == "qwen3_vl":
+        side = head // 6  # of time, height and width in turns, as published ones have it
+        text["rope_parameters"] |= {
+            "mrope_section": [head // 2 - 2 * side, side, side],
+            "mrope_interleaved": True,
+        }
     tower: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 64,

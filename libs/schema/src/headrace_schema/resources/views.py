@@ -262,6 +262,10 @@ class MessageView(Resource):
     party: str = Field(
         default="", description="with several roles: whose turn it is, or who is told it; empty with one"
     )
+    images: list[str] = Field(
+        default=[],
+        description="small copies of its first four images, as data URLs, and of the first sixteen of a conversation",
+    )
 
 
 class TrajectoryView(Resource):

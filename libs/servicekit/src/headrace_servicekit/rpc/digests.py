@@ -34,7 +34,7 @@ class RunningDigest:
 
 
 def trajectory_digest(trajectory: common_pb2.Trajectory) -> str:
-    """Digest of a trajectory's body: every field except its texts and body_digest."""
+    """Digest of a trajectory's body: every field except its texts, its images' files and body_digest."""
     return digest_and_size(trajectory)[0]
 
 
@@ -67,9 +67,8 @@ def _producer(name: str) -> bytes:
 def _body(trajectory: common_pb2.Trajectory) -> bytes:
     body = common_pb2.Trajectory()
     body.CopyFrom(trajectory)
-    for text in ("completion_text", "raw_prompt_text", "raw_completion_text"):
-        body.ClearField(text)
-    body.ClearField("body_digest")
+    for left_out in ("completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest"):
+        body.ClearField(left_out)
     return body.SerializeToString(deterministic=True)
 
 

@@ -342,7 +342,7 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ..., begins_sibling: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests")
+    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests", "image_starts", "images")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +355,8 @@ class Trajectory(_message.Message):
     RAW_PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_STARTS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
@@ -367,7 +369,9 @@ class Trajectory(_message.Message):
     raw_prompt_text: str
     raw_completion_text: str
     image_digests: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ...) -> None: ...
+    image_starts: _containers.RepeatedScalarFieldContainer[int]
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ..., image_starts: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
 
 class Conversation(_message.Message):
     __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages")
@@ -494,11 +498,13 @@ class Image(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "party")
+    __slots__ = ("role", "content", "party", "images")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     party: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...

@@ -28,9 +28,10 @@ function head(who, ...more) {
 
 function given(message) {
   const text = h("pre", { class: "text" }, message.content.slice(0, LONG) || "(nothing)");
-  if (message.content.length <= LONG) return text;
+  const images = message.images?.length ? h("p", {}, message.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the message` }))) : null;
+  if (message.content.length <= LONG) return [text, images];
   const more = h("button", { type: "button", onclick: () => { text.textContent = message.content; more.remove(); } }, `All ${message.content.length} characters`);
-  return [text, more];
+  return [text, more, images];
 }
 
 function call(each) {

@@ -6,15 +6,12 @@ and a failing disk is logged once and counted. Writing again what was written be
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,32 +22,9 @@ from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.tensorboard import EventFile, evaluation_scalars, step_scalars
+from headrace_coordinator.projections.thumbnails import thumbnails, with_thumbnails
 from headrace_coordinator.projections.timeline import Part, TimelineFile
 from headrace_coordinator.projections.trajectories import SettledTrajectory, TrajectoryFile
-
-SIDE = 128
-"""Pixels of the longer side."""
-MOST = 4
-"""Of one prompt."""
-
-
-def thumbnails(images: Sequence[bytes]) -> list[str]:
-    """The first MOST images as data URLs; raises ValueError or OSError for one that cannot be read."""
-    return [_thumbnail(image) for image in images[:MOST]]
-
-
-@lru_cache(maxsize=64)
-def _thumbnail(image: bytes) -> str:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(image)) as opened:
-        opened.draft("RGB", (SIDE, SIDE))
-        small = opened.convert("RGB")
-    small.thumbnail((SIDE, SIDE))
-    file = io.BytesIO()
-    small.save(file, "WEBP", quality=80)
-    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024
@@ -189,6 +163,12 @@ class RunProjection:
         if images:
             small = {ordinal: thumbnails(own) for ordinal, own in images.items()}
             views = [msgspec.structs.replace(each, images=small[each.prompt_ordinal]) for each in views]
+        views = [
+            msgspec.structs.replace(each, messages=with_thumbnails(each.messages))
+            if any(message.files for message in each.messages)
+            else each
+            for each in views
+        ]
         self._trajectories.append(views)
 
     def _write_timeline(self, part: Part) -> None:

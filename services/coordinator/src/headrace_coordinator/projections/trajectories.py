@@ -50,6 +50,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float | None = None
     calls: list[Call] = []
     party: str = ""
+    images: list[str] = []
+    files: list[bytes] = []
+    """Of its images, until a line is written: `with_thumbnails`."""
 
 
 class SettledTrajectory(Slot, frozen=True, omit_defaults=True):

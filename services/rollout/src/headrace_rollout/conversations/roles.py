@@ -6,13 +6,13 @@ Where there are no roles, one party without a name speaks, and its sequence is t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.simulator.v1 import simulator_pb2
 
-from headrace_rollout.conversations.conversation import Conversation
-from headrace_rollout.engines.samples import BEGINS, Prefix
+from headrace_rollout.conversations.conversation import Conversation, heard
+from headrace_rollout.engines.samples import Message, Prefix
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class View:
     """What a role reads: `line` are its ids, `told` the messages that it has not read yet, `spoken` its last turn."""
 
     line: Conversation
-    told: list[Mapping[str, str]] = field(default_factory=list)
+    told: list[Message] = field(default_factory=list)
     spoken: Sequence[int] = ()
 
 
@@ -42,8 +42,9 @@ class Roles:
     def hears(self, outcome: simulator_pb2.EnvironmentOutcome) -> str:
         """Adds what the environment says; returns who speaks next."""
         for message in outcome.messages:
-            self._say(message.role, message.content, message.party)
-            self.view(message.party).told.append({"role": message.role, "content": message.content})
+            told = heard(message)
+            self._say(told, message.party)
+            self.view(message.party).told.append(told)
         return outcome.messages[-1].party if outcome.messages else ""
 
     def spoke(self, role: str, whole: Prefix, text: str, *, learns: bool = True) -> None:
@@ -55,7 +56,7 @@ class Roles:
             self._talk.turn_tokens.append(len(whole.token_ids))
             self._talk.turn_messages.append(len(self._talk.said))
             self._turns.append(role)
-        self._say("assistant", text, role)
+        self._say(Message("assistant", text), role)
 
     def judged(self, role: str, outcome: simulator_pb2.EnvironmentOutcome) -> str:
         """Adds what the environment answered to a role's turn; returns who speaks next.
@@ -76,15 +77,9 @@ class Roles:
         """Makes the conversation's ids those of the roles that learn, one behind the other as they spoke first."""
         talk, lines = self._talk, [self._views[role].line for role in dict.fromkeys(self._turns) if role]
         for index, line in enumerate(lines):
-            if not index:
-                talk.prompt_ids = line.prompt_ids
-            else:
-                talk.gave(line.prompt_ids, BEGINS)
-            talk.tokens += line.tokens
-            talk.log_probs += line.log_probs
-            talk.spans += line.spans
+            talk.reads(line, begins=not index)
 
-    def _say(self, role: str, content: str, party: str) -> None:
-        self._talk.said.append((role, content))
+    def _say(self, message: Message, party: str) -> None:
+        self._talk.said.append(message)
         if party:
             self._talk.parties.append(party)

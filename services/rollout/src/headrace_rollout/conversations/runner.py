@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
-from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.conversation import Conversation, stopped, too_many
 from headrace_rollout.conversations.players import Player
 from headrace_rollout.conversations.roles import Roles, View
 from headrace_rollout.conversations.speaker import Asked, Speaker
-from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.conversations.template import TurnTemplate, turns_of
 from headrace_rollout.engines.base import Engine, Refused
 from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool, PoolLost
@@ -71,7 +72,7 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         self._others = {
             role: (player, player.speaker(plan.stream)) for role, player in (others or {}).items()
         }
-        self._openings: dict[int, tuple[int, ...]] = {}
+        self._openings: dict[int, tuple[int | str, ...]] = {}
         super().__init__(pools, plan.pool_lost)
 
     @override
@@ -124,12 +125,16 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
             for index in itertools.count():
                 player, speaker = self._others.get(role, (self._policy, self._speaker))
                 view = roles.view(role)
-                if (finish := _tell(view, player, tools)) is not None:
+                if many := too_many([image for message in talk.said for image in message.images]):
+                    raise EnvironmentLost(many)
+                if (finish := await _tell(view, player, tools)) is not None:
                     return _judged(talk, finish)
                 if not index:
-                    self._check_opening(sample, view.line.prompt_ids)
-                greedy = player.greedy(sample.greedy)
-                asked = Asked(sample.key, sample.attempt, index, view.line.context, greedy)
+                    self._check_opening(sample, view.line)
+                greedy, line = player.greedy(sample.greedy), view.line
+                asked = Asked(
+                    sample.key, sample.attempt, index, line.context, greedy, images=tuple(line.images)
+                )
                 turn = await speaker.say(asked)
                 if turn.stopped or turn.finish is None:
                     return None
@@ -151,12 +156,14 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         finally:
             roles.end()
 
-    def _check_opening(self, sample: ConversationSample, ids: Sequence[int]) -> None:
+    def _check_opening(self, sample: ConversationSample, line: Conversation) -> None:
         """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""
-        if not ids:
+        shown = [digest_bytes(image.data) for image in line.images]
+        begins: tuple[int | str, ...] = (*line.prompt_ids, *shown)
+        if not begins:
             raise _unfit(sample, "its first messages are empty texts, and the model has to read something")
-        first = self._openings.setdefault(sample.key.prompt_ordinal, tuple(ids))
-        if first != tuple(ids):
+        first = self._openings.setdefault(sample.key.prompt_ordinal, begins)
+        if first != begins:
             raise _unfit(
                 sample,
                 "it begins otherwise for the same seed and item, and the answers of one prompt are compared with each "
@@ -164,15 +171,16 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
             )
 
 
-def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
+async def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
     """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
-    line, told = view.line, view.told
+    line, told = view.line, turns_of(view.told)
+    await player.template.reads([image for message in view.told for image in message.images])
     view.told = []
     if not line.prompt_ids:
-        line.prompt_ids = player.template.opened(told, tools)
+        line.begins(player.template.opened(told, tools))
         return None
     given = player.template.between(view.spoken, told, tools)
-    if len(line.prompt_ids) + len(line.tokens) + len(given) >= player.engine.max_context_tokens:
+    if len(line.prompt_ids) + len(line.tokens) + len(given.ids) >= player.engine.max_context_tokens:
         return Finish.LENGTH
     line.gave(given)
     return None

@@ -16,6 +16,7 @@ from headrace_rollout.engines.base import Engine
 from headrace_rollout.engines.samples import (
     Distribution,
     Group,
+    ImageAt,
     Prefix,
     Sample,
     SlotKey,
@@ -59,6 +60,7 @@ class Asked:
     """What the turn begins with, of a stream that has ended."""
     distribution: Distribution | None = None
     seed: str = ""
+    images: tuple[ImageAt, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -185,8 +187,8 @@ def _seed(seed: int, turn: int | str) -> int:
 
 def _groups(several: Sequence[Asked]) -> list[Group]:
     """One group for the turns that read the same ids, as those of a prompt's first turns do."""
-    found: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
+    found: dict[tuple[int, tuple[int, ...], tuple[ImageAt, ...]], list[Sample]] = {}
     for asked in several:
         sample = Sample(asked.key.sample_index, asked.attempt, asked.prefix, greedy=asked.greedy)
-        found.setdefault((asked.key.prompt_ordinal, tuple(asked.prompt_ids)), []).append(sample)
-    return [Group(ordinal, ids, samples) for (ordinal, ids), samples in found.items()]
+        found.setdefault((asked.key.prompt_ordinal, tuple(asked.prompt_ids), asked.images), []).append(sample)
+    return [Group(ordinal, ids, samples, images) for (ordinal, ids, images), samples in found.items()]

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace_rollout.conversations.conversation import Conversation
+from headrace_servicekit.image_files import BadImage
+
+from headrace_rollout.conversations.conversation import Conversation, Given, too_many
 from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.requests import ChatRequest, Line, TextRequest, chat_of
+from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, chat_of
+from headrace_rollout.engines.samples import ImageAt
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -43,14 +46,22 @@ class Place:
     """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
 
     branch: Branch
-    prompt_ids: Sequence[int]
-    given: Sequence[int]
+    prompt: Given
+    given: Given
     lines: Sequence[Line]
 
     @property
     def context(self) -> list[int]:
         """What the policy reads."""
-        return [*self.prompt_ids, *self.branch.talk.tokens, *self.given]
+        return [*self.prompt.ids, *self.branch.talk.tokens, *self.given.ids]
+
+    @property
+    def images(self) -> tuple[ImageAt, ...]:
+        """Those of the context."""
+        talk = self.branch.talk
+        known = talk.images if self.branch.marks else self.prompt.images
+        before = len(self.prompt.ids) + len(talk.tokens)
+        return (*known, *(image.behind(before) for image in self.given.images))
 
 
 class Branches:
@@ -74,6 +85,18 @@ class Branches:
         """Trajectories of the branches in which the policy has spoken, in the order in which they began."""
         return [branch.talk for branch in self._branches if branch.talk.turns]
 
+    async def see(self, request: ChatRequest) -> None:
+        """Reads the images of a request before it is placed. Raises Refusal."""
+        images = [image for line in request.lines for image in line.images]
+        try:
+            if many := too_many(images, *(each.data for one in self._branches for each in one.talk.images)):
+                raise ValueError(many)
+            await self._template.reads(images)
+        except BadImage as error:
+            raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
+        except ValueError as error:
+            raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
+
     def _behind(self, request: ChatRequest) -> Place | None:
         """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
         text, most = isinstance(request, TextRequest), 0
@@ -90,24 +113,28 @@ class Branches:
             return None
         branch, mark, new = found
         if text:
-            given = self._codec.encode_behind(new[0].content)
+            given = Given(self._codec.encode_behind(new[0].content))
         else:
             given = self._template.between(mark.spoken, chat_of(new), request.tools)
+        talk = branch.talk
         if mark is branch.marks[-1] and not branch.busy:
-            return Place(branch, branch.talk.prompt_ids, given, new)
-        read = [*branch.talk.prompt_ids, *branch.talk.tokens[: mark.tokens], *given]
+            return Place(branch, Given(talk.prompt_ids), given, new)
+        end = len(talk.prompt_ids) + mark.tokens
+        images = [image for image in talk.images if image.start < end]
+        images += [image.behind(end) for image in given.images]
+        read = Given([*talk.prompt_ids, *talk.tokens[: mark.tokens], *given.ids], tuple(images))
         before = branch.lines[: mark.lines]
-        return Place(Branch(Conversation((), [])), read, [], [*before, *new])
+        return Place(Branch(Conversation((), [])), read, Given(()), [*before, *new])
 
     def _anew(self, request: ChatRequest) -> Place:
         """A branch of its own, which reads the whole request: the first one, or a sibling."""
         if isinstance(request, TextRequest):
-            prompt: Sequence[int] = self._codec.encode_prompt(text=request.prompt)
+            prompt = Given(self._codec.encode_prompt(text=request.prompt))
         else:
             prompt = self._template.opened(chat_of(request.lines), request.tools)
         first = self._branches[0]
         branch = Branch(Conversation((), [])) if first.marks or first.busy else first
-        return Place(branch, prompt, [], request.lines)
+        return Place(branch, prompt, Given(()), request.lines)
 
 
 def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:

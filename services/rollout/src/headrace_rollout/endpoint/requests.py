@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headrace_schema.images import IMAGE_MARK
+from headrace_servicekit.image_files import BadImage, file_of
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from headrace_rollout.engines.samples import Distribution
 
 MOST_CHOICES = 128
 TEXTS = ("text", "input_text", "output_text")
+IMAGES = ("image_url", "input_image")
+"""Types of parts that are images, as data URLs."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "presence_penalty": (0,),
@@ -42,18 +46,36 @@ class Line:
     role: str
     content: str
     calls: tuple[tuple[str, str], ...] = ()
+    images: tuple[bytes, ...] = ()
+    """Files; the content has a mark where each stands."""
 
     def same(self, other: Line) -> bool:
         """Whether both say the same; blanks around what the policy said may be lost."""
         mine, theirs = self.content, other.content
         if self.role == "assistant":
             mine, theirs = mine.strip(), theirs.strip()
-        return (self.role, mine, self.calls) == (other.role, theirs, other.calls)
+        return (self.role, mine, self.calls, self.images) == (
+            other.role,
+            theirs,
+            other.calls,
+            other.images,
+        )
 
 
 class _Part(BaseModel):
     type: str
     text: str = ""
+    image_url: str | _Address | None = None
+
+    @property
+    def image(self) -> bytes:
+        """The file of a part that is an image. Raises BadImage."""
+        given = self.image_url
+        return file_of((given.url if isinstance(given, _Address) else given) or "")
+
+
+class _Address(BaseModel):
+    url: str
 
 
 class _Function(BaseModel):
@@ -75,12 +97,15 @@ class Message(BaseModel):
     @property
     def line(self) -> Line:
         """For comparisons."""
-        given = self.content
-        text = given if isinstance(given, str) else "".join(part.text for part in given or ())
+        parts = (
+            [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
+        )
+        text = "".join(IMAGE_MARK if part.type in IMAGES else part.text for part in parts)
+        images = tuple(part.image for part in parts if part.type in IMAGES)
         calls = tuple(
             (each.function.name, canonical(each.function.arguments)) for each in self.tool_calls or ()
         )
-        return Line("system" if self.role == "developer" else self.role, text, calls)
+        return Line("system" if self.role == "developer" else self.role, text, calls, images)
 
 
 class _Tool(BaseModel):
@@ -192,9 +217,11 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refusal(400, "invalid_request", f"{param or 'the body'}: {first['msg']}", param) from error
     for index, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) else ()
-        if other := next((part.type for part in parts if part.type not in TEXTS), None):
-            why = f"a part of type {other} is no text, and this endpoint reads text alone"
+        if other := next((part.type for part in parts if part.type not in (*TEXTS, *IMAGES)), None):
+            why = f"a part of type {other} is neither text nor image, and this endpoint reads these alone"
             raise Refusal(400, "unsupported_parameter", f"messages.{index}.content: {why}", "messages")
+        if any(part.type in IMAGES for part in parts):
+            _check_images(message, f"messages.{index}.content")
     wrong = {
         "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
         "response_format": request.response_format is not None
@@ -213,10 +240,24 @@ def read_request(body: bytes) -> ChatRequest:
     return request
 
 
+def _check_images(message: Message, where: str) -> None:
+    """Raises Refusal for images that are no data, and for a text that has their mark."""
+    try:
+        line = message.line
+    except BadImage as error:
+        raise Refusal(400, "invalid_request", f"{where}: an image {error}", "messages") from error
+    if message.role == "assistant":
+        why = "the policy says no images; give them in messages of other roles"
+        raise Refusal(400, "invalid_request", f"{where}: {why}", "messages")
+    if line.content.count(IMAGE_MARK) != len(line.images):
+        why = f"the text {IMAGE_MARK} stands for an image; write it otherwise beside images"
+        raise Refusal(400, "invalid_request", f"{where}: {why}", "messages")
+
+
 def chat_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
+    """Messages as `TurnTemplate` takes them."""
     return [
-        {"role": line.role, "content": line.content}
+        {"role": line.role, "content": line.content, "images": line.images}
         | (
             {
                 "tool_calls": [

@@ -26,7 +26,7 @@ from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 32 << 20
 """Longest body of a request."""
 
 

@@ -25,7 +25,14 @@ from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
-from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import (
+    Distribution,
+    Finish,
+    Message,
+    SlotKey,
+    Stream,
+    TrajectoryUpdate,
+)
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -229,6 +236,7 @@ class Session:
         placed: list[Place] = []
         try:
             drawn = None if self._greedy else self._terms.drawn_from(request)
+            await self._branches.see(request)
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
@@ -259,14 +267,24 @@ class Session:
         most = min(request.most_tokens or stream.max_new_tokens, stream.max_new_tokens)
         limits = Limits(most, (*stream.stop, *(request.stop or ())))
         asked = Asked(
-            self._key, self._attempt, number - 1, context, self._greedy, limits, heard, None, drawn, seed
+            self._key,
+            self._attempt,
+            number - 1,
+            context,
+            self._greedy,
+            limits,
+            heard,
+            None,
+            drawn,
+            seed,
+            place.images,
         )
         turn = await self._said(asked)
         whole = turn.whole
         assert whole is not None
         if not branch.marks:
-            talk.prompt_ids = place.prompt_ids
-        talk.said += [(line.role, line.content) for line in place.lines]
+            talk.begins(place.prompt)
+        talk.said += [Message(line.role, line.content, line.images) for line in place.lines]
         talk.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
         talk.spoke(whole, text, drawn)
@@ -299,7 +317,7 @@ class Session:
             )
         if len(place.context) >= self._terms.most_tokens:
             if not self._turns:
-                self.talk.prompt_ids = place.prompt_ids
+                self.talk.begins(place.prompt)
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
             raise self._over_limit()
         self._branches.take(place)

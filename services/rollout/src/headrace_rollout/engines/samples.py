@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -111,26 +112,46 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ImageAt:
+    """An image file, and where the first of its tokens stands in a context: as many as the model makes of it."""
+
+    start: int
+    data: bytes
+
+    def behind(self, tokens: int) -> ImageAt:
+        """The same in a context that has so many tokens before it."""
+        return ImageAt(self.start + tokens, self.data)
+
+
+@dataclass(frozen=True)
 class Group:
     """Samples of one prompt."""
 
     prompt_ordinal: int
     prompt_ids: Sequence[int]
     samples: Sequence[Sample]
+    images: tuple[ImageAt, ...] = ()
+    """In the order in which `prompt_ids` has them."""
+
+
+class Message(NamedTuple):
+    """What one side of a conversation said; `content` has a mark where each of the images stands."""
+
+    role: str
+    content: str
     images: tuple[bytes, ...] = ()
-    """Files, in the order in which `prompt_ids` has their tokens: as many for each as the model makes of it."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a policy and an environment said: (role, content) of all messages, those of the prompt first.
+    """What a policy and an environment said: all messages, those of the prompt first.
 
     `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
     `turn_tokens` are the sampled tokens of each turn of the policy, `turn_messages` their places among the messages.
     `parties`: with several roles, who said or is told each message; the siblings are in the order in which roles spoke.
     """
 
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[Message, ...]
     rewards: tuple[float, ...]
     success: bool = False
     failure: str = ""
@@ -165,8 +186,8 @@ class TrajectoryUpdate:
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
     said: Said | None = None
     """Of a conversation that has ended."""
-    images: tuple[bytes, ...] = ()
-    """Of the prompt."""
+    images: tuple[ImageAt, ...] = ()
+    """Of the prompt; of a conversation, all that it was computed with, in the order of their tokens."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
     Group,
+    ImageAt,
     Prefix,
     Routes,
     Sample,
@@ -129,7 +130,7 @@ class RunningTrajectory:
     greedy: bool = False
     sent: int = 0
     cache: CachedContext | None = None
-    images: tuple[bytes, ...] = ()
+    images: tuple[ImageAt, ...] = ()
     """Of the prompt."""
 
     @property

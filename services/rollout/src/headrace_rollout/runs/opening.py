@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import load_architecture
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
@@ -145,8 +144,8 @@ def _text_run(
         require_engine(chosen.name, engine)
         if config.routed_experts:
             _require_routes(chosen.name, engine, config)
-        if config.images:
-            _require_images(chosen.name, engine, codec, config)
+        if config.images and (wrong := _images_refused(chosen.name, engine, codec)):
+            raise PluginError([wrong])
         if wanted.adapters:
             _require_adapters(chosen.name, engine, config)
         return engine
@@ -168,7 +167,8 @@ def _online_run(
     from headrace_rollout.endpoint.session import Terms
 
     assert agent.online is not None
-    template, sampling = TurnTemplate(codec, config.prompt), config.sampling
+    blind = _blind(engine, codec, config)
+    template, sampling = TurnTemplate(codec, config.prompt, blind=blind), config.sampling
     template.check()
     retention = Retention(RETENTION_BYTES)
     stream = Stream(
@@ -201,7 +201,8 @@ def _online_run(
 def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any) -> Player:
     """A model with the form in which it reads messages. Raises ModelNotReadable for a template that has none."""
     assert config.environment is not None
-    template = TurnTemplate(codec, config.prompt, append=config.environment.rewritten_turns == "append")
+    append = config.environment.rewritten_turns == "append"
+    template = TurnTemplate(codec, config.prompt, append=append, blind=_blind(engine, codec, config))
     template.check()
     return Player(engine, codec, template, **more)
 
@@ -289,17 +290,24 @@ def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
         raise PluginError([KeyProblem(key, reason, fix)])
 
 
-def _require_images(name: str, engine: Engine, codec: TextCodec, config: RolloutConfig) -> None:
-    """Raises PluginError where model or engine cannot read the images of prompts."""
+def _images_refused(name: str, engine: Engine, codec: TextCodec) -> KeyProblem | None:
+    """Why model or engine cannot read images."""
     if codec.images is None:
-        families = ", ".join(VISION_FAMILIES)
-        reason = f"the data has images, and {config.model.path!r} is of no family whose images are read ({families})"
-        raise PluginError([KeyProblem("model.path", reason, "name a vision-language model")])
-    family = load_architecture(config.model).model_type
-    if family not in engine.capabilities.images:
-        taken = ", ".join(engine.capabilities.images) or "none"
-        reason = f"the data has images, and {name} takes those of {family} from no prompt (it takes: {taken})"
-        raise PluginError([KeyProblem("rollout.engine", reason, "use the engine transformers")])
+        families, path = ", ".join(VISION_FAMILIES), codec.tokenizer.name_or_path
+        reason = f"there are images, and {path!r} is of no family whose images are read ({families})"
+        return KeyProblem("model.path", reason, "name a vision-language model")
+    family = codec.images.family
+    if family in engine.capabilities.images:
+        return None
+    taken = ", ".join(engine.capabilities.images) or "none"
+    reason = f"there are images, and {name} takes those of {family} from no prompt (it takes: {taken})"
+    return KeyProblem("rollout.engine", reason, "use the engine transformers")
+
+
+def _blind(engine: Engine, codec: TextCodec, config: RolloutConfig) -> str:
+    """Why messages of a conversation may have no images; empty: they may."""
+    wrong = _images_refused(config.rollout.engine, engine, codec)
+    return f"{wrong.key}: {wrong.problem}; {wrong.fix}" if wrong else ""
 
 
 def _robot_run(

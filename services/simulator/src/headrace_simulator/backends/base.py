@@ -139,9 +139,10 @@ class VectorEnvironment(Protocol):
         ...
 
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 """{"role": …, "content": …}; roles are system, user, assistant and tool. Where several parties speak: with "to", who is
-told it, or "by", who said it.
+told it, or "by", who said it. A content is a text, or a list of {"type": "text", "text": …} and {"type": "image",
+"image": …}: a file's bytes, an image of Pillow, or uint8 (height, width, 3).
 """
 Reward = float | Mapping[str, float]
 Tool = Mapping[str, Any]
@@ -154,7 +155,7 @@ class ConversationEnvironment(Protocol):
     Same seed and same item: the same first messages, as the answers of one prompt are compared with each other.
 
     Where several parties speak it has an attribute `roles`, their names. Each reads what is `to` it alone, and who is
-    told the last message speaks next.
+    told the last message speaks next. One whose messages have images has an attribute `images` that is true.
     """
 
     def reset(

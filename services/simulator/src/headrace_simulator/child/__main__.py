@@ -66,8 +66,12 @@ class Host:
                 self._environments[index] = self._make(index)
         opened = self._environments[opening["environments"][0]]
         if not isinstance(opened, Episodes):
-            roles = opened.roles if isinstance(opened, Conversations) else ()
-            return simulator_pb2.OpenPoolResponse(conversation=True, roles=roles)
+            talks = isinstance(opened, Conversations)
+            return simulator_pb2.OpenPoolResponse(
+                conversation=True,
+                roles=opened.roles if talks else (),
+                images=talks and opened.images,
+            )
         first = opened.environment
         return simulator_pb2.OpenPoolResponse(
             observation_spaces=[to_message(space) for space in first.observation_spaces],

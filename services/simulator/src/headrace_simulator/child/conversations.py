@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
+from headrace_servicekit.image_files import BadImage, image_file
+from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_simulator.backends.base import ConversationEnvironment
 from headrace_simulator.child.episodes import Raised, call
@@ -23,6 +26,8 @@ MOST_CHARACTERS = 1 << 20
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE = "{'role': 'user', 'content': 'TEXT'}"
 TOLD = "{'role': 'user', 'content': 'TEXT', 'to': 'ROLE'}"
+PARTS = "{'type': 'text', 'text': 'TEXT'} or {'type': 'image', 'image': FILE}"
+"""Of a content that is a list."""
 
 
 class Conversations:
@@ -37,6 +42,8 @@ class Conversations:
                 )
         self._environment, self._most_turns = environment, most_turns
         self.roles = _roles(getattr(environment, "roles", ()))
+        self.images = bool(getattr(environment, "images", False))
+        """Its messages may have images."""
         self._turns, self._speaks = 0, ""
 
     def operate(
@@ -53,7 +60,7 @@ class Conversations:
         item = json.loads(reset.options_json or "{}")
         said: Any = call(lambda: self._environment.reset(reset.seed, item))
         messages, tools = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
-        outcome.messages.extend(_messages(messages, "reset", ROLES, self.roles))
+        outcome.messages.extend(self._messages(messages, "reset", ROLES))
         if not outcome.messages:
             raise Raised("reset returned no message, and the model has to answer one")
         self._speaks = outcome.messages[-1].party
@@ -68,7 +75,7 @@ class Conversations:
         messages, reward, done, info = said if len(said) == 4 else (*said, {})
         self._turns += 1
         given = tuple(role for role in ROLES if role != "assistant")
-        outcome.messages.extend(_messages(messages, "step", given, self.roles))
+        outcome.messages.extend(self._messages(messages, "step", given))
         self._reward(reward, outcome)
         outcome.terminated = _flag(done, "done")
         outcome.truncated = not outcome.terminated and self._turns == self._most_turns
@@ -93,6 +100,33 @@ class Conversations:
             outcome.role_rewards[role] = _number(reward)
         outcome.reward = sum(outcome.role_rewards.values())
 
+    def _messages(self, given: Any, method: str, roles: Sequence[str]) -> list[common_pb2.ChatMessage]:
+        """What a method returned as messages of these roles, checked."""
+        parties = self.roles
+        form, keys = (TOLD, {"role", "content", "to"}) if parties else (MESSAGE, {"role", "content"})
+        if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+            raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {form}")
+        found = list[common_pb2.ChatMessage]()
+        for index, each in enumerate(given):
+            where = f"message {index} of what {method} returned"
+            if not isinstance(each, Mapping) or set(each) != keys:
+                raise Raised(f"{where} is {_shown(each)}; a message is {form} and no more")
+            role, party = each["role"], each.get("to", "")
+            if parties and party not in parties:
+                raise Raised(f"{where} is to {_shown(party)}; it may be to {', '.join(parties)}")
+            if role not in roles:
+                raise Raised(f"{where} has the role {_shown(role)}; it may be {', '.join(roles)}")
+            content, files = _content(each["content"], where)
+            if files and not self.images:
+                kind = type(self._environment).__name__
+                raise Raised(
+                    f"{where} has an image, and {kind} does not say that it shows any: set images = True in its class"
+                )
+            images = [common_pb2.Image(digest=digest_bytes(file), data=file) for file in files]
+            found.append(common_pb2.ChatMessage(role=role, content=content, party=party, images=images))
+        _check_size(found, method)
+        return found
+
 
 def _roles(given: Any) -> tuple[str, ...]:
     """The roles that an environment says it has; none: one speaks with it."""
@@ -107,29 +141,55 @@ def _roles(given: Any) -> tuple[str, ...]:
     return found
 
 
-def _messages(
-    given: Any, method: str, roles: Sequence[str], parties: Sequence[str]
-) -> list[common_pb2.ChatMessage]:
-    form, keys = (TOLD, {"role", "content", "to"}) if parties else (MESSAGE, {"role", "content"})
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise Raised(f"{method} returned {_shown(given)}, which is no list of messages such as {form}")
-    found, total = list[common_pb2.ChatMessage](), 0
-    for index, each in enumerate(given):
-        where = f"message {index} of what {method} returned"
-        if not isinstance(each, Mapping) or set(each) != keys:
-            raise Raised(f"{where} is {_shown(each)}; a message is {form} and no more")
-        role, content, party = each["role"], each["content"], each.get("to", "")
-        if parties and party not in parties:
-            raise Raised(f"{where} is to {_shown(party)}; it may be to {', '.join(parties)}")
-        if role not in roles:
-            raise Raised(f"{where} has the role {_shown(role)}; it may be {', '.join(roles)}")
-        total += len(_text(content, where))
-        if total > MOST_CHARACTERS:
-            raise Raised(
-                f"the messages of one {method} are longer than {MOST_CHARACTERS} characters; shorten them"
-            )
-        found.append(common_pb2.ChatMessage(role=role, content=content, party=party))
-    return found
+def _check_size(messages: Sequence[common_pb2.ChatMessage], method: str) -> None:
+    if sum(len(each.content) for each in messages) > MOST_CHARACTERS:
+        raise Raised(
+            f"the messages of one {method} are longer than {MOST_CHARACTERS} characters; shorten them"
+        )
+    files = [image.data for each in messages for image in each.images]
+    if len(files) > MOST_IMAGES:
+        raise Raised(f"the messages of one {method} have {len(files)} images; {MOST_IMAGES} are read")
+    if (size := sum(map(len, files))) > MOST_IMAGE_BYTES:
+        raise Raised(
+            f"the images of one {method} have {size:,} bytes, and {MOST_IMAGE_BYTES:,} travel: make them smaller, or "
+            "give JPEG files"
+        )
+
+
+def _content(given: Any, where: str) -> tuple[str, list[bytes]]:
+    """The text of a content, with marks where its images stand, and their files."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return _text(given, where), []
+    text, files, marks = "", list[bytes](), 0
+    for index, part in enumerate(given):
+        at = f"part {index} of {where}"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            said = _text(part.get("text"), at)
+            text, marks = text + said, marks + said.count(IMAGE_MARK)
+        elif kind in ("image", "image_url"):
+            text, files = text + IMAGE_MARK, [*files, _image(part, kind, at)]
+        else:
+            raise Raised(f"{at} is {_shown(part)}; a part is {PARTS}")
+    if files and marks:
+        raise Raised(
+            f"{where} has the text {IMAGE_MARK} beside images, for one of which it stands; write it otherwise"
+        )
+    return text, files
+
+
+def _image(part: Mapping[str, Any], kind: str, where: str) -> bytes:
+    value = part.get(kind)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    try:
+        return image_file(value)
+    except BadImage as error:
+        raise Raised(f"{where} has an image {error}") from error
+    except ImportError as error:
+        raise Raised(
+            f"{where} has an image, and {error}: pip install 'headrace-simulator[vision]'"
+        ) from error
 
 
 def _text(content: Any, where: str) -> str:

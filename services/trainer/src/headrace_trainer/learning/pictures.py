@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import numpy as np
-from headrace_modelkit.vision import ImageReader, Pictures, Pixels, Span, rope_positions
+from headrace_modelkit.vision import ImageReader, Pictures, Pixels, Span, place_number, rope_positions
 
 from headrace_trainer.learning.samples import Image, Sequence
 
-DIGITS = 15
-"""Hexadecimal ones of a digest that a number is made of: it fits into 64 bits with its sign."""
 
+def place_images(
+    tokens: Many[int], images: Many[Image], reader: ImageReader, starts: Many[int] | None = None
+) -> list[int]:
+    """Tokens with these numbers in place of the images', which begin at `starts`; None: of a prompt, all are images'.
 
-def place_id(image: Image) -> int:
-    """The number below 0 that stands for each token of an image."""
-    return -1 - int(image.digest[:DIGITS], 16)
-
-
-def place_images(prompt: Many[int], images: Many[Image], reader: ImageReader) -> list[int]:
-    """A prompt with these numbers in place of its image tokens. Raises ValueError where they are not the images'."""
-    placed = list(prompt)
-    for span, image in zip(
-        reader.spans(prompt, [reader.read(image.data) for image in images]), images, strict=True
-    ):
-        placed[span.start : span.start + span.image.tokens] = [place_id(image)] * span.image.tokens
+    Raises ValueError where they are not the images'.
+    """
+    if starts is None:
+        starts = reader.starts(tokens, [reader.read(image.data) for image in images])
+    placed = list(tokens)
+    for start, image in zip(starts, images, strict=True):
+        span = reader.span(placed, start, image.data)
+        placed[start : start + span.image.tokens] = [place_number(image.digest)] * span.image.tokens
     return placed
 
 
@@ -58,10 +56,11 @@ def lay_out(
 
 
 def _spans(sequence: Sequence, reader: ImageReader) -> list[Span]:
-    places = np.flatnonzero(np.asarray(sequence.tokens, np.int64) < 0)
-    spans, at = [], 0
-    for image in sequence.images:
-        pixels = reader.read(image.data)
-        spans.append(Span(int(places[at]), pixels))
-        at += pixels.tokens
+    tokens_L = np.asarray(sequence.tokens, np.int64)
+    files = {place_number(image.digest): image.data for image in sequence.images}
+    spans, at, places = [], 0, np.flatnonzero(tokens_L < 0)
+    while at < len(places):
+        first = int(places[at])
+        spans.append(Span(first, reader.read(files[int(tokens_L[first])])))
+        at += spans[-1].image.tokens
     return spans

@@ -27,7 +27,7 @@ Columns = dict[str, list[float]]
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt: its file, and that one's digest."""
+    """An image of a prompt or a message: its file, and that one's digest."""
 
     digest: str
     data: bytes
@@ -40,8 +40,9 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
     `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
     `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
-    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images` are
-    those of the prompt; their tokens are numbers below 0, by which two of them are told apart (`vision.place_id`).
+    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images`:
+    each that it has, once; their tokens are numbers below 0, by which two of them are told apart
+    (`vision.place_number`).
     `temperatures` are those that the trained tokens were drawn at; empty: at the run's.
     """
 

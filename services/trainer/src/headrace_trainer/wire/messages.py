@@ -74,7 +74,7 @@ def read_group(
 ) -> Group:
     """A settled group. `route_width` are the bytes of a token's routes, 0 where they are not replayed.
 
-    `by_turn`: its members come with rewards by turn. `reader` reads the images of its prompt.
+    `by_turn`: its members come with rewards by turn. `reader` reads images.
 
     Raises Refusal INVALID or DIGEST_MISMATCH.
     """
@@ -95,35 +95,32 @@ def read_group(
 def _with_images(
     message: trainer_pb2.SettledGroup, members: tuple[Member, ...], reader: ImageReader | None
 ) -> tuple[Member, ...]:
-    """The members with the images of their prompt, and numbers of their own for its image tokens."""
+    """The members with the images that they were made with, and numbers of their own for these images' tokens."""
     where = f"prompt {message.prompt_ordinal}"
     if reader is None:
         raise invalid(f"{where} has images, and the run's model reads none")
-    digests = [image.digest for image in message.images]
-    if digests != [digest_bytes(image.data) for image in message.images]:
+    if any(image.digest != digest_bytes(image.data) for image in message.images):
         raise invalid(f"{where}: an image has not its digest", "DIGEST_MISMATCH")
-    images = tuple(Image(image.digest, image.data) for image in message.images)
+    files = {image.digest: Image(image.digest, image.data) for image in message.images}
     told = {each.trajectory.sample.sample_index: each.trajectory for each in message.members}
+    if {digest for each in told.values() for digest in each.image_digests} != files.keys():
+        raise invalid(f"{where}: its samples were made with other images", "DIGEST_MISMATCH")
     found = []
     for member in members:
-        if list(told[member.sample_index].image_digests) != digests:
-            raise invalid(
-                f"{where}: sample {member.sample_index} was made with other images", "DIGEST_MISMATCH"
-            )
+        trajectory = told[member.sample_index]
+        images = tuple(files[digest] for digest in trajectory.image_digests)
         try:
-            prompt = member.tokens[: member.trained[0]] if member.trained else member.tokens
-            placed = place_images(prompt, images, reader)
+            tokens = place_images(member.tokens, images, reader, trajectory.image_starts)
         except ValueError as error:
-            raise invalid(f"{where}: {error}") from error
-        tokens = [*placed, *member.tokens[len(placed) :]]
-        found.append(replace(member, tokens=tokens, images=images))
+            raise invalid(f"{where}: sample {member.sample_index}: {error}") from error
+        found.append(replace(member, tokens=tokens, images=tuple(dict.fromkeys(images))))
     return tuple(found)
 
 
 def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
     if message.image_digests:
-        raise invalid(f"{_name(message)} has a prompt with images, which are not sent to be scored")
+        raise invalid(f"{_name(message)} has images, which are not sent to be scored")
     read = _read_tokens(message, _name(message), sampling, vocabulary)
     if read.siblings:
         raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.gpu_defaults import Default
 from headrace_schema.model_size import model_size, text_config
-from headrace_schema.problems import Impossible, problem
+from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import drafts, quantized
 from headrace_schema.spec import RunSpec
@@ -60,14 +60,12 @@ def quantised(submission: Submission) -> Iterator[KeyProblemView]:
 
 def drafted(submission: Submission) -> Iterator[KeyProblemView]:
     """What cannot be had of an engine that drafts tokens."""
-    spec, data, method = submission.spec, submission.data, drafts(submission.spec.rollout.engine_options)
+    spec, method = submission.spec, drafts(submission.spec.rollout.engine_options)
     if not method:
         return
     if spec.algorithm.options.get("routing_replay"):
         reason = "the experts of drafted tokens are not told apart from those of tokens that were taken"
         yield problem("algorithm.options.routing_replay", reason, f"leave it out, or {SPECULATIVE}")
-    if data is not None and not isinstance(data, Impossible) and data.has_images:
-        yield problem(SPECULATIVE, "prompts with images are not drafted for", "leave it out")
     if method == "draft":
         yield from _vocabulary(submission)
     if submission.evaluated is None:

@@ -18,6 +18,8 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import CONVERSATIONS
 
+from headrace_coordinator.api.submission.rules import unseen
+from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -62,11 +64,12 @@ async def check_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[K
     return []
 
 
-async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
+async def check_environment(submission: Submission, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
     """Makes one environment of the first task at a ready simulator and compares; what does not fit, by key.
 
     A simulator that is in trouble or slow is the run's to handle.
     """
+    spec = submission.spec
     section = spec.environment
     speaks = spec.workflow == CONVERSATIONS
     if section is None:
@@ -84,7 +87,19 @@ async def check_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> li
         return _refused(in_users_keys(refusal), "environment", chosen.instance)
     except InstanceDown:
         return []
-    return other_kind(spec, described) or ([] if speaks else _misfits(spec, section, described))
+    if problems := other_kind(spec, described):
+        return problems
+    if not speaks:
+        return _misfits(spec, section, described)
+    return [*_unseen(submission)] if described.images else []
+
+
+def _unseen(submission: Submission) -> Iterator[KeyProblemView]:
+    """Problems of a run whose environment shows images."""
+    shows = "the environment shows images"
+    yield from unseen(submission, shows)
+    if not submission.spec.data.prompt.chat:
+        yield problem("data.prompt.chat", f"{shows}, which a chat template places", "set it to true")
 
 
 def _misfits(

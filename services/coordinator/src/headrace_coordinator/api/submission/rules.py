@@ -9,13 +9,14 @@ from headrace_schema.from_json_schema import check_options
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.generating import drafts
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import REASONING
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
-from headrace_coordinator.api.submission.approximate import OFF_POLICY, drafted, quantised
+from headrace_coordinator.api.submission.approximate import OFF_POLICY, SPECULATIVE, drafted, quantised
 from headrace_coordinator.api.submission.device_rules import devices, instances
 from headrace_coordinator.api.submission.fleet_view import EXTRAS, model_type
 from headrace_coordinator.api.submission.submission import Submission
@@ -73,29 +74,39 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
 
 def images(submission: Submission) -> Iterator[KeyProblemView]:
     """Data with images in a run some part of which takes none."""
-    spec, fleet, data = submission.spec, submission.fleet, submission.data
+    spec, data = submission.spec, submission.data
     if data is None or isinstance(data, Impossible) or not data.has_images:
         return
     if spec.workflow != REASONING:
         reason = "the data has images, which prompts of its conversations do not carry"
-        yield problem("workflow", reason, f"set workflow: {REASONING}, or leave the images out")
+        fix = f"set workflow: {REASONING}, leave the images out, or let the environment show them"
+        yield problem("workflow", reason, fix)
+    yield from unseen(submission, "the data has images")
+
+
+def unseen(submission: Submission, there_are: str) -> Iterator[KeyProblemView]:
+    """What reads no images of a run that has some."""
+    spec, fleet = submission.spec, submission.fleet
     if spec.rollout.enable_lora:
-        reason = "the data has images, and a vision tower's rows are not those of prompts"
+        reason = f"{there_are}, and a vision tower's rows are not those of prompts"
         yield problem("rollout.enable_lora", reason, "leave it out: adapters are merged then")
     engine, known = submission.engine, fleet.names("rollout", "engines")
     if engine in known and not fleet.offers(engine, IMAGES):
         fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]
-        reason = f"the data has images, and {engine} takes none here"
+        reason = f"{there_are}, and {engine} takes none here"
         yield problem("rollout.engine", reason, f"set rollout.engine: {' or '.join(fit) or 'transformers'}")
+    if drafts(spec.rollout.engine_options):
+        reason = f"{there_are}, and prompts with images are not drafted for"
+        yield problem(SPECULATIVE, reason, "leave it out")
     if spec.trainer.backend != "fsdp":
-        reason = f"the data has images, and {spec.trainer.backend} trains on text alone"
+        reason = f"{there_are}, and {spec.trainer.backend} trains on text alone"
         yield problem(
             "trainer.backend", reason, "set trainer.backend: fsdp, and leave trainer.backend_options out"
         )
     for key, model in (("model.path", spec.model), ("trainer.reference.path", spec.trainer.reference)):
         kind = model_type(model.path) if model is not None else ""
         if kind and kind not in VISION_FAMILIES:
-            reason = f"the data has images, and {kind} is no family whose images are read"
+            reason = f"{there_are}, and {kind} is no family whose images are read"
             yield problem(key, reason, f"name a model of {' or '.join(VISION_FAMILIES)}")
 
 

@@ -97,7 +97,7 @@ class Submissions:
             submission = await self._once_restarted(submission)
         problems = problems_of(submission)
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
-        problems = problems or await check_environment(submission.spec, self._fleet, self._trials)
+        problems = problems or await check_environment(submission, self._fleet, self._trials)
         problems = problems or await self._changed_origin(submission)
         if problems:
             raise Impossible(in_users_keys(problems, submission.evaluated))

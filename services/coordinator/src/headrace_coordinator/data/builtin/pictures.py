@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.images import (
-    MOST_IMAGE_BYTES,
-    MOST_IMAGE_PIXELS,
-    MOST_IMAGE_RATIO,
-    MOST_IMAGES,
-    MOST_PROMPT_IMAGE_BYTES,
-)
+from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGES, MOST_PROMPT_IMAGE_BYTES
 from headrace_schema.problems import Impossible, problem, show
+from headrace_servicekit.image_files import BadImage, check_image, png
 
 from headrace_coordinator.data.builtin.values import BadRow
 
-MODES = ("1", "L", "P", "RGB")
-"""Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
 IMAGE_KEYS = ("images", "image")
 """Columns that are images in data sets of others; the forms verl and trl read them without being told."""
 
@@ -75,9 +67,6 @@ def check_together(images: Sequence[bytes]) -> None:
 def image_of(value: Any, key: str, folder: Path | None) -> bytes:
     """The file of an image, decoded once. Raises `BadRow`, naming `key`."""
     data = _bytes_of(value, key, folder)
-    if len(data) > MOST_IMAGE_BYTES:
-        reason = f"has an image of more bytes under {key!r} than the {MOST_IMAGE_BYTES:,} that travel"
-        raise BadRow(reason, "make it smaller, or write it as JPEG")
     _check(data, key)
     return data
 
@@ -89,9 +78,7 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if hasattr(value, "getbands"):  # an image of Pillow
-        written = io.BytesIO()
-        value.save(written, "PNG")
-        return written.getvalue()
+        return png(value)
     if not isinstance(value, str) or not value:
         raise BadRow(f"has {show(value)} as image {key!r}", "give a path, base64 or bytes")
     if value.startswith(("http://", "https://")):
@@ -124,37 +111,12 @@ def _from_base64(text: str, key: str) -> bytes:
 
 
 def _check(data: bytes, key: str) -> None:
-    """Raises `BadRow` for what is no whole image, for one that is too large, and for one that is not plainly RGB."""
+    """Raises `BadRow` for what is no image that is read."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        check_image(data)
     except ImportError as error:
         reason = f"images need a package that is not installed ({error})"
         fix = "pip install 'headrace-coordinator[vision]'"
         raise Impossible([problem("data.options.images", reason, fix)]) from error
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            width, height, mode = *image.size, image.mode
-            if width * height > MOST_IMAGE_PIXELS:
-                reason = (
-                    f"has an image {key!r} of {width} x {height} pixels, and {MOST_IMAGE_PIXELS:,} are read"
-                )
-                raise BadRow(reason, "make it smaller")
-            if max(width, height) > MOST_IMAGE_RATIO * min(width, height):
-                reason = f"has an image {key!r} of {width} x {height} pixels, which no model reads"
-                raise BadRow(reason, f"keep its longer side below {MOST_IMAGE_RATIO} times the shorter one")
-            image.load()
-            if mode not in MODES and not _opaque(image):
-                reason = f"has an image {key!r} of mode {mode}, which does not say what it looks like in RGB"
-                raise BadRow(reason, 'convert it: image.convert("RGB")')
-            if getattr(image, "n_frames", 1) > 1:
-                raise BadRow(f"has an image {key!r} of {image.n_frames} frames", "give one of them")  # type: ignore[attr-defined]
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, BadRow):
-            raise
-        reason = f"has an image {key!r} that is broken ({' '.join(str(error).split())[:200]})"
-        raise BadRow(reason, "write it anew as PNG or JPEG, or remove the row") from error
-
-
-def _opaque(image: Any) -> bool:
-    """Whether it has an alpha channel in which nothing is transparent."""
-    return bool(image.mode == "RGBA" and image.getextrema()[3] == (255, 255))
+    except BadImage as error:
+        raise BadRow(f"has an image {key!r} {error.reason}", error.fix) from error

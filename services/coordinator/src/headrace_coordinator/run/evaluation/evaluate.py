@@ -30,6 +30,7 @@ from headrace_coordinator.domain.episode_figures import (
 )
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
+from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.modality import Sampling
@@ -286,9 +287,8 @@ def _messages(
     context: RunContext, answer: common.Trajectory, score: reward.ScoreResult
 ) -> dict[str, list[dict[str, Any]]]:
     """What was said in a conversation, as `MessageView`s; empty of an answer."""
-    talk = answer.conversation
-    found = told(context.spec.tool_calls, said(talk), score.turns or talk.rewards)
-    return {"messages": msgspec.to_builtins(found)} if found else {}
+    found = told(context.spec.tool_calls, said(answer), score.turns or answer.conversation.rewards)
+    return {"messages": msgspec.to_builtins(with_thumbnails(found))} if found else {}
 
 
 def _view(

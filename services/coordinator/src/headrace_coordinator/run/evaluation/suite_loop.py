@@ -20,6 +20,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.domain.runs import SuiteEvaluation
+from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
@@ -220,7 +221,8 @@ class SuiteLoop(RunLoop):
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
-        (tokens, versions), talk = sampled(answered), answered.conversation
+        tokens, versions = sampled(answered)
+        turns = score.turns or answered.conversation.rewards
         item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,
@@ -237,7 +239,7 @@ class SuiteLoop(RunLoop):
             tokens=tokens,
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
-            messages=told(self.context.spec.tool_calls, said(talk), score.turns or talk.rewards),
+            messages=with_thumbnails(told(self.context.spec.tool_calls, said(answered), turns)),
         )
 
 

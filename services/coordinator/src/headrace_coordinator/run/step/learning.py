@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.images import MOST_GROUP_IMAGE_BYTES
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
@@ -137,9 +138,13 @@ async def learn_requests(attempt: AttemptState, prompts: list[int]) -> AsyncIter
         raise MessagesLost(f"{lost} settled trajectories are lost with their producer")
     request, size = trainer.LearnRequest(), 0
     for prompt in prompts:
-        group = request.groups.add(prompt_ordinal=prompt, images=attempt.context.images(prompt))
-        size += sum(len(image.data) for image in group.images)
-        for slot in attempt.ledger.group(prompt):
+        members = attempt.ledger.group(prompt)
+        own = {image.digest: image for slot in members for image in messages[slot.key].images}
+        group = request.groups.add(
+            prompt_ordinal=prompt, images=[*attempt.context.images(prompt), *own.values()]
+        )
+        size += _image_bytes(attempt, group)
+        for slot in members:
             trajectory = attempt.trajectories[slot.key]
             _fill(group.members.add(), attempt, trajectory, messages[slot.key])
             size += trajectory.size
@@ -148,6 +153,19 @@ async def learn_requests(attempt: AttemptState, prompts: list[int]) -> AsyncIter
             request, size = trainer.LearnRequest(), 0
     if request.groups:
         yield request
+
+
+def _image_bytes(attempt: AttemptState, group: trainer.SettledGroup) -> int:
+    """Raises `CallRefused` for more than a message takes, which conversations alone come to."""
+    size = sum(len(image.data) for image in group.images)
+    if size > MOST_GROUP_IMAGE_BYTES:
+        why = (
+            f"environment.tasks: the images of {len(group.images)} messages of group {group.prompt_ordinal} have "
+            f"{size:,} bytes, and {MOST_GROUP_IMAGE_BYTES:,} of a group travel: let the environment show smaller ones, "
+            "or JPEG files, or lower algorithm.group_size"
+        )
+        raise CallRefused(attempt.context.workers.leader.incarnation, "INVALID", why)
+    return size
 
 
 def _fill(
@@ -160,6 +178,7 @@ def _fill(
     context, slot = attempt.context, trajectory.slot
     oldest = context.state.lineage.versions[trajectory.oldest]
     settled.trajectory.CopyFrom(message)
+    settled.trajectory.ClearField("images")  # the group has them, each once
     settled.reward = slot.reward
     if context.workers.leader.by_turn or trajectory.turn_roles:
         settled.turn_rewards.extend(trajectory.turn_rewards)

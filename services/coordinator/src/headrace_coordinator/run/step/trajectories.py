@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
@@ -22,6 +23,16 @@ from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+
+
+class Spoken(NamedTuple):
+    """A message of a conversation: `tokens` of what the policy sampled, else None, and the files of its images."""
+
+    role: str
+    party: str
+    content: str
+    tokens: int | None
+    files: tuple[bytes, ...]
 
 
 @dataclass(slots=True)
@@ -36,8 +47,8 @@ class Shown:
     """The bytes of text that each of these tokens is; empty where the producer does not say."""
     advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    said: list[tuple[str, str, str, int | None]] = field(default_factory=list)
-    """Of a conversation: role, party and content of each message, and the tokens of one that the policy sampled."""
+    said: list[Spoken] = field(default_factory=list)
+    """All messages of a conversation."""
 
     @classmethod
     def of(cls, message: common.Trajectory) -> Shown:
@@ -51,7 +62,7 @@ class Shown:
             message.finish_reason,
             log_probs,
             text_bytes,
-            said=said(message.conversation),
+            said=said(message),
         )
 
 
@@ -184,22 +195,31 @@ def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment,
         yield from by_turn[turn]
 
 
-def said(talk: common.Conversation) -> list[tuple[str, str, str, int | None]]:
-    """What was said in a conversation: role, party, content, and tokens of what the policy sampled."""
+def said(message: common.Trajectory) -> list[Spoken]:
+    """What was said in a conversation; nothing of an answer."""
+    talk, files = message.conversation, {image.digest: image.data for image in message.images}
     own = dict(zip(talk.turn_messages, talk.turn_tokens, strict=False))
-    return [(each.role, each.party, each.content, own.get(at)) for at, each in enumerate(talk.messages)]
+    return [
+        Spoken(
+            each.role,
+            each.party,
+            each.content,
+            own.get(at),
+            tuple(files[image.digest] for image in each.images if image.digest in files),
+        )
+        for at, each in enumerate(talk.messages)
+    ]
 
 
-def told(
-    form: str, said: Iterable[tuple[str, str, str, int | None]], turn_rewards: Iterable[float]
-) -> list[Message]:
+def told(form: str, said: Iterable[Spoken], turn_rewards: Iterable[float]) -> list[Message]:
     """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
     rewards, found = iter(turn_rewards), []
-    for role, party, content, tokens in said:
+    for role, party, content, tokens, files in said:
         own = tokens is not None
         calls = PARSERS[form](content) if own and form in PARSERS else []
         listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
-        found.append(Message(role, content, tokens, next(rewards, None) if own else None, listed, party))
+        reward = next(rewards, None) if own else None
+        found.append(Message(role, content, tokens, reward, listed, party, files=list(files)))
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
-from headrace_rollout.engines.samples import Distribution, Routes
+from headrace_rollout.engines.samples import Distribution, ImageAt, Routes
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +89,8 @@ class Request:
     """Tokens after which new ones are handed out, where the engine can; an end is told at once."""
     adapter: str = ""
     """Which of `EngineConfig.adapters` it is of; another one's tokens must not be served from the prefix cache."""
-    images: tuple[bytes, ...] = ()
-    """Files, in the order of their tokens, which come first among those of `token_ids` with the image token's id."""
+    images: tuple[ImageAt, ...] = ()
+    """In the order of their tokens."""
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,14 @@ class Joining:
     def keep(self, batch: Batch, row: int, tokens: int | None) -> None:
         """A turn has ended whose conversation may go on: its newest token was not computed yet."""
         trajectory = batch.trajectories[row]
-        if not self._goes_on(trajectory) or trajectory.images:
+        if not self._goes_on(trajectory):
             return
         sampled, _ = batch.answer(row, tokens)
         ids = [*trajectory.prompt_ids, *sampled]
         length = min(int(batch.length[row]), len(ids))
-        self.kept.keep(
-            (trajectory.stream.adapter, trajectory.key), ids[:length], self._model.cache.kept(row, length)
-        )
+        known = self._model.identity(ids, trajectory.images)[:length]
+        key = (trajectory.stream.adapter, trajectory.key)
+        self.kept.keep(key, known, self._model.cache.kept(row, length))
 
     def join(self, batch: Batch) -> Joined | None:
         """Gives rows to as many as fit; None for nobody."""
@@ -164,27 +164,32 @@ class Joining:
 
     def _extend(self, admissions: Sequence[Admission]) -> bool:
         """Computes contexts behind what is kept of the turns before."""
-        found = [(admission.waiting, self._known(admission)) for admission in admissions]
-        known = [(waiting, keys) for waiting, keys in found if keys is not None]
+        found = [(admission, self._known(admission)) for admission in admissions]
+        known = [(admission, keys) for admission, keys in found if keys is not None]
         if not known:
             return False
-        contexts = [waiting.context_ids for waiting, _ in known]
-        computed = sum(len(waiting.context_ids) - keys.length for waiting, keys in known)
+        contexts = [admission.waiting.context_ids for admission, _ in known]
+        images = [admission.images for admission, _ in known]
+        computed = sum(len(admission.waiting.context_ids) - keys.length for admission, keys in known)
         with self._threads.work("prefill", computed):
             hidden_ND, whole = self._model.extend(
-                contexts, [keys for _, keys in known], [waiting.adapter for waiting, _ in known]
+                contexts,
+                [keys for _, keys in known],
+                images,
+                [admission.waiting.adapter for admission, _ in known],
             )
-        for (waiting, _), hidden_D, keys in zip(known, hidden_ND, whole, strict=True):
-            waiting.keys, waiting.hidden_D = keys, hidden_D
+        for (admission, _), hidden_D, keys in zip(known, hidden_ND, whole, strict=True):
+            admission.waiting.keys, admission.waiting.hidden_D = keys, hidden_D
         self._figures.prefill_tokens += computed
         self._figures.shared_prompt_tokens -= computed  # Where it is placed, the whole is counted.
         return True
 
     def _known(self, admission: Admission) -> PromptKeys | None:
         waiting, first = admission.waiting, admission.members[0]
-        if waiting.keys is not None or admission.images or not self._goes_on(first):
+        if waiting.keys is not None or not self._goes_on(first):
             return None
-        return self.kept.find((first.stream.adapter, first.key), waiting.context_ids)
+        ids = self._model.identity(waiting.context_ids, admission.images)
+        return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
         stream = trajectory.stream

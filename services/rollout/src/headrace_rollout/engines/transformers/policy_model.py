@@ -23,6 +23,7 @@ from headrace_modelkit.vision import (
     Pixels,
     Span,
     language_inputs,
+    place_number,
     rope_positions,
     rope_shift,
 )
@@ -33,7 +34,7 @@ from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightView, adapters_differ
 from headrace_rollout.engines.holding import HeldModel
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
 from headrace_rollout.engines.transformers.attention import attend_by_parts
@@ -44,8 +45,8 @@ from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 # Padded tokens of one scoring pass.
 PASS_TOKENS = 4096
-Images = tuple[bytes, ...]
-"""Files of the images of a context."""
+Images = tuple[ImageAt, ...]
+"""Those of a context."""
 
 
 class PolicyModel(HeldModel):
@@ -122,12 +123,12 @@ class PolicyModel(HeldModel):
     ) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores what its plan says.
 
-        `images` are those of each context, whose prompt has their tokens first. `adapters`: the adapter of each.
+        `adapters`: the adapter of each context.
         """
         lengths = [len(context) for context in contexts]
         # Causal attention never looks right, so padding behind a context needs no mask.
         tokens_PT = padded(contexts, self.device)
-        pictures = self._pictures(tokens_PT.shape[1], contexts, images) if any(images) else None
+        pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
@@ -136,40 +137,56 @@ class PolicyModel(HeldModel):
         """What is added to the index of a token behind a context with images to get its position."""
         return rope_shift(self._spans(context, images)) if images else 0
 
-    def _spans(self, context: Sequence[int], images: Images) -> list[Span]:
-        assert self._images is not None
-        read = [self._images.read(data) for data in images]
-        # What was sampled may hold the image token too: a prompt's come first.
-        return self._images.spans(context, read, prefix=True)
+    def identity(self, context: Sequence[int], images: Images) -> list[int]:
+        """What tells the context from others: a number for each image in place of its tokens."""
+        found = list(context)
+        for span in self._spans(context, images):
+            found[span.start : span.start + span.image.tokens] = [
+                place_number(span.image.digest)
+            ] * span.image.tokens
+        return found
 
-    def _pictures(self, length: int, contexts: Sequence[Sequence[int]], images: Sequence[Images]) -> Pictures:
+    def _spans(self, context: Sequence[int], images: Images) -> list[Span]:
+        if not images:
+            return []
         assert self._images is not None
+        return [self._images.span(context, image.start, image.data) for image in images]
+
+    def _pictures(
+        self, contexts: Sequence[Sequence[int]], images: Sequence[Images], known: Sequence[int] | None = None
+    ) -> Pictures:
+        """The images among the tokens behind the first `known` ones of each context, and all their positions."""
+        assert self._images is not None
+        known = known or [0] * len(contexts)
+        length = max(len(context) - before for context, before in zip(contexts, known, strict=True))
         found: list[tuple[NDArray[np.int64], Pixels]] = []
         positions_3PT = np.zeros((3, len(contexts), length), np.int64)
-        for row, (context, own) in enumerate(zip(contexts, images, strict=True)):
-            spans = self._spans(context, own) if own else []
-            positions_3PT[:, row] = rope_positions(length, spans)
+        for row, (context, own, before) in enumerate(zip(contexts, images, known, strict=True)):
+            spans = self._spans(context, own)
+            positions_3PT[:, row] = rope_positions(before + length, spans)[:, before:]
             for span in spans:
-                found.append((np.arange(span.image.tokens) + row * length + span.start, span.image))
+                if span.start >= before:
+                    first = row * length + span.start - before
+                    found.append((np.arange(span.image.tokens) + first, span.image))
         return Pictures.of(found, positions_3PT, self._images.blank()).to(self.device)
 
     def extend(
         self,
         contexts: Sequence[Sequence[int]],
         known: Sequence[PromptKeys],
+        images: Sequence[Images] = (),
         adapters: Sequence[str] = (),
     ) -> tuple[Tensor, list[PromptKeys]]:
         """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
-        new = [context[keys.length :] for context, keys in zip(contexts, known, strict=True)]
+        before = [keys.length for keys in known]
+        new = [context[length:] for context, length in zip(contexts, before, strict=True)]
         lengths, extension = list(map(len, new)), Extension(known, self.device)
         position_NT, mask = extension.inputs(lengths, self._model.dtype)
-        hidden_NTD = self.hidden(
-            padded(new, self.device),
-            adapters=adapters,
-            position_ids=position_NT,
-            attention_mask=mask,
-            past_key_values=extension,
-        )
+        given: dict[str, Any] = {"attention_mask": mask, "past_key_values": extension}
+        pictures = self._pictures(contexts, images, before) if any(images) else None
+        if pictures is None:
+            given["position_ids"] = position_NT
+        hidden_NTD = self.hidden(padded(new, self.device), pictures, adapters, **given)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
         return hidden_ND, extension.keys(lengths)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace_rollout.engines.samples import Finish, Group, Stream
+from headrace_rollout.engines.samples import Finish, Group, ImageAt, Stream
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatcher
 from headrace_rollout.engines.transformers.cache import PromptKeys
 
@@ -69,7 +69,7 @@ class Admission:
     members: list[RunningTrajectory]
 
     @property
-    def images(self) -> tuple[bytes, ...]:
+    def images(self) -> tuple[ImageAt, ...]:
         """Of the prompt."""
         return self.members[0].images
 

@@ -11,6 +11,7 @@ from headrace_modelkit.loading import context_limit, load_architecture
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
+from transformers import PreTrainedConfig
 from vllm import AsyncEngineArgs
 from vllm.config.lora import MaxLoRARanks
 
@@ -65,7 +66,8 @@ def engine_args(
     on_gpu = any(device.type == "cuda" for device in start.devices)
     cache_gib = options.kv_cache_gib or (None if on_gpu else 1.0)
     model = config.model
-    context = context_limit(model, load_architecture(model))
+    architecture = load_architecture(model)
+    context = context_limit(model, architecture)
     return AsyncEngineArgs(
         model=model.path,
         revision=model.revision,
@@ -85,6 +87,7 @@ def engine_args(
         # Requests are token ids, and no file beside the model may change how they are sampled.
         skip_tokenizer_init=config.codec.images is None,  # its processor of images wants one
         **({} if config.codec.images is None else IMAGES),
+        **as_transformers_reads(architecture),
         generation_config="vllm",
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,
@@ -100,6 +103,18 @@ def engine_args(
             **options.engine_args,
         },
     )
+
+
+def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
+    """What keeps vLLM at the positions of transformers, which is what trainers compute with.
+
+    A Qwen3-VL has time, height and width in turns along a head, in transformers whatever its config.json says, in vLLM
+    only where `mrope_interleaved` stands there: else log-probs behind an image are off by 0.3, and nothing warns.
+    """
+    if architecture.model_type != "qwen3_vl":
+        return {}
+    rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
+    return {"hf_overrides": {"text_config": {"rope_parameters": rope}}}
 
 
 def _over_hosts(hosts: int, rank: int, meeting: rollout_pb2.FollowResponse) -> dict[str, Any]:

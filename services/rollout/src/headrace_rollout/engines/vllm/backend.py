@@ -18,6 +18,7 @@ from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
@@ -60,9 +61,8 @@ def capabilities() -> Capabilities:
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
-        # transformers' processors need torchvision inside of vLLM. Of a Qwen3-VL its 0.32 gave other log-probs than
-        # transformers (0.3 off, on a CPU): test_engine_images.py.
-        images=("qwen2_5_vl",) if find_spec("torchvision") else (),
+        # transformers' processors need torchvision inside of vLLM.
+        images=VISION_FAMILIES if find_spec("torchvision") else (),
         lora=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
@@ -164,11 +164,19 @@ class VllmBackend(Backend):
             raise BackendFailed(one_line(error)) from error
 
     def _with_images(self, request: Request) -> dict[str, Any]:
-        """The request's images, and its ids with one token for each: vLLM's own processor expands them again."""
+        """The request's images, and its ids with one token for each: vLLM's own processor expands them again.
+
+        Raises BackendFailed where the policy has sampled such a token before an image: vLLM takes it for the image's.
+        """
         reader = self._config.codec.images
         assert reader is not None, "checked as the run opened"
-        ids = reader.collapse(request.token_ids, [reader.read(image) for image in request.images])
-        images = [decode_image(image) for image in request.images]
+        spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
+        ids = reader.collapse(request.token_ids, spans)
+        if request.token_ids[: spans[-1].start].count(reader.token) != sum(
+            s.image.tokens for s in spans[:-1]
+        ):
+            raise BackendFailed("the policy has sampled the image token, which vLLM takes for the next image")
+        images = [decode_image(image.data) for image in request.images]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     @override

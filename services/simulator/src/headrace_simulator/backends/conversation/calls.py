@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from headrace_schema.images import IMAGE_MARK
+from headrace_servicekit.image_files import image_file
 from headrace_servicekit.tool_calls import Call, typed
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 ERROR = "error: "
 """What the answer to a broken call begins with."""
+Content = str | list[dict[str, Any]]
+"""Of an answer: a text, or parts of which some are images."""
 
 
 class Late(BaseException):
@@ -55,7 +59,7 @@ class AnyTool(Protocol):
     schema: Mapping[str, Any]
     """As chat templates take it."""
 
-    def begin(self, arguments: Any, left_s: float) -> Callable[[float], str]:
+    def begin(self, arguments: Any, left_s: float) -> Callable[[float], Content]:
         """Begins a call that may take `left_s` seconds; returns what waits so many seconds for its answer.
 
         Both raise ValueError for what is wrong, in words for the model, Late (or TimeoutError) for what is late, and
@@ -70,7 +74,7 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, "tool")
 
 
-def waited(future: Future[str], left_s: float) -> str:
+def waited(future: Future[Content], left_s: float) -> Content:
     """The result of a call that runs beside others."""
     return future.result(max(0.0, left_s))
 
@@ -111,16 +115,16 @@ class Tool:
             },
         }
 
-    def begin(self, arguments: Any, left_s: float) -> Callable[[float], str]:
+    def begin(self, arguments: Any, left_s: float) -> Callable[[float], Content]:
         """See `AnyTool`. A function of a user's runs in the main thread, where the deadline stops it."""
         given = self._checked(arguments)
         if self._bounded:
-            future = threads().submit(lambda: _text(self._function(**given, left_s=left_s)))
+            future = threads().submit(lambda: _content(self._function(**given, left_s=left_s)))
             return lambda left_s: waited(future, left_s)
 
-        def answer(left_s: float) -> str:
+        def answer(left_s: float) -> Content:
             with deadline(left_s):
-                return _text(self._function(**given))
+                return _content(self._function(**given))
 
         return answer
 
@@ -132,6 +136,19 @@ class Tool:
             where = ".".join(str(part) for part in first["loc"]) or "arguments"
             raise ValueError(f"{where}: {first['msg']}") from error
         return {name: getattr(given, name) for name in type(given).model_fields}
+
+
+def _content(result: Any) -> Content:
+    """What a function returned: a text, or where some of it are images of Pillow, parts."""
+    several = result if isinstance(result, list | tuple) else [result]
+    if not any(hasattr(each, "getbands") for each in several):
+        return _text(result)
+    return [
+        {"type": "image", "image": each}
+        if hasattr(each, "getbands")
+        else {"type": "text", "text": _text(each)}
+        for each in several
+    ]
 
 
 def _text(result: Any) -> str:
@@ -153,27 +170,30 @@ def _untitled(schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one turn: seconds that its calls take together, how many there are, and characters of each answer."""
+    """Of one turn: seconds that its calls take together, how many there are, and characters of each answer.
+
+    Without `images` the model is told where an answer has one.
+    """
 
     deadline_s: float
     calls: int
     characters: int
+    images: bool = False
 
 
-def answers(calls: list[Call], tools: Mapping[str, AnyTool], limits: Limits) -> list[str]:
+def answers(calls: list[Call], tools: Mapping[str, AnyTool], limits: Limits) -> list[Content]:
     """An answer to each call, in order, within the limits. Raises ServiceLost."""
     ends = time.monotonic() + limits.deadline_s
     begun = [_begin(call, tools, ends - time.monotonic()) for call in calls[: limits.calls]]
-    found = []
+    found: list[Content] = []
     for call, answer in zip(calls, begun, strict=False):
-        text = _told(call.name, lambda answer=answer: answer(ends - time.monotonic()), limits)  # type: ignore[misc]
-        found.append(_short(text, limits.characters))
+        found.append(_told(call.name, lambda answer=answer: answer(ends - time.monotonic()), limits))  # type: ignore[misc]
     if len(calls) > limits.calls:
         found.append(f"{ERROR}{len(calls)} calls in one turn; {limits.calls} are answered")
     return found
 
 
-def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[[float], str]:
+def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[[float], Content]:
     """What waits for the answer; of a call that cannot begin, it raises why."""
     if call.problem:
         return _constant(ERROR + call.problem)
@@ -192,15 +212,36 @@ def _constant(text: str) -> Callable[[float], str]:
     return lambda left_s: text
 
 
-def _told(name: str, answer: Callable[[], str], limits: Limits) -> str:
+def _told(name: str, answer: Callable[[], Content], limits: Limits) -> Content:
+    """The answer as the model gets it: its text is cut, and its images are checked files."""
     try:
-        return answer()
+        found = answer()
+        if isinstance(found, list):
+            found = _pictured(found, limits) if limits.images else _worded(found)
     except ServiceLost:
         raise
     except (Late, TimeoutError):
-        return f"{ERROR}{name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
+        found = f"{ERROR}{name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
     except (Exception, SystemExit) as error:  # noqa: BLE001  # tools are other people's code: the model is told
-        return _failure(name, error)
+        found = _failure(name, error)
+    return _short(found, limits.characters) if isinstance(found, str) else found
+
+
+def _worded(parts: list[dict[str, Any]]) -> str:
+    """Parts as a text that says where an image was."""
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in parts)
+
+
+def _pictured(parts: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
+    """Raises ValueError for an image that is not read."""
+    if any(IMAGE_MARK in part.get("text", "") for part in parts):
+        raise ValueError(f"its text has {IMAGE_MARK}, which stands for an image")
+    return [
+        {**part, "text": _short(part["text"], limits.characters)}
+        if part["type"] == "text"
+        else {"type": "image", "image": image_file(part["image"])}
+        for part in parts
+    ]
 
 
 def _failure(name: str, error: BaseException) -> str:

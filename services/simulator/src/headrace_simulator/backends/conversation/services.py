@@ -6,6 +6,7 @@ One process of a server serves all conversations of this child process; one that
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from headrace_servicekit.process import spawn
 from headrace_servicekit.registry import Options
 from pydantic import Field, PositiveFloat
 
-from headrace_simulator.backends.conversation.calls import ServiceLost, waited
+from headrace_simulator.backends.conversation.calls import Content, ServiceLost, waited
 
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
@@ -49,7 +50,7 @@ class ServiceTool:
     def __init__(self, service: Service, name: str, schema: Mapping[str, Any]) -> None:
         self.name, self.schema, self._service = name, schema, service
 
-    def begin(self, arguments: Any, left_s: float) -> Callable[[float], str]:
+    def begin(self, arguments: Any, left_s: float) -> Callable[[float], Content]:
         """Asks the server at once; see `calls.AnyTool`."""
         return self._service.begin(self.name, arguments)
 
@@ -81,14 +82,14 @@ class Service:
             )
         return [ServiceTool(self, name, listed[name]) for name in wanted]
 
-    def begin(self, name: str, arguments: Any) -> Callable[[float], str]:
+    def begin(self, name: str, arguments: Any) -> Callable[[float], Content]:
         """Asks for a call; returns what waits for it. ServiceLost where the server does not start."""
         if not isinstance(arguments, dict):
             raise ValueError("arguments: an object is wanted")
         connection = self._connected()
         future = asyncio.run_coroutine_threadsafe(_called(connection, name, arguments), _loop())
 
-        def answer(left_s: float) -> str:
+        def answer(left_s: float) -> Content:
             try:
                 return waited(future, left_s)
             except TimeoutError:
@@ -198,7 +199,7 @@ class Service:
             await process.wait()
 
 
-async def _called(connection: Connection, name: str, arguments: dict[str, Any]) -> str:
+async def _called(connection: Connection, name: str, arguments: dict[str, Any]) -> Content:
     from mcp import MCPError
 
     try:
@@ -213,7 +214,14 @@ async def _called(connection: Connection, name: str, arguments: dict[str, Any]) 
     texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if result.is_error:
         raise ValueError("\n".join(texts))
-    return "\n".join(texts)
+    if not any(block.type == "image" for block in result.content):
+        return "\n".join(texts)
+    return [
+        {"type": "image", "image": base64.b64decode(block.data)}
+        if block.type == "image"
+        else {"type": "text", "text": text}
+        for block, text in zip(result.content, texts, strict=True)
+    ]
 
 
 async def _status(process: asyncio.subprocess.Process) -> str:

@@ -118,6 +118,11 @@ class ToolOptions(Options):
     deadline_s: PositiveFloat = Field(5.0, description="seconds that the calls of one turn may take together")
     most_calls: PositiveInt = Field(8, description="calls of one turn that are answered")
     most_characters: PositiveInt = Field(4000, description="characters of an answer that are kept")
+    images: bool = Field(
+        default=False,
+        description="the model sees images that tools answer with (images of Pillow, image blocks of MCP servers); "
+        "without it it reads [image]",
+    )
 
 
 class ToolConversation:
@@ -137,7 +142,8 @@ class ToolConversation:
             raise BackendError(
                 "options_json.tools", f"tools need names of their own, and one at least: {names}"
             )
-        self._limits = Limits(options.deadline_s, options.most_calls, options.most_characters)
+        self._limits = Limits(options.deadline_s, options.most_calls, options.most_characters, options.images)
+        self.images = options.images
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
         """The item's question, or its conversation."""

@@ -1,0 +1,105 @@
+"""Image files of prompts and messages: what is read of them, and what is refused, with the reason and a way out.
+
+Pillow is an extra of those who read images, imported when one comes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any
+
+import numpy as np
+from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGE_PIXELS, MOST_IMAGE_RATIO
+
+MODES = ("1", "L", "P", "RGB")
+"""Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
+
+
+class BadImage(ValueError):
+    """What an image is, as it follows "an image", and what to do."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.reason, self.fix = reason, fix
+
+
+def check_image(data: bytes) -> None:
+    """Raises BadImage for what is no whole image, for one that is too large, and for one that is not plainly RGB.
+
+    Raises ImportError where Pillow is not installed.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if len(data) > MOST_IMAGE_BYTES:
+        raise BadImage(
+            f"of more bytes than the {MOST_IMAGE_BYTES:,} that travel", "make it smaller, or write it as JPEG"
+        )
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height, mode = *image.size, image.mode
+            if width * height > MOST_IMAGE_PIXELS:
+                reason = f"of {width} x {height} pixels, and {MOST_IMAGE_PIXELS:,} are read"
+                raise BadImage(reason, "make it smaller")
+            if max(width, height) > MOST_IMAGE_RATIO * min(width, height):
+                reason = f"of {width} x {height} pixels, which no model reads"
+                raise BadImage(reason, f"keep its longer side below {MOST_IMAGE_RATIO} times the shorter one")
+            image.load()
+            if mode not in MODES and not _opaque(image):
+                reason = f"of mode {mode}, which does not say what it looks like in RGB"
+                raise BadImage(reason, 'convert it: image.convert("RGB")')
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise BadImage(f"of {frames} frames", "give one of them")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, BadImage):
+            raise
+        reason = f"that is broken ({' '.join(str(error).split())[:200]})"
+        raise BadImage(reason, "write it anew as PNG or JPEG, or remove it") from error
+
+
+def image_file(value: Any) -> bytes:
+    """The checked file of an image in a message: a file's bytes, `data:image/png;base64,…`, an image of Pillow, or
+    uint8 numbers (height, width, 3). Raises BadImage, and ImportError without Pillow.
+    """
+    data = file_of(value)
+    check_image(data)
+    return data
+
+
+def png(image: Any) -> bytes:
+    """An image of Pillow as a file."""
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return written.getvalue()
+
+
+def file_of(value: Any) -> bytes:
+    """As `image_file`, and not checked."""
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, str):
+        head, comma, rest = value.partition(",")
+        if not (head.startswith("data:") and comma and head.endswith(";base64")):
+            reason = "that is no file here: a URL or a path is not opened"
+            raise BadImage(reason, "give its bytes, or data:image/png;base64,…")
+        try:
+            return base64.b64decode(rest, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadImage("whose base64 is broken", "encode the file's bytes as base64") from error
+    if hasattr(value, "getbands"):  # an image of Pillow
+        return png(value)
+    array = np.asarray(value)
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and array.size:
+        from PIL import Image
+
+        return png(Image.fromarray(array))
+    kind = (
+        f"{array.dtype} numbers of shape {array.shape}" if array.dtype.kind in "uif" else type(value).__name__
+    )
+    raise BadImage(f"that is {kind}", "give a file's bytes, an image of Pillow, or uint8 (height, width, 3)")
+
+
+def _opaque(image: Any) -> bool:
+    """Whether it has an alpha channel in which nothing is transparent."""
+    return bool(image.mode == "RGBA" and image.getextrema()[3] == (255, 255))
