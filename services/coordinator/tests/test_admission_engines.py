@@ -363,10 +363,11 @@ def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where
     run = {"workflow": "agentic", "model": model_of(QWEN_7B), "policies": policies, **roles, "trainer": lora}
     engine = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1}}
     each, note = decided(CARDS, **run, rollout=engine)
-    assert "beside the weights of 2 policies" in note and "correction" not in each.algorithm.options
-    one, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
+    assert "36.4 GiB of keys and values" in note and "beside the weights of 2 policies" in note
+    assert "correction" not in each.algorithm.options
+    _, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
+    assert "49.4 GiB of keys and values" in note
     assert "beside one base (14.2 GiB) and adapters of 2 (1.20 GiB)" in note
-    assert one.rollout.max_concurrency > each.rollout.max_concurrency
     corrected = decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})
     assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
 

@@ -22,6 +22,7 @@ from model_weights import weights_of_model, weights_of_tensors
 from rig import (
     CONTEXT,
     ENGINES_HERE,
+    START_S,
     Collector,
     Rig,
     build,
@@ -32,6 +33,7 @@ from rig import (
 )
 from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.timeout(START_S + 60)
 RANKS, SCALES = {"": 4, "guesser": 2}, {"": 2.0, "guesser": 0.5}
 PROMPT = [3 + index % 20 for index in range(40)]
 OFF = 1e-4
