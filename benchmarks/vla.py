@@ -10,11 +10,11 @@ sides have one core and one thread, the same policy, environments, batch, start 
 
 They take turns; `vla_rollout_vs_bare` is the median of the rounds' ratios of actions a second.
 
-`images_copies` counts how often a picture's bytes are moved between the array that the simulator gave and what the
-trainer's episode holds. Counted is CPU time that grows with bytes, of all processes concerned, for pictures of
-512 × 512 less that for 64 × 64, over the CPU time in which one plain copy of as many bytes is made. So digests, which
-read the bytes once, and pages that the kernel clears count as well, by what they cost. `images_copies_to_batch` is the
-part up to the batch that the policy is given; a policy on a GPU copies this batch once more.
+`images_copies` is the bytes of pictures that are copied between processes, a byte of picture made, counted where they
+are written for another process and where they are read from one: environment's child, rollout (up to the batch that
+the policy is given: `images_copies_to_batch`), the rollout's store of episodes, trainer. What a process copies within
+its own memory is not in it: the batch and the episode's record are each put together once, and a policy on a GPU copies
+the batch to it. Pictures are of 512 × 512, which go through shared memory, one host, one action at a time.
 
 Prints one JSON line with these, the goals' among them, and what they come from. About two minutes.
 """
@@ -29,11 +29,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from _harness import emit, machine, say, table
@@ -42,11 +44,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 
 ACTIONS, CHUNK, PIXELS, CHUNKS = 4, 5, 256, 8
 """Numbers of an action, actions of a chunk, pixels of a picture's side, chunks of an episode."""
-SIZES = (64, 512)
+LARGE = 512
 TASK, INSTRUCTION = "push", "push the square to the edge"
 LEASE = 5
 WAIT_S = 300.0
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+STEPS = 32
 ENVIRONMENT = """
 import gymnasium
 import numpy as np
@@ -270,7 +273,7 @@ async def opened(address: str, directory: Path, count: int, size: int, limit: in
         count=count,
         options_json=json.dumps({"size": size}),
         max_episode_steps=limit,
-        blob_bytes=BLOB_BYTES if size > SIZES[0] else 1,
+        blob_bytes=BLOB_BYTES,
         without_info=True,
     )
     asked.step_timeout.FromSeconds(60)
@@ -287,85 +290,65 @@ async def opened(address: str, directory: Path, count: int, size: int, limit: in
     )
 
 
-STEPS, EPISODES = 200, 20
-
-
 def copies(directory: Path) -> dict[str, float]:
-    """Copies of a picture's bytes up to the policy's batch, and up to the trainer's episode."""
-    small, large = (size * size * 3 for size in SIZES)
-    once = _plain_copy(large)
-    way = {size: asyncio.run(_to_batch(directory, size)) for size in SIZES}
-    kept = {size: _to_trainer(directory, size) for size in SIZES}
-    # The environment itself draws the picture, which is no copy: a plain fill of as many bytes.
-    drawn = {size: _drawing(size) for size in SIZES}
-    to_batch = (way[SIZES[1]] - way[SIZES[0]] - (drawn[SIZES[1]] - drawn[SIZES[0]])) / (large - small)
-    to_trainer = (kept[SIZES[1]] - kept[SIZES[0]]) / (large - small)
+    """Bytes of pictures that cross between processes, a byte of picture made; RuntimeError for wrong pixels."""
+    made = STEPS * LARGE * LARGE * 3
+    to_batch = asyncio.run(_to_batch(directory)) / made
+    to_trainer = asyncio.run(_to_trainer(directory)) / made
     found = {
-        "images_copies": (to_batch + to_trainer) * large / once,
-        "images_copies_to_batch": to_batch * large / once,
-        "images_copies_batch_to_trainer": to_trainer * large / once,
-        "plain_copy_us": 1e6 * once,
+        "images_copies": to_batch + to_trainer,
+        "images_copies_to_batch": to_batch,
+        "images_copies_batch_to_trainer": to_trainer,
     }
     table(["figure", "value"], [[name, value] for name, value in found.items()])
     return found
 
 
-def _cpu(work: Callable[[], Any], times: int) -> float:
-    """CPU seconds of one call of `work` in this process."""
-    began = time.process_time()
-    for _ in range(times):
-        work()
-    return (time.process_time() - began) / times
+@contextmanager
+def _counted() -> Iterator[Counter[str]]:
+    """Bytes that this process writes for others and takes from them as bodies, by "held" and "read"."""
+    from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+
+    moved: Counter[str] = Counter()
+
+    async def read(reader: Any, reference: Any) -> bytearray:
+        found = await reads(reader, reference)
+        moved["read"] += len(found)
+        return found
+
+    def hold(store: Any, data: Any) -> Any:
+        moved["held"] += memoryview(data).nbytes
+        return holds(store, data)
+
+    reads, holds = BlobReader.read, BlobStore.hold
+    with patch.object(BlobReader, "read", read), patch.object(BlobStore, "hold", hold):
+        yield moved
 
 
-def _plain_copy(size: int) -> float:
-    """CPU seconds of a copy of so many bytes, among more of them than the caches hold."""
-    places = [np.ones(size, np.uint8) for _ in range(64)]
-    goals = [np.ones(size, np.uint8) for _ in range(64)]
-
-    def all_of_them() -> None:
-        for goal, place in zip(goals, places, strict=True):
-            np.copyto(goal, place)
-
-    return _cpu(all_of_them, 20) / 64
-
-
-def _drawing(size: int) -> float:
-    made: dict[str, Any] = {}
-    exec(ENVIRONMENT, made)
-    environment = made["make_env"](size)
-    environment.reset(seed=0)
-    action = np.zeros(4, np.float32)
-    return _cpu(lambda: environment.step(action), STEPS)
-
-
-async def _to_batch(directory: Path, size: int) -> float:
-    """CPU seconds of a step and a picture: child, service, and the rollout's pool and batch in this process."""
+async def _to_batch(directory: Path) -> int:
+    """Bytes of STEPS pictures: what the environment's child wrote, and what the rollout's pool read."""
     from headrace.rollout.v1 import rollout_pb2
     from headrace_rollout.environments.pool import arrays_of
     from headrace_rollout.robot.model import Decision
 
-    async with _environment(directory, size) as (environment, pid):
-        start = rollout_pb2.EpisodeStart(task=TASK, seed=1)
+    written = 0
+    async with _environment(directory) as environment:
         decision = Decision({}, np.zeros((1, 4), np.float32), np.zeros(0), np.zeros(0))
-
-        async def step() -> None:
-            answered = asyncio.get_running_loop().create_future()
-            environment.begin(decision, answered)
-            outcome = await environment.settled(await answered)
-            np.stack([arrays_of(outcome, environment.bodies)["image"]])
-
-        await environment.reset(start)
-        for _ in range(20):
-            await step()
-        before = time.process_time() + _cpu_below(pid)
-        for _ in range(STEPS):
-            await step()
-        return (time.process_time() + _cpu_below(pid) - before) / STEPS
+        await environment.reset(rollout_pb2.EpisodeStart(task=TASK, seed=1))
+        with _counted() as moved:
+            for _ in range(STEPS):
+                answered = asyncio.get_running_loop().create_future()
+                environment.begin(decision, answered)
+                outcome = await environment.settled(await answered)
+                written += sum(each.blob.size_bytes for each in outcome.observation.values())
+                picture = arrays_of(outcome, environment.bodies)["image"]
+                if picture.shape != (LARGE, LARGE, 3) or np.unique(picture).tolist() != [40, 220]:
+                    raise RuntimeError(f"another picture came than the environment's: {picture.shape}")
+    return written + moved["read"]
 
 
 @asynccontextmanager
-async def _environment(directory: Path, size: int) -> AsyncIterator[tuple[Any, int]]:
+async def _environment(directory: Path) -> AsyncIterator[Any]:
     from harness.services import alone
     from headrace_rollout.environments.pool import Pools
     from headrace_servicekit.rpc.blobs import BlobReader
@@ -373,73 +356,42 @@ async def _environment(directory: Path, size: int) -> AsyncIterator[tuple[Any, i
     place = directory / uuid.uuid4().hex
     with alone.Service("simulator", place) as simulator:
         pools = Pools(BlobReader(place / "shm", None), None, 60)
-        (pool,) = pools.of([await opened(simulator.address, directory, 1, size, 1 << 30)])
-        yield pool.environments[0], simulator.process.pid
+        (pool,) = pools.of([await opened(simulator.address, directory, 1, LARGE, 1 << 30)])
+        yield pool.environments[0]
         await pools.close()
 
 
-def _cpu_below(pid: int) -> float:
-    """CPU seconds that a process and those below it have used."""
-    pids, ticks = [pid], 0
-    for each in pids:  # grows while it is walked
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-        for task in Path(f"/proc/{each}/task").iterdir():
-            pids += [int(child) for child in (task / "children").read_text().split()]
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _to_trainer(directory: Path, size: int) -> float:
-    """CPU seconds of a picture from the rollout's record of an episode to the trainer's."""
+async def _to_trainer(directory: Path) -> int:
+    """Bytes of STEPS pictures: what the rollout keeps of its record of an episode, and what the trainer reads."""
     from headrace.common.v1 import common_pb2
     from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
-    from headrace_servicekit.rpc.episodes import (
-        ACTIONS as DRAWN,
-    )
-    from headrace_servicekit.rpc.episodes import (
-        IMAGE,
-        INLINE_BYTES,
-        Episode,
-        bodies_of,
-        decode_episode,
-        encode_episode,
-    )
+    from headrace_servicekit.rpc.episodes import ACTIONS as DRAWN
+    from headrace_servicekit.rpc.episodes import IMAGE, Episode, bodies_of, decode_episode, encode_episode
 
-    length = max(16, 2 * INLINE_BYTES // (size * size * 3))
-    pictures = [np.full((size, size, 3), index, np.uint8) for index in range(length)]
+    pictures = np.random.default_rng(0).integers(0, 256, (STEPS, LARGE, LARGE, 3), np.uint8)
     place = directory / uuid.uuid4().hex / "incarnation"
     place.mkdir(parents=True)
     store, reader = BlobStore(place), BlobReader(place.parent, None)
-    zeros, flags = np.zeros((length, 1, 4), np.float32), np.ones((length, 1), np.bool_)
-
-    async def once() -> None:
-        episode = Episode(
-            observation={IMAGE + "image": np.stack(pictures)},
-            sampled={DRAWN: zeros},
-            executed_TCA=zeros,
-            valid_TC=flags,
-            log_probs_TCA=zeros,
-            rewards_TC=np.zeros((length, 1), np.float32),
-            successes_TC=flags,
-            terminated=True,
-            truncated=False,
-        )
+    zeros, flags = np.zeros((STEPS, 1, 4), np.float32), np.ones((STEPS, 1), np.bool_)
+    episode = Episode(
+        observation={IMAGE + "image": pictures},
+        sampled={DRAWN: zeros},
+        executed_TCA=zeros,
+        valid_TC=flags,
+        log_probs_TCA=zeros,
+        rewards_TC=np.zeros((STEPS, 1), np.float32),
+        successes_TC=flags,
+        terminated=True,
+        truncated=False,
+    )
+    with _counted() as moved:
         trajectory = common_pb2.Trajectory()
         trajectory.segments.add().actions.CopyFrom(encode_episode(episode, store.hold))
         bodies = {each.digest: await reader.read(each) for each in bodies_of(trajectory)}
-        decode_episode(trajectory.segments[0].actions, bodies=bodies)
-        for each in bodies_of(trajectory):
-            store.release(each)
-
-    async def measured() -> float:
-        for _ in range(3):
-            await once()
-        began = time.process_time()
-        for _ in range(EPISODES):
-            await once()
-        return (time.process_time() - began) / EPISODES / length
-
-    return asyncio.run(measured())
+    found = decode_episode(trajectory.segments[0].actions, bodies=bodies)
+    if not np.array_equal(found.observation[IMAGE + "image"], pictures):
+        raise RuntimeError("the trainer reads other pictures than the rollout recorded")
+    return moved["held"] + moved["read"]
 
 
 if __name__ == "__main__":

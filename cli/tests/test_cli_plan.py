@@ -235,6 +235,11 @@ def test_simulators_with_devices_are_planned_on_them(placement, devices, counts,
         ({"rollout": "0-3", "simulator": "4", "trainer": "5"}, 4, "6 gpu are named and the cluster has 4"),
         ({"mode": "hybrid", "rollout": "0", "simulator": "1", "trainer": "2"}, None, "placement.mode"),
         ({"rollout,simulator": "0", "trainer": "1"}, None, "placement.simulator"),
+        (
+            {"rollout,simulator": "0", "trainer": "1", "joint": {"rollout": 0.5, "simulator": 0.5}},
+            None,
+            "placement.joint",
+        ),
     ],
 )
 def test_simulators_devices_that_cannot_be_planned_name_the_key(placement, devices, words):

@@ -249,6 +249,9 @@ def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int 
     named = [key for key in ("simulator", "reward") if getattr(placement, key)]
     if not named:
         return
+    if placement.joint is not None:
+        problem = "the planner knows no device at which two stages are at work at the same time"
+        raise user_error("placement.joint", problem, "plan without it")
     if placement.mode == "hybrid":
         problem = f"with placement.{named[0]} the planner knows no devices that change sides within a step"
         raise user_error("placement.mode", problem, "plan with collocated or disaggregated")

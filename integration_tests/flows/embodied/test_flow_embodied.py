@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
+import httpx
 import numpy as np
 import pytest
 import yaml
-from harness.environments import corridor
+from harness.environments import corridor, pictures
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
@@ -153,6 +156,36 @@ def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path)
     assert learned and all(
         end <= hold["start"] or hold["end"] <= start for hold in simulated for start, end in learned
     )
+
+
+def test_training_episodes_are_watched_and_a_rollout_and_its_simulator_hold_one_device(
+    fleet: Fleet, tmp_path: Path
+):
+    given = spec(tmp_path, steps=3, export=False, data={"options": {"starts": 64}})
+    given["model"]["policy"] |= {"kind": "cnn", "features": 8}
+    filmed = {"every": 2, "starts": 2}
+    given["environment"] |= {"tasks": [f"{pictures.__file__}:make_env"], "options": {}, "videos": filmed}
+    given["placement"] = {
+        "rollout,simulator": "0",
+        "trainer": "1",
+        "joint": {"rollout": 0.6, "simulator": 0.4},
+    }
+    run = fleet.succeed(fleet.submit(given))
+    with httpx.Client(base_url=fleet.url, headers=fleet.headers, timeout=60, trust_env=False) as http:
+        place = f"/v1/runs/{run.id}/videos"
+        shown = http.get(place).json()["videos"]
+        assert [video["step"] for video in shown] == [1, 1, 3, 3], "two episodes of every second step"
+        for video in shown:
+            actions = http.get(f"{place}/{video['name']}/steps").json()["actions"]
+            with av.open(io.BytesIO(http.get(f"{place}/{video['name']}").content)) as film:
+                frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+            assert len(frames) == 1 + len(actions), "the start, and what each action led to"
+            assert frames[0].shape == (pictures.SIZE, pictures.SIZE, 3) and frames[0].max() > 200
+    holds = fleet.client.timeline(run.id)["holds"]
+    acts = [hold for hold in holds if hold["stage"] in ("generate", "simulate")]
+    assert {name.rpartition("/")[2] for hold in acts for name in hold["devices"]} == {"cpu:0"}
+    one, other = ([hold for hold in acts if hold["stage"] == stage] for stage in ("generate", "simulate"))
+    assert any(a["start"] < b["end"] and b["start"] < a["end"] for a in one for b in other), "both at once"
 
 
 def sources(run: Run) -> list[dict[str, Any]]:

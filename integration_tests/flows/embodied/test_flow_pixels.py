@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pi05": {"chunk_length": 2, "state": 1},
     "smolvla": {"chunk_length": 2, "state": 1},
     "act": {"chunk_length": 2, "state": 1},
+    "diffusion": {"chunk_length": 2, "state": 1},
 }
 
 
@@ -49,7 +50,7 @@ def model(kind: str, directory: Path) -> dict[str, Any]:
     """A new `cnn`, or the directory of a tiny policy that reads."""
     if kind == "cnn":
         return {"policy": {"kind": "cnn", "hidden": [16], "features": 16}}
-    sizes = {"height": pictures.SIZE, "width": pictures.SIZE} if kind == "act" else {}
+    sizes = {"height": pictures.SIZE, "width": pictures.SIZE} if kind in ("act", "diffusion") else {}
     write_tiny_robot(directory, tiny_fields(kind, 2, **KINDS[kind]) | sizes)
     return {"path": str(directory)}
 
@@ -77,6 +78,8 @@ LAYOUT = {
         ("smolvla", "ppo", {}, "float32"),
         ("smolvla", "grpo", LAYOUT, "bfloat16"),
         ("act", "ppo", {}, "float32"),
+        ("diffusion", "ppo", {}, "float32"),
+        ("diffusion", "grpo", LAYOUT, "bfloat16"),
     ],
 )
 def test_a_policy_that_sees_pictures_is_trained(
@@ -84,7 +87,9 @@ def test_a_policy_that_sees_pictures_is_trained(
 ):
     group = 2 if algorithm == "grpo" else 1
     cameras = {"cameras": {"image": "front"}}
-    reads = {"cnn": {}, "act": cameras}.get(kind, cameras | {"instructions": {TASK: "push it"}})
+    reads = {"cnn": {}, "act": cameras, "diffusion": cameras}.get(
+        kind, cameras | {"instructions": {TASK: "push it"}}
+    )
     spec = {
         "name": f"pixels-{kind.replace('_', '-')}",
         "workflow": "embodied",
@@ -113,7 +118,7 @@ def test_a_policy_that_sees_pictures_is_trained(
         "scored as it was drawn, with the same picture and words"
     )
     assert (Path(run.export_path) / "policy.json").is_file()
-    assert (Path(run.export_path) / "tokenizer.json").is_file() == (kind not in ("cnn", "act"))
+    assert (Path(run.export_path) / "tokenizer.json").is_file() == (kind not in ("cnn", "act", "diffusion"))
 
 
 def right(directory: Path, seed: int) -> float:

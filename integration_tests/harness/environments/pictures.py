@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -14,6 +14,8 @@ SIZE, SQUARE, GOAL = 48, 8, 0.5
 class Pictures(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
     """Observations: a picture, and the square's place. Action: two numbers of -1 to 1, of which the first moves it."""
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
     observation_space = spaces.Dict(
         {
             "front": spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8),
@@ -37,6 +39,10 @@ class Pictures(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         self._place = float(np.clip(self._place + moved, -1.0, 1.0))
         done = self._place >= GOAL
         return self._seen(), moved, done, False, {"success": done}
+
+    def render(self) -> np.ndarray:
+        """The picture."""
+        return self._seen()["front"]
 
     def _seen(self) -> dict[str, np.ndarray]:
         picture = np.broadcast_to(self._floor.astype(np.uint8), (SIZE, SIZE, 3)).copy()

@@ -57,14 +57,14 @@ def seen():
     return Observation(torch.rand(2, 3, generator=generator), images)
 
 
-def resnet(policy):
-    """transformers' ResNet-18 with the policy's weights."""
+def plain_resnet(own):
+    """transformers' ResNet-18 with weights by torchvision's names."""
     body = ResNetModel(
         ResNetConfig(
             embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic"
         )
     ).eval()
-    own, found = dict(policy.model.backbone.state_dict()), {}
+    found = {}
     for name, tensor in own.items():
         parts = name.split(".")
         if parts[0] in ("conv1", "bn1"):
@@ -105,7 +105,7 @@ def chunk_of(policy, observation, latent):
     tokens = [model.encoder_latent_input_proj(latent)[:, None]]
     tokens.append(model.encoder_robot_state_input_proj(observation.state_BS / 2)[:, None])
     places = [model.encoder_1d_feature_pos_embed.weight]
-    body = resnet(policy)
+    body = plain_resnet(model.backbone.state_dict())
     for name in config.cameras:
         image = observation.images[name].permute(0, 3, 1, 2).float() / 255
         mean, std = (torch.tensor(each)[:, None, None] for each in (config.image_mean, config.image_std))

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from headrace_modelkit.robot import flow
-from headrace_modelkit.robot.flow import PATH, STEPS, FlowConfig, NoiseHead
+from headrace_modelkit.robot.flow import FlowConfig, NoiseHead
+from headrace_modelkit.robot.paths import PATH, STEPS
 from pydantic import ValidationError
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from headrace_modelkit.robot.flow import FlowConfig
 from headrace_modelkit.robot.flow_policy import imitation_times
 from headrace_modelkit.robot.gaussian import row_noise
 from headrace_modelkit.robot.images import fit
+from headrace_modelkit.robot.paths import PATH, STEPS
 from headrace_modelkit.robot.pi.expert import AdaptiveGemma
 from headrace_modelkit.robot.pi.model import PiConfig
 from headrace_modelkit.robot.pi.words import StateWords, pi05_prompt
@@ -124,7 +125,7 @@ def test_pi0_follows_the_path_of_transformers_own_sampling():
         pixel_values=pixels,
         pixel_attention_mask=torch.ones(2, 2, dtype=torch.bool),
         attention_mask=mask,
-        noise=chunk.sampled[flow.PATH][:, 0],
+        noise=chunk.sampled[PATH][:, 0],
         num_steps=4,
     )
     torch.testing.assert_close(chunk.sampled[ACTIONS], wanted[:, :3, :2], rtol=1e-4, atol=1e-5)
@@ -275,12 +276,10 @@ def test_log_probs_of_pi05_are_those_of_a_plain_pass(noise):
     )
     observation, delta, level = seen(), 1 / 3, 0.4
     chunk = policy.act(observation, [4, 5])
-    path, summed = chunk.sampled[flow.PATH], torch.zeros(2, 4, 6)
-    assert chunk.sampled[flow.STEPS].shape[1] == (2 if noise == "cps" else 3), (
-        "the last step of CPS has no noise"
-    )
+    path, summed = chunk.sampled[PATH], torch.zeros(2, 4, 6)
+    assert chunk.sampled[STEPS].shape[1] == (2 if noise == "cps" else 3), "the last step of CPS has no noise"
     with torch.no_grad():
-        for step in range(chunk.sampled[flow.STEPS].shape[1]):
+        for step in range(chunk.sampled[STEPS].shape[1]):
             time, point = 1 - step * delta, path[:, step]
             speed, features = plain_pi05(policy, observation, point, torch.full((2,), time))
             action, start, kept = point - speed * time, point + speed * (1 - time), time - delta
@@ -308,7 +307,7 @@ def test_a_noise_head_in_fp32_reads_features_in_bf16():
 def test_the_last_step_is_never_drawn_where_it_is_ignored():
     policy = config("pi05", flow=FlowConfig(steps=2, ignore_last=True)).build(seed=0)
     many = seen().take([0] * 12)
-    assert policy.act(many, range(12)).sampled[flow.STEPS].unique().tolist() == [0]
+    assert policy.act(many, range(12)).sampled[STEPS].unique().tolist() == [0]
 
 
 def test_pi05_feels_the_time_and_pads_nothing_in():

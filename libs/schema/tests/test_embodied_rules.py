@@ -91,9 +91,16 @@ def test_minibatches_of_episodes_are_not_bounded_by_the_prompts():
     assert RunSpec.model_validate({**BASE, "algorithm": algorithm}).slots_per_step == 2
 
 
+def parts(rollout: float = 0.6, simulator: float = 0.4) -> dict[str, float]:
+    """`placement.joint`."""
+    return {"rollout": rollout, "simulator": simulator}
+
+
 @pytest.mark.parametrize(
     ("placement", "mode"),
     [
+        ({"rollout,simulator": "gpu:0", "trainer": "gpu:1", "joint": parts()}, "disaggregated"),
+        ({"rollout,simulator,trainer": "gpu:0", "joint": parts()}, "collocated"),
         ({"rollout": "0", "simulator": "1", "trainer": "2"}, "disaggregated"),
         ({"rollout": "0", "simulator": "1", "trainer": "1"}, "collocated"),
         ({"rollout": "0", "simulator": "1", "trainer": "0-1"}, "collocated"),
@@ -121,6 +128,10 @@ def test_devices_of_simulators_say_the_mode_too(placement: dict[str, Any], mode:
         ({"mode": "collocated", "rollout": "0", "simulator": "1", "trainer": "2"}, "placement.trainer"),
         ({"rollout,simulator": "0", "trainer": "1"}, "placement.simulator"),
         ({"rollout,trainer": "0", "simulator": ["1", "1"]}, "placement.simulator"),
+        ({"rollout,simulator": "0", "trainer": "1", "joint": parts(0.7, 0.4)}, "placement.joint"),
+        ({"rollout,simulator": "0", "trainer": "1", "joint": parts(1.0, 0.1)}, "placement.joint.rollout"),
+        ({"rollout": "0", "simulator": "0-1", "trainer": "2", "joint": parts()}, "placement.joint"),
+        ({"rollout,trainer": "0", "joint": parts()}, "placement.joint"),
     ],
 )
 def test_devices_of_simulators_that_cannot_be_are_refused(placement: dict[str, Any], key: str):
@@ -131,6 +142,7 @@ def test_a_rollout_and_its_simulator_do_not_share_a_device_and_the_sentence_says
     with pytest.raises(ValidationError) as caught:
         RunSpec.model_validate({**BASE, "placement": {"rollout,simulator": "gpu:0", "trainer": "gpu:1"}})
     (found,) = explain(caught.value, RunSpec)
+    assert "placement.joint" in found.fix
     assert "leased to one process at a time, and 1 is named for a rollout and a simulator" in found.problem
     assert "name at least 2 devices" in found.fix and "remove placement.simulator" in found.fix
 

@@ -149,6 +149,7 @@ def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_subm
     assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}
 
 
+JOINT = {"rollout": 0.6, "simulator": 0.4}
 ROBOTS = replace(
     FLEET,
     capabilities={"simulator": {"backends": frozenset({"gymnasium"})}},
@@ -173,6 +174,7 @@ ROBOTS = replace(
             {"placement.simulator": "h/cpu:1 learns too"},
         ),
         ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 is named for a rollout"}),
+        ({"rollout,trainer,simulator": "1", "joint": JOINT}, {}),
     ],
 )
 def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):

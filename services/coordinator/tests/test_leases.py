@@ -26,12 +26,31 @@ def test_all_or_none():
     grant(table, request("a", "h/cpu:0"))
     with pytest.raises(Blocked, match="h/cpu:0 is held by a for run learn"):
         grant(table, request("b", "h/cpu:0"), request("c", "h/cpu:1"))
-    assert table.holder_of("h/cpu:1") is None
+    assert table.holders_of("h/cpu:1") == []
 
 
 def test_one_device_is_not_granted_twice_in_one_set():
     with pytest.raises(Blocked, match="wanted twice"):
         grant(LeaseTable(), request("a", "h/cpu:0"), request("b", "h/cpu:0"))
+
+
+def part(holder: str, memory: float, run: str = "run") -> LeaseRequest:
+    return LeaseRequest(holder, run, "act", ("h/gpu:0",), memory_part=memory)
+
+
+def test_holders_of_one_run_share_a_device_as_far_as_its_memory_goes():
+    table = LeaseTable()
+    grant(table, part("rollout", 0.7), part("simulator", 0.3))
+    assert [lease.incarnation for lease in table.holders_of("h/gpu:0")] == ["rollout", "simulator"]
+    with pytest.raises(Blocked, match=r"held by rollout for run act .* and simulator for run act"):
+        grant(table, part("third", 0.1))
+    table.apply(leases.plan_release(table, 2, "simulator", "released", 0.0)[0])
+    for other in (part("third", 0.4), part("third", 0.1, run="other"), request("third", "h/gpu:0")):
+        with pytest.raises(Blocked, match=r"held by rollout for run act \(epoch 1\)"):
+            grant(table, other)
+    grant(table, part("simulator", 0.3))
+    with pytest.raises(Blocked, match="wanted twice"):
+        grant(LeaseTable(), part("rollout", 0.7), part("simulator", 0.4))
 
 
 def test_only_the_holder_can_release_or_acknowledge():
@@ -51,7 +70,7 @@ def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
         grant(table, request("b", "h/cpu:0"))
     table.apply(ev.InstanceLost(at=32.0, incarnation="a", reason="killed", proven=True))
     grant(table, request("b", "h/cpu:0"))
-    assert table.holder_of("h/cpu:0").epoch == 2
+    assert table.holders_of("h/cpu:0")[0].epoch == 2
 
 
 def test_renewed_lease_does_not_expire_but_an_overdue_revoke_does():
@@ -68,7 +87,7 @@ def test_epochs_leap_over_a_restart():
     grant(table, request("a", "h/cpu:0"))
     table.apply(ev.CoordinatorStarted(at=0.0, epoch=2, store_id="s", leap=1000))
     grant(table, request("b", "h/cpu:1"))
-    assert table.holder_of("h/cpu:1").epoch == 1002
+    assert table.holders_of("h/cpu:1")[0].epoch == 1002
 
 
 class LeaseMachine(RuleBasedStateMachine):

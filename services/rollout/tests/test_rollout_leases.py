@@ -11,6 +11,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_rollout import service
 from headrace_rollout.engines.base import Policy, Scope, Weights
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.rpc.blobs import BlobReader
@@ -26,6 +27,23 @@ async def test_a_stale_epoch_or_a_missing_lease_changes_nothing(rollout, assignm
     for groups in ([], assignments):
         call = await rollout.generate(groups).start()
         await refused(call.read_all(), "EPOCH_STALE", "lease")
+
+
+async def test_a_lease_of_a_part_of_a_gpus_memory_bounds_what_torch_takes_there(rollout, monkeypatch):
+    taken = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, at: taken.update({at: part})
+    )
+    monkeypatch.setattr(
+        service, "devices_of", lambda names: tuple(torch.device("cuda", i) for i in range(len(names)))
+    )
+    rollout.servicer._run = None
+    for part, bound in ((0.6, 0.6), (0.0, 1.0)):
+        lease = common_pb2.Lease(
+            epoch=3, run=RUN, stage="generate", devices=["GPU-8f2a/gpu:0"], memory_part=part
+        )
+        await rollout.instance.on_grant(lease)
+        assert taken == {torch.device("cuda", 0): bound}
 
 
 async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assignments):

@@ -22,8 +22,9 @@ GPU = "GPU-8f2a/gpu:0"
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core binds everybody")
 
 
-async def granted(instance, epoch, devices, run=RUN):
-    await instance.on_grant(common_pb2.Lease(epoch=epoch, run=run, stage="simulate", devices=devices))
+async def granted(instance, epoch, devices, run=RUN, memory_part=0.0):
+    lease = common_pb2.Lease(epoch=epoch, run=run, stage="simulate", devices=devices, memory_part=memory_part)
+    await instance.on_grant(lease)
     instance.fence.grant(epoch)
 
 
@@ -100,11 +101,12 @@ async def test_another_runs_lease_ends_nothing_here_and_pools_without_one_go_on(
 
 
 async def test_a_gpu_that_is_given_back_has_no_process_of_the_run(pool, instance, arrays):
-    await granted(instance, 7, [GPU])
+    await granted(instance, 7, [GPU], memory_part=0.4)
     pool.header.lease_epoch = 7
     await pool.reset(0)
-    seen = [child.environ().get("CUDA_VISIBLE_DEVICES") for child in children()]
-    assert "GPU-8f2a" in seen
+    told = [child.environ() for child in children() if "CUDA_VISIBLE_DEVICES" in child.environ()]
+    assert {each["CUDA_VISIBLE_DEVICES"] for each in told} == {"GPU-8f2a"}
+    assert {each["HEADRACE_MEMORY_PART"] for each in told} == {"0.2"}, "two processes divide the lease's part"
     memory = await revoked(instance, 7)
     assert not children() and memory.used_bytes == 0
     await granted(instance, 8, [GPU])

@@ -18,10 +18,11 @@ from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_simulator import backends
 from headrace_simulator.backends.base import BackendError, Start
-from headrace_simulator.backends.batched import Batched, require_gpu
+from headrace_simulator.backends.batched import Batched, bound_memory, require_gpu
 from headrace_simulator.backends.isaaclab import FORM as BY_IDS
 from headrace_simulator.backends.isaaclab import batched as isaac
 from headrace_simulator.backends.maniskill.backend import FORM as BY_INDEX
+from headrace_simulator.pipes import MEMORY_PART
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(UNDER_TEST != "gymnasium", reason="asked once, of gymnasium")
@@ -67,6 +68,8 @@ class Walks(VectorEnv):
             mask = np.ones(self.num_envs, bool)
         if seed is None or isinstance(seed, int):
             seed = [None if seed is None else seed + i for i in range(self.num_envs)]
+        if 13 in seed:
+            raise RuntimeError("there is no floor to begin on")
         for i in np.flatnonzero(mask):
             self.begin(i, seed[i])
         return self.observe(), {}
@@ -164,6 +167,21 @@ async def test_a_vector_that_raises_or_dies_takes_its_environments_and_is_made_a
     broken = await walk(pool, {0: [way], 1: [0.1], 2: [0.1], 3: [0.1]})
     assert [broken[i].status for i in range(4)] == [LOST, LOST, OK, OK], "blocks lie in processes"
     await pool.send(*(pool.reset_operation(i) for i in range(2)))
+    whole = await walk(pool, {i: [0.1] for i in range(4)})
+    assert {each.status for each in whole.values()} == {OK}
+
+
+async def test_a_vector_that_raises_as_episodes_begin_is_dropped_with_its_reason_and_made_anew(
+    simulator, vectors
+):
+    pool = await simulator.open(vectors, count=4, processes=2, vectorized=True)
+    await pool.send(*(pool.reset_operation(i, seed=i) for i in range(4)))
+    broken = await pool.send(pool.reset_operation(0, seed=13), pool.reset_operation(1, seed=1))
+    assert [broken[i].status for i in range(2)] == [LOST, LOST], "its other environment is lost with it"
+    assert all("RuntimeError: there is no floor to begin on (walks.py:" in broken[i].detail for i in range(2))
+    others = await walk(pool, {2: [0.1], 3: [0.1]})
+    assert [others[i].status for i in (2, 3)] == [OK, OK], "those of the other process go on"
+    await pool.send(*(pool.reset_operation(i, seed=i) for i in range(2)))
     whole = await walk(pool, {i: [0.1] for i in range(4)})
     assert {each.status for each in whole.values()} == {OK}
 
@@ -290,6 +308,18 @@ def test_a_batch_of_tensors_is_rows_and_a_seed_decides_one_start_alone(kind, for
     np.testing.assert_array_equal(again, states[0])
     frame = vector.render(2)
     assert frame.shape == (4, 4, 3) and frame.max() == 2
+
+
+@pytest.mark.parametrize(("told", "bound"), [("0.2", [0.2]), (None, [])])
+def test_torch_of_a_simulator_takes_its_part_of_a_joint_lease_and_no_more(monkeypatch, told, bound):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", taken.append)
+    monkeypatch.delenv(MEMORY_PART, raising=False)
+    if told is not None:
+        monkeypatch.setenv(MEMORY_PART, told)
+    bound_memory()
+    assert taken == bound
 
 
 def test_a_simulator_on_a_gpu_is_refused_without_one_and_a_task_that_begins_all_at_once(monkeypatch):

@@ -28,13 +28,19 @@ POLICIES = {
     "pi05": ({"state": STATE}, "chunk", 3e-3, 8),
 }
 ADAPTERS = "openvla_oft adapters"
-LEARNERS = POLICIES | {ADAPTERS: ({"state": 0}, "action", 2e-3, 8)}
+NIGHTLY = {
+    "smolvla": ({"state": STATE}, "chunk", 3e-4, 12),
+    "act": ({"state": STATE}, "chunk", 3e-5, 12),
+    "diffusion": ({"state": STATE}, "chunk", 3e-3, 14),
+}
+SELDOM = {"pi05", *NIGHTLY}
+LEARNERS = POLICIES | NIGHTLY | {ADAPTERS: ({"state": 0}, "action", 2e-3, 8)}
 TRAINER = {ADAPTERS: {"lora": {"rank": 8, "alpha": 32}, "freeze": ["vision"]}}
 
 
-def seen_of(rng, ids, state):
+def seen_of(rng, ids, state, side=PICTURE):
     """What each chunk of each episode sees."""
-    pictures = torch.from_numpy(rng.integers(0, 256, (ROWS, PICTURE, PICTURE, 3), dtype=np.uint8))
+    pictures = torch.from_numpy(rng.integers(0, 256, (ROWS, side, side, 3), dtype=np.uint8))
     states = torch.from_numpy(rng.standard_normal((ROWS, STATE)).astype(np.float32)) if state else None
     return Observation(states, {"image": pictures}, (ids,) * ROWS)
 
@@ -65,7 +71,8 @@ def episodes_of(seen, chunk):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.nightly if each == "pi05" else ()) for each in LEARNERS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name in SELDOM else ()) for name in LEARNERS],
 )
 async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
     name, client, robot_config, robots, fetched_weights, settled_digest, tmp_path
@@ -86,12 +93,13 @@ async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
 
     def say(trajectory):
         acted = trajectory.segments.pop()
-        trajectory.segments.extend([common_pb2.Segment(tokens={"token_ids": ids}), acted])
+        read = [common_pb2.Segment(tokens={"token_ids": ids})] if ids else []
+        trajectory.segments.extend([*read, acted])
 
     version = (await client.open(config)).version
     rng, earned = np.random.default_rng(0), []
     for step in range(steps):
-        seen = seen_of(rng, ids, given["state"])
+        seen = seen_of(rng, ids, given["state"], fields.get("height", PICTURE))
         chunk = policy.act(seen, range(step * ROWS, (step + 1) * ROWS))
         parts, rewards = episodes_of(seen, chunk)
         earned.append(rewards.mean())

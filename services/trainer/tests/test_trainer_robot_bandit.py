@@ -94,6 +94,19 @@ ACT = {
     "n_vae_encoder_layers": 1,
     "log_std": -1.2,
 }
+DIFFUSION = {
+    "kind": "diffusion",
+    **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
+    "height": 14,
+    "width": 14,
+    "horizon": 4,
+    "spatial_softmax_num_keypoints": 4,
+    "down_dims": (8, 16),
+    "kernel_size": 3,
+    "n_groups": 4,
+    "diffusion_step_embed_dim": 8,
+    "denoising": {"steps": 3, "least_width": 0.2},
+}
 CNN = {"kind": "cnn", "bounds": UNIT, "cameras": ["image"], "height": 36, "width": 36}
 
 KINDS = {
@@ -121,6 +134,7 @@ KINDS = {
         3e-3,
     ),
     "act": (ACT, "chunk", 16, 3e-3),
+    "diffusion": (DIFFUSION, "chunk", 14, 3e-3),
 }
 
 

@@ -16,7 +16,7 @@ from headrace_trainer.kinds import run_kind
 from headrace_trainer.memory import Room, Rooms, check_rooms
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
-from test_trainer_robot_bandit import ACT, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
+from test_trainer_robot_bandit import ACT, DIFFUSION, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
 
 pytestmark = pytest.mark.timeout(600)
 OFT = {**OFT, "head": "l1", "cameras": ["image", "wrist"], "proprio": UNIT}
@@ -28,6 +28,7 @@ POLICIES = {
     "pi05": {**PI05, "flow": {"steps": 3}},
     "smolvla": {**SMOLVLA, **FLOW},
     "act": {**ACT, "height": 20, "width": 20},
+    "diffusion": {**DIFFUSION, "height": 20, "width": 20},
 }
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 SHARDED = {"shard": "weights", "shard_ranks": 2}
@@ -51,6 +52,9 @@ CASES = {
     "act whole": None,
     "act again": AGAIN,
     "act frozen": {"freeze": ["vision", "vae"], **AGAIN},
+    "diffusion whole": None,
+    "diffusion again": AGAIN,
+    "diffusion frozen": {"freeze": ["vision"], **AGAIN},
     "oft lora": {**LORA, "backend_options": {"shard": "state"}},
     "oft lora again": {**LORA, **AGAIN},
     "oft frozen": {"freeze": ["vision", "language"], **AGAIN},
@@ -183,7 +187,9 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
     assert plain.held and again.held
 
 
-@pytest.mark.parametrize("name", seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen"]))
+@pytest.mark.parametrize(
+    "name", seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen", "diffusion frozen"])
+)
 def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, of, relative_l2):
     found, whole = of(name), of(f"{name.split()[0]} whole")
     policy = policy_config(POLICIES[name.split()[0]]).build(0)

@@ -66,10 +66,37 @@ _PI_RUN = {
     "chunk_length": 10,
     "flow": {"steps": 4, "noise": "sde"},
 }
+_SMOLVLM = {
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "head_dim": 64,
+        "vocab_size": 49280,
+    },
+    "vision_config": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 512,
+        "patch_size": 16,
+    },
+    "scale_factor": 4,
+}
+_RUN = {name: _PI_RUN[name] for name in ("bounds", "state", "cameras")}
 ROBOTS: dict[str, dict[str, Any]] = {
     "openvla-7b": _OPENVLA | {"kind": "openvla", "cameras": ["image"]},
     "openvla-oft-7b": _OPENVLA | {"kind": "openvla_oft", "cameras": ["image", "wrist"], "chunk_length": 8},
     "pi0-3b": _PI_RUN | {"kind": "pi0"},
+    "smolvla-450m": _RUN | {"kind": "smolvla", "vlm": _SMOLVLM, "chunk_length": 10, "flow": _PI_RUN["flow"]},
+    "act-52m": _RUN | {"kind": "act", "height": 480, "width": 640, "chunk_length": 100},
+    "diffusion-260m": _RUN
+    | {"kind": "diffusion", "height": 96, "width": 96, "crop_shape": [84, 84], "chunk_length": 8}
+    | {"denoising": {"steps": 5}},
     "pi05-3b": _PI_RUN | {"kind": "pi05", "words": {"numbers": [[1] * 4] * 257, "ending": [1] * 5}},
 }
 """Name → policy.json."""

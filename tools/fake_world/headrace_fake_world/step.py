@@ -27,10 +27,10 @@ from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.fsdp.layouts.robot_sizes import WORDS, chunks_of
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.robot.episodes import Chunks, Credits
+from headrace_trainer.backends.robot.episodes import Chunks, Credits, StepChunks
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import LentPictures, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
 from torch.distributed.fsdp import FSDPModule
 
@@ -270,7 +270,7 @@ class _Episodes:
         shape = self._count, policy.chunk_length, policy.action_size
         valid = torch.ones(shape[:2], dtype=torch.bool)
         seen, sampled = policy.example(self._count, WORDS)
-        self._chunks = Chunks(seen, sampled, valid)
+        self._chunks = StepChunks.of([Chunks(seen, sampled, valid)])
         backend._chunks = self._chunks
         backend._credits = Credits(
             *(torch.zeros(shape), torch.zeros(shape), torch.zeros(self._count), torch.zeros(shape[:2])),
@@ -283,7 +283,7 @@ class _Episodes:
             self._backend._evaluate(self._chunks.take(index, self._backend._ranks.device))
 
     def micro(self) -> None:
-        self._backend.learn(list(range(self._count)))
+        self._backend.learn(list(range(self._count)), LentPictures())
 
 
 def _exhaust(tensors: Iterator[Any]) -> None:

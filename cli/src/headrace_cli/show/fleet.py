@@ -52,13 +52,16 @@ def instance_document(instance: Instance, pids: Mapping[str, int], *, schemas: b
 
 def devices_table(leases: Leases, width: int = NARROW) -> Table:
     """Each device with its holder and what it does; on a narrow terminal without the host's name."""
-    stages = {device: lease.stage for lease in leases.leases for device in lease.devices}
+    stages: dict[str, list[str]] = {}
+    for lease in leases.leases:
+        for device in lease.devices:
+            stages.setdefault(device, []).append(lease.stage)
     rows = [
         (
             item.name if width >= NARROW else short_name(item.name),
             state_text(item.state),
-            short_name(item.holder),
-            stages.get(item.name, ""),
+            ", ".join(map(short_name, item.holder.split(", "))),
+            ", ".join(stages.get(item.name, ())),
             item.reason,
         )
         for item in leases.devices

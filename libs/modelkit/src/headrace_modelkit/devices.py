@@ -38,6 +38,13 @@ def used_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device))
 
 
+def bound_memory(devices: Sequence[torch.device], part: float) -> None:
+    """torch takes no more than a part of each GPU's memory; 1.0: all. On the host nothing is bounded."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(part, device)
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU."""
     return int(torch.cuda.mem_get_info(device)[0])

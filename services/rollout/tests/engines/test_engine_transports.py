@@ -31,10 +31,12 @@ KINDS = {
     "delta": common_pb2.WEIGHT_TRANSPORT_DELTA,
     "grpc": common_pb2.WEIGHT_TRANSPORT_GRPC,
     "collective": common_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
+    "collective_delta": common_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
     "cuda_ipc": common_pb2.WEIGHT_TRANSPORT_CUDA_IPC,
 }
 USED = {
     "collective": ("collective", "grpc"),
+    "collective_delta": ("collective", "delta", "grpc"),
     "cuda_ipc": ("cuda_ipc", "grpc"),
     "shm": ("shm", "grpc"),
     "delta": ("delta", "grpc"),
@@ -142,7 +144,9 @@ async def test_an_engine_serves_what_came_by_a_transport(rig, trainer, store, na
         model = stepped(model, step)
     assert received.transport == KINDS[name]
     whole = manifest.size_bytes
-    least, most = {"delta": (1, whole / 2), "shm": (0, 0), "cuda_ipc": (0, 0)}.get(name, (whole, whole))
+    changes = 1, whole / 2
+    moved = {"delta": changes, "collective_delta": changes, "shm": (0, 0), "cuda_ipc": (0, 0)}
+    least, most = moved.get(name, (whole, whole))
     assert least <= received.bytes_moved <= most
 
 

@@ -6,6 +6,9 @@ from enum import IntEnum
 
 from headrace_servicekit.process.worker_pipes import Codec
 
+MEMORY_PART = "HEADRACE_MEMORY_PART"
+"""Variable of a child whose lease is of a part of its GPUs' memory: the part that it may use."""
+
 
 class Kind(IntEnum):
     """What a frame's payload is."""

@@ -57,7 +57,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
     async def on_grant(self, lease: common_pb2.Lease) -> None:
         """The pools of the lease's run act on its devices."""
         self._revoked = {epoch for epoch in self._revoked if self._instance.fence.holds(epoch)}
-        self._pools.lease(lease.epoch, lease.run, lease.devices)
+        self._pools.lease(lease.epoch, lease.run, lease.devices, lease.memory_part or 1.0)
 
     async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         """Ends what runs under leases, by force after the notice; pools stay, for another lease to go on with."""

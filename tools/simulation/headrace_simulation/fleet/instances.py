@@ -36,6 +36,8 @@ class Instance:
     store_id: str = ""
     coordinator_epoch: int = 0
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    parts: dict[int, float] = field(default_factory=dict)
+    """Of the devices' memory, by the lease's epoch."""
     deadlines: dict[int, float] = field(default_factory=dict)
     revocations: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     tasks: dict[asyncio.Future[Any], None] = field(default_factory=dict)
@@ -116,11 +118,10 @@ class Instance:
         now = asyncio.get_running_loop().time()
         return {epoch for epoch in self.held if now < self.deadlines.get(epoch, 0.0)}
 
-    def using(self) -> set[str]:
-        """Devices that it works on now."""
-        return (
-            {device for epoch in self.live_leases() for device in self.held[epoch]} if self.alive else set()
-        )
+    def using(self) -> dict[str, float]:
+        """Devices that it works on now, and its part of each."""
+        live = self.live_leases() if self.alive else ()
+        return {device: self.parts.get(epoch, 1.0) for epoch in live for device in self.held[epoch]}
 
     async def handle(self, method: str, request: Any) -> Any:
         """Answers a unary call; the call is cancelled when the instance is killed."""

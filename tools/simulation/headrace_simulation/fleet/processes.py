@@ -14,6 +14,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor, open_reports
+from headrace_schema.rules.acting import PART_ERROR
 
 from headrace_simulation.fleet.disk import Disk
 from headrace_simulation.fleet.instances import Instance
@@ -179,6 +180,7 @@ class Processes(ABC):
             return
         if command == "grant":
             instance.held[body.epoch] = tuple(body.devices)
+            instance.parts[body.epoch] = body.memory_part
             instance.deadlines[body.epoch] = sent + SETTINGS.lease_ttl - 5.0
             instance.granted()
             self.exclusive()
@@ -191,9 +193,11 @@ class Processes(ABC):
             self.spawn(self._end_in_order(instance))
 
     def exclusive(self) -> None:
-        """Raises `Violation` when two live holders use one device (G4)."""
-        used = Counter(device for instance in self.instances.values() for device in instance.using())
-        doubled = [device for device, count in used.items() if count > 1]
+        """Raises `Violation` when live holders use more than a device has (G4)."""
+        used: Counter[str] = Counter()
+        for instance in self.instances.values():
+            used.update(instance.using())
+        doubled = [device for device, part in used.items() if part > 1 + PART_ERROR]
         if doubled:
             raise Violation(f"G4: {doubled} are used by two live holders")
 

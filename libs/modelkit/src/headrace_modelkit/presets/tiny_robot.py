@@ -19,7 +19,7 @@ from headrace_modelkit.robot.openvla.model import SPACE
 from headrace_modelkit.robot.pi.words import StateWords
 from headrace_modelkit.robot.scaling import ActionBounds
 
-STATEFUL = ("pi0", "pi05", "smolvla")
+STATEFUL = ("pi0", "pi05", "smolvla", "diffusion")
 """Kinds that read a state; the others do where they are given one."""
 KINDS = ("openvla", "openvla_oft", *STATEFUL, "act")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + SPACE
@@ -39,6 +39,8 @@ def tiny_fields(
         return {**fields, "state": _unit(state), "words": words, **_pi(actions, state, chunk_length)}
     if kind == "smolvla":
         return {**fields, "state": _unit(state), **_smolvla(actions, state, chunk_length)}
+    if kind == "diffusion":
+        return {**fields, "state": _unit(state), **_diffusion(chunk_length)}
     if kind == "act":
         return {**fields, "state": _unit(state), "horizon": chunk_length, **_act()}
     return {**fields, "proprio": _unit(state) if state else None, **_openvla()}
@@ -131,6 +133,17 @@ def _act() -> dict[str, Any]:
     return {**sizes, "height": 64, "width": 64, "n_vae_encoder_layers": 1}
 
 
+def _diffusion(chunk_length: int) -> dict[str, Any]:
+    sizes = {"down_dims": (16, 32), "n_groups": 4, "kernel_size": 3, "diffusion_step_embed_dim": 16}
+    seen = {"height": 64, "width": 64, "spatial_softmax_num_keypoints": 8}
+    return {
+        **sizes,
+        **seen,
+        "horizon": chunk_length + chunk_length % 2,
+        "denoising": {"steps": 4, "least_width": 0.2},
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="headrace_modelkit.presets.tiny_robot", description=__doc__)
@@ -138,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", choices=KINDS, default="openvla_oft")
     parser.add_argument("--actions", type=int, required=True, help="numbers of an action")
     parser.add_argument(
-        "--state", type=int, default=0, help="numbers of the state; pi0, pi05, smolvla need one"
+        "--state", type=int, default=0, help="numbers of the state; pi0, pi05, smolvla, diffusion need one"
     )
     parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
     parser.add_argument("--chunk-length", type=int, default=1, help="actions drawn at once (all but openvla)")

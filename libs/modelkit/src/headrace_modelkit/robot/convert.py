@@ -1,7 +1,7 @@
 """Makes a policy directory of a published checkpoint: `python -m headrace_modelkit.robot.convert --help`.
 
-OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA and ACT of LeRobot. A run reads the result as
-`model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot. A run reads
+the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace_modelkit.robot.directory import save_policy, tokenizer_files
 from headrace_modelkit.robot.policy import RobotPolicy
 from headrace_modelkit.robot.published import Wanted, read_json
 
-FAMILIES = ("openvla", "pi", "smolvla", "act")
+FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
 
@@ -94,10 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--flow", type=json.loads, help='π and SmolVLA, in JSON: how actions are drawn, {"noise": "learned"}'
     )
     parser.add_argument(
+        "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'
+    )
+    parser.add_argument(
         "--log-std", type=float, help="log-width of a Gaussian around an action (OFT's l1, ACT)"
     )
     asked = parser.parse_args(arguments)
-    fields = ("cameras", "kind", "chunk_length", "head", "temperature", "flow", "log_std")
+    fields = ("cameras", "kind", "chunk_length", "head", "temperature", "flow", "denoising", "log_std")
     chosen = {name: value for name in fields if (value := getattr(asked, name)) is not None}
     try:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])

@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,18 @@ class Demonstration:
         steps = len(self.action_TA)
         places_TH = torch.arange(steps)[:, None] + torch.arange(length)
         return self.action_TA[places_TH.clamp(max=steps - 1)], places_TH < steps
+
+    def stacked(self, moments: int) -> Demonstration:
+        """The same, of which each step shows its last `moments`, the newest last, as an environment stacks them.
+
+        What was before the first step is the first one. Numbers of states and channels come one moment after the other.
+        """
+        places_TM = (torch.arange(len(self.action_TA))[:, None] + torch.arange(1 - moments, 1)).clamp(min=0)
+        state_TS = None if self.state_TS is None else self.state_TS[places_TM].flatten(1)
+        images = {
+            name: image[places_TM].permute(0, 2, 3, 1, 4).flatten(3) for name, image in self.images.items()
+        }
+        return replace(self, state_TS=state_TS, images=images)
 
 
 class Demonstrations:

@@ -44,6 +44,7 @@ KINDS = {
     "pi05": ("pi.model", "PiConfig"),
     "smolvla": ("smolvla.model", "SmolVlaConfig"),
     "act": ("act.model", "ActConfig"),
+    "diffusion": ("diffusion.model", "DiffusionConfig"),
 }
 """Where the configuration of each kind is: a PolicyConfig, whose `build` gives the policy."""
 

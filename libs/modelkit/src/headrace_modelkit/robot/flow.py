@@ -2,10 +2,9 @@
 
 Time goes from 1 (noise) to 0 (action) in K equal steps; a field gives the velocity noise - action at a point and time.
 Flow-SDE turns the ODE into an SDE with the same marginals; Flow-Noise adds noise of a learned width to the ODE's
-steps; Flow-CPS turns a part of the noise that a step keeps into new noise. The noise that a path begins with is not
-scored: it depends on no weight. Facts of them are from RLinf
+steps; Flow-CPS turns a part of the noise that a step keeps into new noise. Facts of them are from RLinf
 `rlinf/models/embodiment/openpi/openpi_action_model.py` at 016c55e.
-Shapes: B environments, H × W numbers of a horizon of actions, K steps, M steps that were drawn. Knows no model.
+Shapes as in `paths`. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from headrace_modelkit.robot import gaussian
-
-PATH, STEPS = "path", "steps"
-"""Entries of `ActionChunk.sampled`: (B, K + 1, H, W) points of the path, and (B, M) which of its steps were drawn."""
+from headrace_modelkit.robot import paths
+from headrace_modelkit.robot.paths import Transition
 
 VelocityField = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """((B, H, W) points, (B,) times) to velocities and, of Flow-Noise, log-widths; both (B, H, W)."""
@@ -89,7 +86,6 @@ class NoiseHead(nn.Module):
         return found
 
 
-@torch.no_grad()
 def draw(
     field: VelocityField,
     config: FlowConfig,
@@ -98,48 +94,25 @@ def draw(
     device: torch.device,
     starts: Sequence[int],
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(PATH and STEPS of each environment, (B, H, W) log-probs summed over its drawn steps).
-
-    `starts` seeds the noise that paths begin with, `seeds` the steps; None follows the ODE alone.
-    """
-    count, steps = len(starts), config.steps
-    points = [gaussian.row_noise(starts, shape, device)]
-    log_probs = torch.zeros_like(points[0])
-    drawn_BM = _drawn_steps(config, count, seeds).to(device)
-    noise = (
-        None
-        if seeds is None
-        else gaussian.row_noise([_mixed(seed, 1) for seed in seeds], (steps, *shape), device)
-    )
-    for step in range(steps):
-        time_B = _times(torch.full((count,), step, device=device), config)
-        velocity, log_width = field(points[-1], time_B)
-        following = points[-1] - velocity / steps
-        if noise is not None:
-            mean, log_std = transition(points[-1], velocity, time_B, config, log_width)
-            sample = mean + log_std.exp() * noise[:, step]
-            chosen = (drawn_BM == step).any(1)[:, None, None]
-            following = torch.where(chosen, sample, following)
-            density = gaussian.log_density(sample, mean, log_std)
-            log_probs = log_probs + torch.where(chosen, density, torch.zeros_like(density))
-        points.append(following)
-    return {PATH: torch.stack(points, 1), STEPS: drawn_BM}, log_probs
+    """`paths.draw` of a flow: without seeds, and in steps that are not drawn, it follows the ODE."""
+    candidates = range(config.candidates)
+    drawn_BM = paths.drawn_steps(candidates, len(starts), seeds, every=config.drawn == "all").to(device)
+    return paths.draw(_transition(field, config), config.steps, drawn_BM, seeds, starts, shape)
 
 
 def score(field: VelocityField, config: FlowConfig, sampled: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(B, H, W) log-probs and entropies of a path's drawn steps, summed over them; differentiable."""
-    path, drawn_BM = sampled[PATH], sampled[STEPS]
-    rows = torch.arange(len(path), device=path.device)
-    log_probs = torch.zeros_like(path[:, 0])
-    entropies = torch.zeros_like(path[:, 0])
-    for step_B in drawn_BM.unbind(1):
-        point, following = path[rows, step_B], path[rows, step_B + 1]
-        time_B = _times(step_B, config)
+    """`paths.score` of a flow."""
+    return paths.score(_transition(field, config), sampled)
+
+
+def _transition(field: VelocityField, config: FlowConfig) -> Transition:
+    def step(point: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        time_B = 1 - step_B / config.steps
         velocity, log_width = field(point, time_B)
         mean, log_std = transition(point, velocity, time_B, config, log_width)
-        log_probs = log_probs + gaussian.log_density(following, mean, log_std)
-        entropies = entropies + gaussian.entropy(log_std).expand_as(mean)
-    return log_probs, entropies
+        return point - velocity / config.steps, mean, log_std
+
+    return step
 
 
 def transition(
@@ -168,25 +141,3 @@ def transition(
     variance = config.level**2 * time / (1 - time).clamp(min=delta)
     mean = following - noise * variance * delta / (2 * time)
     return mean, (0.5 * (variance * delta).log()).expand_as(mean)
-
-
-def _times(step_B: Tensor, config: FlowConfig) -> Tensor:
-    """fp32 times of steps, rounded alike in drawing and in scoring."""
-    return 1 - step_B / config.steps
-
-
-def _drawn_steps(config: FlowConfig, count: int, seeds: Sequence[int] | None) -> Tensor:
-    if seeds is None:
-        return torch.zeros(count, 0, dtype=torch.long)
-    if config.drawn == "all":
-        return torch.arange(config.candidates).expand(count, -1)
-    uniform_B1 = gaussian.row_uniform([_mixed(seed, 2) for seed in seeds], (1,), torch.device("cpu"))
-    return (uniform_B1 * config.candidates).long()
-
-
-def _mixed(seed: int, stream: int) -> int:
-    """Another seed for each stream of an environment's numbers (splitmix64's finaliser)."""
-    mixed = (int(seed) + stream * 0x9E3779B97F4A7C15) % 2**64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-    return (mixed ^ (mixed >> 31)) % 2**63

@@ -21,6 +21,7 @@ from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.flow import FlowConfig, NoiseHead, VelocityField
 from headrace_modelkit.robot.gaussian import row_noise, row_uniform
+from headrace_modelkit.robot.paths import PATH, STEPS
 from headrace_modelkit.robot.policy import (
     ACTIONS,
     ActionChunk,
@@ -121,7 +122,7 @@ class FlowPolicy(RobotPolicy):
             self.value_head.weight.device,
             seeds,
         )
-        drawn_BCA = self._executed(sampled[flow.PATH][:, -1])
+        drawn_BCA = self._executed(sampled[PATH][:, -1])
         return ActionChunk(
             sampled={ACTIONS: drawn_BCA, **sampled},
             executed_BCA=self.scaling(drawn_BCA),
@@ -158,7 +159,7 @@ class FlowPolicy(RobotPolicy):
         path = torch.zeros(count, way.steps + 1, self.horizon, self.numbers)
         chunk = torch.zeros(count, self.chunk_length, self.action_size)
         steps = torch.zeros(count, drawn, dtype=torch.long)
-        return self._seen(count, words), {ACTIONS: chunk, flow.PATH: path, flow.STEPS: steps}
+        return self._seen(count, words), {ACTIONS: chunk, PATH: path, STEPS: steps}
 
     @abstractmethod
     def _seen(self, count: int, words: int) -> Observation:

@@ -123,6 +123,12 @@ class PolicyConfig(Section, ABC):
         """S, numbers of a state that it reads; 0: none."""
         return 0
 
+    @property
+    def moments(self) -> int:
+        """Observed moments that it reads at once, which an environment stacks: channels and numbers of one after those
+        of the other, the newest last."""
+        return 1
+
     @abstractmethod
     def build(self, seed: int) -> RobotPolicy:
         """The policy with random weights, drawn from a seed; changes no random state of the process."""

@@ -22,6 +22,7 @@ from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+ENVIRONMENT = "observation.environment_state"
 OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 OPENPI_QUANTILE, LEROBOT_QUANTILE = 1e-6, 1e-8
 """What is added to the distance of two quantiles; LeRobot does where they are equal."""
@@ -119,8 +120,9 @@ def feature_size(stated: Mapping[str, Any], key: str) -> int:
 
 
 def lerobot_bounds(stated: Mapping[str, Any], statistics: Statistics, key: str) -> ActionBounds:
-    """What normalises a state (STATE) or un-normalises actions (ACTION). Raises ModelNotReadable."""
-    mode = stated.get("normalization_mapping", {}).get("ACTION" if key == ACTION else "STATE", "IDENTITY")
+    """What normalises a state (STATE, ENVIRONMENT) or un-normalises actions (ACTION). Raises ModelNotReadable."""
+    names = {ACTION: "ACTION", ENVIRONMENT: "ENV"}
+    mode = stated.get("normalization_mapping", {}).get(names.get(key, "STATE"), "IDENTITY")
     found = statistics.get(key)
     if not found:
         if not (size := feature_size(stated, key)):
@@ -129,6 +131,21 @@ def lerobot_bounds(stated: Mapping[str, Any], statistics: Statistics, key: str) 
             )
         return identity(size)
     return bounds_by(str(mode), found, key, LEROBOT_QUANTILE)
+
+
+def lerobot_pixels(
+    stated: Mapping[str, Any], statistics: Statistics, cameras: tuple[str, ...]
+) -> dict[str, Any]:
+    """How pixels are normalised. Raises ModelNotReadable where cameras differ."""
+    if stated.get("normalization_mapping", {}).get("VISUAL", "MEAN_STD") == "IDENTITY":
+        return {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
+    own = [statistics.get(camera) or statistics.get(camera.replace(".", "_")) for camera in cameras]
+    found = [each for each in own if each]
+    if any(each != found[0] for each in found):
+        raise ModelNotReadable(
+            "the statistics of its cameras differ; give a file in which they are one by --statistics"
+        )
+    return {f"image_{name}": tuple(found[0][name]) for name in ("mean", "std")} if found else {}
 
 
 def identity(size: int) -> ActionBounds:
@@ -221,7 +238,7 @@ def _of_buffers(tensors: Mapping[str, Tensor]) -> Statistics:
     for name, tensor in tensors.items():
         if name.startswith(OLD_STATISTICS):
             key, _, what = name.split(".", 1)[1].removeprefix("buffer_").rpartition(".")
-            for whole in (STATE, ACTION, IMAGES):
+            for whole in (STATE, ACTION, ENVIRONMENT, IMAGES):
                 flat = whole.replace(".", "_")
                 if key.startswith(flat):
                     key = (whole + key.removeprefix(flat)).removeprefix(IMAGES)

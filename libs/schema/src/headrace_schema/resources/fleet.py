@@ -87,6 +87,7 @@ class LeaseView(Resource):
     run: str
     stage: str
     devices: list[str]
+    memory_part: float = Field(default=1.0, description="of each device's memory; below 1 in a joint lease")
     expires_in_s: float
     since: float = Field(default=0.0, description="when it was granted, in seconds since the epoch")
 

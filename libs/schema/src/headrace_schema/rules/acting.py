@@ -14,11 +14,16 @@ from headrace_schema.sections.running import APART, EVERY, PlacementSection, ove
 
 SIMULATOR = "placement.simulator"
 REWARD = "placement.reward"
+JOINT = "placement.joint"
+PART_ERROR = 1e-6
+"""By how much the sum of parts of a device's memory may be off as numbers are rounded."""
 
 
 def simulator_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of `placement.simulator`; none where it is left out."""
     placement = spec.placement
+    if placement.joint is not None:
+        yield from _joint_problems(spec)
     if not placement.simulator:
         return
     if spec.environment is None:
@@ -75,8 +80,29 @@ def _room_for_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
     names = [*placement.rollout, *placement.simulator]
     if len({*placement.simulator}) < len(placement.simulator):
         yield problem(SIMULATOR, "a device is named twice", "name each device once")
-    elif not any(name.rpartition("/")[2] == EVERY for name in names) and len({*names}) <= rollouts:
+    elif (
+        placement.joint is None
+        and not any(name.rpartition("/")[2] == EVERY for name in names)
+        and len({*names}) <= rollouts
+    ):
         yield too_few_to_simulate(len({*names}), rollouts)
+
+
+def _joint_problems(spec: RunSections) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if spec.workflow != "embodied":
+        yield problem(
+            JOINT, "only simulators of robots compute on devices", "remove it, or set workflow: embodied"
+        )
+    elif {*placement.simulator} != {*placement.rollout} or not placement.simulator:
+        reason = (
+            "a rollout and a simulator hold each of these devices together, and the two sides name others"
+        )
+        yield problem(JOINT, reason, 'name the same ones, as in placement: {"rollout,simulator": 0}')
+    parts = placement.joint
+    if parts is not None and parts.rollout + parts.simulator > 1 + PART_ERROR:
+        total = f"{parts.rollout:g} and {parts.simulator:g} are {parts.rollout + parts.simulator:g}"
+        yield problem(JOINT, f"{total} of a device's memory", "lower one of them: together at most 1")
 
 
 def too_few_to_simulate(devices: int, rollouts: int) -> KeyProblemView:
@@ -87,7 +113,8 @@ def too_few_to_simulate(devices: int, rollouts: int) -> KeyProblemView:
         f"{'a rollout' if one else f'{rollouts} rollouts'} and a simulator, which act at the same time"
     )
     fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
-    fix = f"name at least {rollouts + 1} devices{fewer}, or remove {SIMULATOR}: simulators then hold no lease"
+    fix = f"name at least {rollouts + 1} devices{fewer}, let them hold one together ({JOINT}), or remove {SIMULATOR}: "
+    fix += "simulators then hold no lease"
     return problem(SIMULATOR, reason, fix)
 
 

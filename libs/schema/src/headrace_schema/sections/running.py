@@ -50,6 +50,16 @@ def overlap(names: list[str], others: list[str]) -> bool:
 Devices = Annotated[list[str], BeforeValidator(_devices)]
 
 
+Part = Annotated[float, Field(strict=True, gt=0, lt=1)]
+
+
+class JointSection(Section):
+    """What a rollout and a simulator that hold a device together may use of its memory."""
+
+    rollout: Part = Field(description="a rollout's part of the device's memory")
+    simulator: Part = Field(description="a simulator's; both together at most 1")
+
+
 class PlacementSection(Section):
     """Which devices generate and learn. Names as `headrace instances` shows them.
 
@@ -78,8 +88,13 @@ class PlacementSection(Section):
     trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
     simulator: Devices = Field(
         default_factory=list,
-        description="devices on which simulators act while rollouts generate; one that both name goes to one of them; "
-        "default: simulators hold no devices",
+        description="devices on which simulators act while rollouts generate; one that both name goes to one of them, "
+        "or with placement.joint to both; default: simulators hold no devices",
+    )
+    joint: JointSection | None = Field(
+        default=None,
+        description="a rollout and a simulator hold each device together, each with its part of the memory: both "
+        "sides name the same devices; default: a device has one holder",
     )
     reward: Devices = Field(
         default_factory=list,

@@ -58,12 +58,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TRUNCATED: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_TIMED_OUT: _ClassVar[FinishReason]
-
-class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    LEASE_MODE_UNSPECIFIED: _ClassVar[LeaseMode]
-    LEASE_MODE_MANDATORY: _ClassVar[LeaseMode]
-    LEASE_MODE_EXPANSION: _ClassVar[LeaseMode]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_BOOL: DataType
 DATA_TYPE_UINT8: DataType
@@ -98,9 +92,6 @@ FINISH_REASON_TERMINATED: FinishReason
 FINISH_REASON_TRUNCATED: FinishReason
 FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_TIMED_OUT: FinishReason
-LEASE_MODE_UNSPECIFIED: LeaseMode
-LEASE_MODE_MANDATORY: LeaseMode
-LEASE_MODE_EXPANSION: LeaseMode
 
 class BlobRef(_message.Message):
     __slots__ = ("producer_address", "incarnation", "blob_id", "size_bytes", "digest")
@@ -199,12 +190,19 @@ class WeightManifest(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., adapter: _Optional[_Union[AdapterBase, _Mapping]] = ...) -> None: ...
 
 class AdapterBase(_message.Message):
-    __slots__ = ("digest", "scale")
+    __slots__ = ("digest", "scales")
+    class ScalesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    scale: float
-    def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
+    scales: _containers.ScalarMap[str, float]
+    def __init__(self, digest: _Optional[str] = ..., scales: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WeightSource(_message.Message):
     __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld", "parts")
@@ -472,22 +470,20 @@ class StageMetrics(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("epoch", "run", "stage", "devices", "ttl", "mode", "expected_bytes")
+    __slots__ = ("epoch", "run", "stage", "devices", "ttl", "memory_part")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PART_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run: str
     stage: str
     devices: _containers.RepeatedScalarFieldContainer[str]
     ttl: _duration_pb2.Duration
-    mode: LeaseMode
-    expected_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., expected_bytes: _Optional[int] = ...) -> None: ...
+    memory_part: float
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_part: _Optional[float] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("digest", "data")

@@ -271,6 +271,7 @@ def _grant(event: LeaseGranted) -> pb.Grant:
     grant = pb.Grant()
     grant.lease.epoch, grant.lease.run, grant.lease.stage = event.epoch, f"runs/{event.run}", event.stage
     grant.lease.devices.extend(event.devices)
+    grant.lease.memory_part = event.memory_part
     return grant
 
 

@@ -5,6 +5,7 @@ Arrays may be tensors of torch, on a GPU too: they are copied to this process's 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
+from headrace_simulator.pipes import MEMORY_PART
 
 _SUCCESS_KEYS = ("success", "is_success")
 Rows = Any
@@ -65,6 +67,8 @@ class Batched:
 
     def __init__(self, environment: Any, count: int, form: Form, name: str, instruction: str = "") -> None:
         self.instruction = instruction
+        if form.tensors:
+            bound_memory()
         self._environment, self._count, self._form = environment, count, form
         # A wrapper of Gymnasium's vectors has spaces of its own, one of single environments passes none on.
         described = environment if hasattr(environment, "single_action_space") else environment.unwrapped
@@ -183,6 +187,14 @@ def require_gpu(key: str, wanted: str) -> None:
             f"{wanted!r} needs a GPU, and this simulator's process sees none: name GPUs in placement.simulator, start "
             "the simulator with one, or use 'physx_cpu' without environment.vectorized",
         )
+
+
+def bound_memory() -> None:
+    """torch takes no more of this process's GPU than the lease's part, where another process holds the rest."""
+    import torch
+
+    if (part := os.environ.get(MEMORY_PART)) and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(float(part))
 
 
 def success_of(info: Mapping[str, Any]) -> bool | None:

@@ -10,7 +10,7 @@ from typing import Any
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
 
-from headrace_simulator.pipes import CODEC, Kind, Message
+from headrace_simulator.pipes import CODEC, MEMORY_PART, Kind, Message
 
 MODULE = "headrace_simulator.child"
 MAX_LISTED = 60_000
@@ -43,7 +43,8 @@ class ChildHost:
         self.devices: tuple[str, ...] = ()
         """Of the lease under which it is asked; its processes compute there from the next question on."""
         self.share = 1
-        """How many children divide these devices' cores."""
+        """How many children divide these devices' cores, and their part of the memory."""
+        self.memory_part = 1.0
         self._bound: tuple[str, ...] = ()
         self._opening = json.dumps(opening).encode()
         self._open_timeout_s = open_timeout_s
@@ -129,7 +130,8 @@ class ChildHost:
 
     async def _start(self) -> Worker[Message]:
         gpus = gpu_uuids(self.devices)
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None
+        part = {MEMORY_PART: str(self.memory_part / self.share)} if self.memory_part < 1 else {}
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **part} if gpus else None
         child = await Worker.start(MODULE, CODEC, variables=variables)
         self._bound = self.devices
         try:

@@ -40,14 +40,14 @@ class Pools:
         self._openings: OrderedDict[tuple[str, str], _Opening] = OrderedDict()
         self._pools: dict[str, tuple[str, EnvironmentPool]] = {}
         self._reserved = 0
-        self._leases: dict[int, tuple[str, tuple[str, ...]]] = {}
-        """Run and devices by epoch."""
+        self._leases: dict[int, tuple[str, tuple[str, ...], float]] = {}
+        """Run, devices and the part of their memory by epoch."""
 
-    def lease(self, epoch: int, run: str, devices: Sequence[str]) -> None:
+    def lease(self, epoch: int, run: str, devices: Sequence[str], memory_part: float = 1.0) -> None:
         """A run's pools that need a lease act on these devices from their next operation on."""
-        self._leases[epoch] = run, tuple(devices)
+        self._leases[epoch] = run, tuple(devices), memory_part
         for pool in self._leased(run):
-            pool.use(devices)
+            pool.use(devices, memory_part)
 
     async def open(self, run: str, request_id: str, plan: PoolPlan) -> EnvironmentPool:
         """Opens a pool, or finds the one that the same request opened.
@@ -89,7 +89,7 @@ class Pools:
 
         Pools stay, without their processes where these are on a GPU.
         """
-        run, devices = self._leases.pop(epoch, (None, ()))
+        run, devices, _ = self._leases.pop(epoch, (None, (), 1.0))
         leased = self._leased(run)
         await asyncio.gather(*(pool.settle(notice_s) for pool in leased))
         if gpu_uuids(devices):
@@ -143,9 +143,9 @@ class Pools:
 
     def _place(self, pool: EnvironmentPool, run: str) -> bool:
         """A pool that needs a lease acts on the devices of its run's; whether there is one."""
-        found = [devices for owner, devices in self._leases.values() if pool.plan.leased and owner == run]
-        for devices in found:
-            pool.use(devices)
+        found = [each for each in self._leases.values() if pool.plan.leased and each[0] == run]
+        for _, devices, memory_part in found:
+            pool.use(devices, memory_part)
         return bool(found)
 
     def _forget_failure(self, key: tuple[str, str], task: asyncio.Task[EnvironmentPool]) -> None:

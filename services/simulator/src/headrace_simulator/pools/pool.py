@@ -136,10 +136,11 @@ class EnvironmentPool:
         """The MP4 file of the episode that is recorded; raises as `render`."""
         return await self._asked(Kind.VIDEO, environment)
 
-    def use(self, devices: Sequence[str]) -> None:
-        """The devices of the lease that the next operations run under."""
+    def use(self, devices: Sequence[str], memory_part: float = 1.0) -> None:
+        """The devices of the lease that the next operations run under, and its part of their memory."""
         for host in self._hosts:
             host.devices, host.share = tuple(devices), len(self._hosts)
+            host.memory_part = memory_part
 
     async def end_processes(self) -> None:
         """Ends the children, for a GPU that is released; they are made again by the next reset."""

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import gaussian
-from headrace_modelkit.robot.act.resnet import BLOCKS, REDUCTION, ResNet
 from headrace_modelkit.robot.act.transformer import Decoder, Encoder, VaeLayer, plane_waves, waves
 from headrace_modelkit.robot.policy import (
     ACTIONS,
@@ -34,9 +33,8 @@ from headrace_modelkit.robot.policy import (
     seen_example,
     state_of,
 )
+from headrace_modelkit.robot.resnet import BLOCKS, FEATURES, IMAGENET, REDUCTION, resnet
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
-
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 class ActConfig(PolicyConfig):
@@ -220,13 +218,13 @@ class _Act(nn.Module):
             self.vae_encoder_latent_output_proj = nn.Linear(size, 2 * config.latent_dim)
             places = waves(1 + bool(state) + config.horizon, size)[None]
             self.register_buffer("vae_encoder_pos_enc", places, persistent=False)
-        self.backbone = ResNet(BLOCKS[config.vision_backbone])
+        self.backbone = resnet(BLOCKS[config.vision_backbone])
         self.encoder = Encoder(config, config.n_encoder_layers)
         self.decoder = Decoder(config, config.n_decoder_layers)
         if state:
             self.encoder_robot_state_input_proj = nn.Linear(state, size)
         self.encoder_latent_input_proj = nn.Linear(config.latent_dim, size)
-        self.encoder_img_feat_input_proj = nn.Conv2d(self.backbone.features, size, 1)
+        self.encoder_img_feat_input_proj = nn.Conv2d(FEATURES, size, 1)
         self.encoder_1d_feature_pos_embed = nn.Embedding(1 + bool(state), size)
         self.decoder_pos_embed = nn.Embedding(config.horizon, size)
         self.action_head = nn.Linear(size, numbers)

@@ -11,15 +11,16 @@ from headrace_modelkit.robot.act.model import ActConfig
 from headrace_modelkit.robot.policy import RobotPolicy
 from headrace_modelkit.robot.published import (
     ACTION,
+    ENVIRONMENT,
     IMAGES,
     OLD_STATISTICS,
     STATE,
-    Statistics,
     Wanted,
     config_of,
     filled,
     lerobot_bounds,
     lerobot_cameras,
+    lerobot_pixels,
     read_json,
     read_statistics,
     read_tensors,
@@ -54,8 +55,8 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     for key, known in SUPPORTED.items():
         if (value := stated.get(key, known) or known) != known:
             raise ModelNotReadable(f"config.json: {key} {value!r} is not supported, only {known!r}")
-    if "observation.environment_state" in stated.get("input_features", {}):
-        raise ModelNotReadable("config.json: observation.environment_state is not supported; give images")
+    if ENVIRONMENT in stated.get("input_features", {}):
+        raise ModelNotReadable(f"config.json: {ENVIRONMENT} is not supported; give images")
     tensors = read_tensors(directory)
     statistics = read_statistics(directory, tensors, wanted)
     cameras = lerobot_cameras(stated, wanted)
@@ -66,7 +67,7 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         "cameras": cameras,
         "height": int(height),
         "width": int(width),
-        **_pixels(stated, statistics, cameras),
+        **lerobot_pixels(stated, statistics, cameras),
         "horizon": int(stated.get("chunk_size", 100)),
         "chunk_length": int(stated.get("n_action_steps", 100)),
         "bounds": lerobot_bounds(stated, statistics, ACTION),
@@ -75,16 +76,3 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     }
     config: ActConfig = config_of(ActConfig, fields, wanted)
     return filled(config.build(seed=0), renamed(tensors, (), unused=lambda name: name.startswith(UNUSED)))
-
-
-def _pixels(stated: Mapping[str, Any], statistics: Statistics, cameras: tuple[str, ...]) -> dict[str, Any]:
-    """How pixels are normalised. Raises ModelNotReadable where cameras differ."""
-    if stated.get("normalization_mapping", {}).get("VISUAL", "MEAN_STD") == "IDENTITY":
-        return {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
-    own = [statistics.get(camera) or statistics.get(camera.replace(".", "_")) for camera in cameras]
-    found = [each for each in own if each]
-    if any(each != found[0] for each in found):
-        raise ModelNotReadable(
-            "the statistics of its cameras differ; give a file in which they are one by --statistics"
-        )
-    return {f"image_{name}": tuple(found[0][name]) for name in ("mean", "std")} if found else {}

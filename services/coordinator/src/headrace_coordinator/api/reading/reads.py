@@ -266,6 +266,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
             run=lease.run,
             stage=lease.stage,
             devices=lease.devices,
+            memory_part=lease.memory_part,
             expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
             since=lease.since,
         )
@@ -287,11 +288,11 @@ def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
         return DeviceView(
             name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
         )
-    if lease := table.holder_of(name):
+    if held := table.holders_of(name):
         return DeviceView(
             name=name,
             state="LEASED",
-            holder=fleet.readable(lease.incarnation),
-            reason=f"{lease.run} {lease.stage}",
+            holder=", ".join(fleet.readable(lease.incarnation) for lease in held),
+            reason=", ".join(f"{lease.run} {lease.stage}" for lease in held),
         )
     return DeviceView(name=name, state="FREE", holder="", reason="")

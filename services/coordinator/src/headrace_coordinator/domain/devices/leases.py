@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+from headrace_schema.rules.acting import PART_ERROR
 
 from headrace_coordinator.domain import events as ev
 
@@ -37,6 +38,8 @@ class Lease(msgspec.Struct):
     state: str = GRANTED
     host: str = ""
     since: float = 0.0
+    memory_part: float = 1.0
+    """Of each device's memory; below 1, others of the run may hold the rest."""
 
 
 class Quarantine(msgspec.Struct):
@@ -56,6 +59,8 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     host: str = ""
     """Where the instance runs: whose supervisor can prove its end."""
+    memory_part: float = 1.0
+    """Of each device's memory; requests of one run share a device whose parts they are."""
 
 
 class Blocked(Exception):
@@ -69,9 +74,9 @@ class LeaseTable(msgspec.Struct):
     quarantined: dict[str, Quarantine] = {}
     last_epoch: int = 0
 
-    def holder_of(self, device: str) -> Lease | None:
-        """The lease that covers a device."""
-        return next((lease for lease in self.leases.values() if device in lease.devices), None)
+    def holders_of(self, device: str) -> list[Lease]:
+        """The leases that cover a device: one, or those that hold parts of its memory."""
+        return [lease for lease in self.leases.values() if device in lease.devices]
 
     def holders_on(self, host: str) -> set[str]:
         """Processes of a host that hold a lease or have a device in quarantine."""
@@ -97,6 +102,7 @@ class LeaseTable(msgspec.Struct):
                     list(event.devices),
                     host=event.host,
                     since=event.at,
+                    memory_part=event.memory_part,
                 )
             case ev.LeaseHeld():
                 if (lease := self.leases.get(event.epoch)) and lease.state == GRANTED:
@@ -122,10 +128,8 @@ class LeaseTable(msgspec.Struct):
 def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) -> list[ev.LeaseGranted]:
     """All of `requests` or none: raises `Blocked` naming each busy device and its holder."""
     requests = list(requests)
-    wanted = [device for request in requests for device in request.devices]
-    problems = [f"{device} is wanted twice" for device in sorted({d for d in wanted if wanted.count(d) > 1})]
-    for request in requests:
-        problems += [_busy(table, device) for device in request.devices if _busy(table, device)]
+    wanted = {device for request in requests for device in request.devices}
+    problems = [why for device in sorted(wanted) if (why := _busy(table, device, requests))]
     if problems:
         raise Blocked("; ".join(problems))
     return [
@@ -137,16 +141,26 @@ def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) 
             stage=request.stage,
             devices=list(request.devices),
             host=request.host,
+            memory_part=request.memory_part,
         )
         for index, request in enumerate(requests)
     ]
 
 
-def _busy(table: LeaseTable, device: str) -> str:
+def _busy(table: LeaseTable, device: str, requests: Sequence[LeaseRequest]) -> str:
+    """Why a device cannot be given to those who want it; empty: it can."""
     if quarantine := table.quarantined.get(device):
         return f"{device} is quarantined: {quarantine.incarnation} is not proven gone ({quarantine.reason})"
-    if lease := table.holder_of(device):
-        return f"{device} is held by {lease.incarnation} for {lease.run} {lease.stage} (epoch {lease.epoch})"
+    wanting = [request for request in requests if device in request.devices]
+    held = table.holders_of(device)
+    if sum(each.memory_part for each in wanting) > 1 + PART_ERROR:
+        return f"{device} is wanted twice"
+    others = any(lease.run != request.run for lease in held for request in wanting)
+    taken = sum(lease.memory_part for lease in held) + sum(request.memory_part for request in wanting)
+    if held and (others or taken > 1 + PART_ERROR):
+        return f"{device} is held by " + " and ".join(
+            f"{lease.incarnation} for {lease.run} {lease.stage} (epoch {lease.epoch})" for lease in held
+        )
     return ""
 
 

@@ -54,6 +54,7 @@ class LeaseGranted(Event, frozen=True, kw_only=True):
     stage: str
     devices: list[str]
     host: str = ""
+    memory_part: float = 1.0
 
 
 class LeaseHeld(Event, frozen=True, kw_only=True):

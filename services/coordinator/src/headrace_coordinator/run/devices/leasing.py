@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from headrace.common.v1 import common_pb2 as common
 
-from headrace_coordinator.domain.devices.leases import HELD, SCORE, SIMULATE, LeaseRequest
+from headrace_coordinator.domain.devices.leases import GENERATE, HELD, SCORE, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
@@ -43,7 +43,9 @@ class WorkerLeases:
 
     def assign(self) -> None:
         """Decides every worker's devices; raises `PlacementError`."""
-        beside = self.simulators.devices() | self.scorers.devices()
+        beside = self.scorers.devices()
+        if self.workers.section.joint is None:
+            beside |= self.simulators.devices()
         assign_devices(self.workers, beside, joined=self.joined)
 
     async def take(self, workers: Sequence[WorkerClient], stage: str) -> None:
@@ -66,7 +68,11 @@ class WorkerLeases:
     ) -> None:
         """Leases their assigned devices to `workers`: all or none. Parameters as of `LeaseManager.acquire`."""
         run, timeout = self.workers.run, self.workers.fleet_timeout
-        requests = [LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host) for w in workers]
+        joint = self.workers.section.joint
+        part = joint.rollout if joint and stage == GENERATE else 1.0
+        requests = [
+            LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host, part) for w in workers
+        ]
         epochs = await self._manager.acquire(requests, timeout, patience, waited)
         for worker, epoch in zip(workers, epochs, strict=True):
             worker.lease_epoch, worker.kept = epoch, False

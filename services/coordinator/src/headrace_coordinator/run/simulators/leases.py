@@ -1,8 +1,8 @@
 """Which of a run's devices its simulators and scorers have, where `placement` names some, and the leases of these.
 
 Rollouts, simulators and scorers act at the same time, and a device is leased to one process: devices that rollouts and
-simulators both name are divided between the two sides. The leases are taken once the rollouts hold theirs, and released
-with them. Where environments are is for the pools to say.
+simulators both name are divided between the two sides, unless the spec lets them hold these together. The leases are
+taken once the rollouts hold theirs, and released with them. Where environments are is for the pools to say.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class BesideLeases:
         raise NotImplementedError
 
     @property
+    def memory_part(self) -> float:
+        """What each may use of its devices' memory."""
+        return 1.0
+
+    @property
     def everyone(self) -> Sequence[WorkerClient]:
         """The run's clients of them."""
         raise NotImplementedError
@@ -64,7 +69,10 @@ class BesideLeases:
             and (lease.incarnation in assigned or wanted & {*lease.devices})
         )
         fleet, run = self._workers.fleet, self._workers.run
-        requests = [LeaseRequest(c.incarnation, run, self.stage, c.devices, c.instance.host) for c in lacking]
+        requests = [
+            LeaseRequest(c.incarnation, run, self.stage, c.devices, c.instance.host, self.memory_part)
+            for c in lacking
+        ]
         try:
             epochs = await fleet.lease_manager.acquire(requests, self._workers.fleet_timeout)
         except InstanceDown as down:
@@ -126,6 +134,12 @@ class SimulatorLeases(BesideLeases):
 
     @property
     @override
+    def memory_part(self) -> float:
+        joint = self._workers.spec.placement.joint
+        return joint.simulator if joint else 1.0
+
+    @property
+    @override
     def everyone(self) -> Sequence[WorkerClient]:
         return self._workers.simulators
 
@@ -168,7 +182,7 @@ def _holds(lease: Lease | None, client: WorkerClient) -> bool:
 def sides(
     section: PlacementSection, granted: Collection[str], instances: Collection[InstanceState], engines: int
 ) -> tuple[set[str], set[str]]:
-    """Devices that generate and devices that simulate, of those granted; no device is in both.
+    """Devices that generate and devices that simulate, of those granted; in both are those of joint leases alone.
 
     `instances` tell which devices are on one machine. On each of these are at most so many `engines`.
     """
@@ -176,14 +190,13 @@ def sides(
     on: dict[str, set[str]] = {}
     for each in instances:
         on.setdefault(machine_of[each.incarnation], set()).update({*each.devices} & {*granted})
-    named = {
-        machine: [
-            named_devices(names, sorted(devices, key=device_order), hosts)
-            for names in (section.rollout, section.simulator)
-        ]
-        for machine, devices in on.items()
-    }
-    found = [apart(generates, simulates, engines) for generates, simulates in named.values()]
+    found = []
+    for devices in on.values():
+        here = sorted(devices, key=device_order)
+        generates, simulates = (
+            named_devices(names, here, hosts) for names in (section.rollout, section.simulator)
+        )
+        found.append((generates, simulates) if section.joint else apart(generates, simulates, engines))
     return {d for mine, _ in found for d in mine}, {d for _, theirs in found for d in theirs}
 
 

@@ -65,7 +65,7 @@ class Dispatch:
             news = self._attempt.work.next()
             for step in self._ledger.steps:
                 self._order.reach(self._ledger.prompts_of(step))
-            live = sum(workers.usable(each) for each in workers.rollouts) + len(self._attempt.joining)
+            live = sum(workers.usable(each) for each in workers.decoding) + len(self._attempt.joining)
             room, below = worker.max_concurrency, self._credit(worker)
             if work := plan_dispatch(index, self._order, worker.incarnation, room, live, below):
                 for part in by_size(await self._assign(worker, work)):
@@ -107,7 +107,7 @@ class Dispatch:
             return False
         step = self._ledger.step_of(prompt)
         place = prompt - self._ledger.prompts_of(step).start
-        return (step - 1) % environment.videos.every == 0 and place < environment.videos.starts
+        return step % environment.videos.every == 0 and place < environment.videos.starts
 
     def _oldest(self, prompt: int) -> int:
         """Number of the oldest version whose tokens a prompt's step may learn from."""

@@ -131,7 +131,7 @@ class Generation:
 
     def _open_streams(self, streams: dict[str, asyncio.Task[None]]) -> None:
         if self._attempt.ledger.index.waiting:
-            for worker in self._workers.producers:
+            for worker in (*self._workers.decoding, *self._workers.decoders):
                 known = streams.keys() | self._held_back
                 if self._workers.usable(worker) and worker.incarnation not in known:
                     streams[worker.incarnation] = asyncio.ensure_future(self._stream(worker))
@@ -202,14 +202,15 @@ class Generation:
                 self._context.fleet.online[self._context.run_id].end(response.sessions)
         if self._context.modality.takes_losses(worker, response):
             over.set()
+        # First: the step's streams are cancelled once its last episode is taken.
+        if isinstance(response, rollout.RunEpisodesResponse) and response.videos:
+            await write_videos(self._context, self._attempt.ledger.step_of, response)
         if messages := [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]:
             if self._attempt.trajectories.full:
                 with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
                     while self._attempt.trajectories.full and self._attempt.draining:
                         await self._attempt.trajectories.released()
             await self._receiver.take_finished(messages)
-        if isinstance(response, rollout.RunEpisodesResponse) and response.videos:
-            await write_videos(self._context, self._attempt.ledger.step_of, response)
         if response.partials or response.revoked:
             over.set()
             self._receiver.take_partials(worker, response.partials)

@@ -31,7 +31,7 @@ async def write_videos(
         if (trajectory := finished.get(key)) is None or (told := told_of(trajectory.completion_text)) is None:
             continue
         shown = Video.of(
-            prompt, sample, context.item(prompt), success=bool(told.success), step=step_of(prompt)
+            prompt, sample, context.item(prompt), success=bool(told.success), step=step_of(prompt) + 1
         )
         recordings.append(Recording(shown, video.content, episode_of(trajectory)))
     directory, limit = Path(context.state.directory), environment.videos.mib << 20

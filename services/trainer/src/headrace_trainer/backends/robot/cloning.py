@@ -34,7 +34,7 @@ def check_demonstrations(config: TrainerConfig) -> None:
     data = _open(config, policy)
     sizes = {
         "numbers of an action": (data.action_size, policy.bounds.size),
-        "numbers of a state": (data.state_size, policy.state_numbers),
+        "numbers of a state": (data.state_size * policy.moments, policy.state_numbers),
     }
     for what, (given, wanted) in sizes.items():
         if wanted and given != wanted:
@@ -72,6 +72,8 @@ def noise_seed(seed: int, step: int, moment: int) -> int:
 
 def _moments(shown: Demonstration, policy: RobotPolicy, encode: Encode, template: str) -> Chunks:
     actions_THA, valid_TH = shown.horizons(policy.horizon)
+    if (moments := policy.config.moments) > 1:
+        shown = shown.stacked(moments)
     prompt = encode(_rendered(template, shown.task))
     prompts = (prompt,) * len(valid_TH) if prompt else ()
     return Chunks(Observation(shown.state_TS, shown.images, prompts), {ACTIONS: actions_THA}, valid_TH)
