@@ -9,12 +9,16 @@ Prints one JSON line with `step_ratio`, seconds of a step with adapters over tho
 `memory_ratio`, the same of the process's peak of resident memory above what it was before the model was read, and both
 sides' own figures. Of a version of a run with adapters, published merged or alone: bytes (`version_bytes_ratio`) and
 seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `merge_s`, in which a rollout merges.
+`engines_one_memory_gb`, `engines_each_memory_gb`: of two policies of one base in a rollout on the CPU, resident memory
+with one built-in engine (`rollout.enable_lora`), and with an engine for each, after both have said something.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import queue
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,10 @@ from typing import Any
 from _harness import emit, machine, say
 
 KINDS: dict[str, dict[str, Any] | None] = {"whole": None, "lora": {}}
+ENGINES = ("engines_each", "engines_one")
+"""Two policies of one base: with an engine each, and in one."""
 GROUPS, SIZE, PROMPT, ANSWER = 4, 8, 40, (24, 40)
+RANK = 16
 WARM_UP = 1
 CHILD_S = 1200.0
 
@@ -39,10 +46,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
-    parser.add_argument("--kind", choices=[*KINDS, "version"], help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=[*KINDS, *ENGINES, "version"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind == "version":
         print(json.dumps(version(options.model, options.steps, options.threads)))
+        return
+    if options.kind in ENGINES:
+        print(json.dumps(policies(options.model, options.kind == "engines_one", options.threads)))
         return
     if options.kind:
         print(json.dumps(measure(options.model, options.kind, options.steps, options.threads)))
@@ -50,7 +60,8 @@ def main() -> None:
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model = options.model or random_model(Path(folder))
-        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in (*KINDS, "version")}
+        kinds = (*KINDS, "version", *ENGINES)
+        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in kinds}
     say(f"at the end: {machine()}")
     own = {f"{kind}_{name}": value for kind, figures in found.items() for name, value in figures.items()}
     emit("lora", ratios(found) | own)
@@ -153,7 +164,7 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
         def weights(found: StoredWeights) -> Any:
             return weights_of(found.manifest, found.body)
 
-        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), 2.0)
+        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), {"": 2.0}).of("")
         seconds = []
         for _ in range(WARM_UP + steps):
             started = time.monotonic()
@@ -163,6 +174,59 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
         del whole
         store.close()
     return figures
+
+
+def policies(model: Path, one: bool, threads: int) -> dict[str, float]:
+    """Resident memory of two policies' engines, above what it was before the frozen weights were read."""
+    import torch
+    from headrace_modelkit.presets.tiny import character_tokenizer
+    from headrace_modelkit.tokenizer import TextCodec
+    from headrace_rollout.engines.base import EngineConfig, Policy, WeightEntry, Weights
+    from headrace_rollout.engines.merging import adapted
+    from headrace_rollout.engines.samples import Distribution, Group, Sample, Stream, TrajectoryUpdate
+    from headrace_rollout.engines.transformers.engine import TransformersEngine
+    from headrace_rollout.engines.weight_memory import resident_bytes
+    from headrace_rollout.runs.policy_files import read_policy
+    from headrace_rollout.wire import weights_of
+    from headrace_schema.openings import RolloutConfig
+    from headrace_schema.sections.generating import ModelSection
+
+    torch.set_num_threads(threads)
+    section = ModelSection(path=str(model), dtype="bfloat16", max_context=512)
+    names, codec = {"": RANK, "other": RANK}, TextCodec(character_tokenizer())
+    before = resident_bytes()
+    base = weights_of(*read_policy(RolloutConfig(model=section), "", ""))
+    entries, body = [], bytearray()
+    for policy, weight in ((policy, each) for policy in names for each in base.entries):
+        if weight.name.endswith("proj.weight"):
+            outputs, inputs = weight.shape
+            for part, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
+                data = (torch.randn(shape) * 0.01).numpy().tobytes()
+                name = f"{policy}/{weight.name}.{part}" if policy else f"{weight.name}.{part}"
+                entries.append(WeightEntry(name, "float32", shape, len(body), len(data), ""))
+                body += data
+    whole = adapted(base, Weights(tuple(entries), memoryview(bytes(body))), dict.fromkeys(names, 2.0))
+    del body
+    config = EngineConfig(section, codec, GROUPS * SIZE, adapters=names if one else {})
+    engines = [TransformersEngine(config) for _ in range(1 if one else len(names))]
+
+    async def say_something() -> float:
+        for engine, name in zip(engines, names, strict=False):
+            await engine.install(Policy(1, "v"), whole if one else whole.of(name))
+        started = time.monotonic()
+        for index, name in enumerate(names):
+            ended: queue.Queue[list[TrajectoryUpdate]] = queue.Queue()
+            own = name if one else ""
+            stream = Stream(1, Distribution(), ANSWER[1], 1, ended.put, say, adapter=own)
+            group = Group(0, list(range(3, 3 + PROMPT)), [Sample(each, 1) for each in range(SIZE)])
+            await engines[0 if one else index].submit(stream, [group])
+            left = SIZE
+            while left:
+                left -= len(await asyncio.to_thread(ended.get))
+        return time.monotonic() - started
+
+    spent = asyncio.run(say_something())
+    return {"memory_gb": (resident_bytes() - before) / 1e9, "answers_s": spent}
 
 
 def peak_bytes() -> int:

@@ -49,6 +49,7 @@ TASK, INSTRUCTION = "push", "push the square to the edge"
 LEASE = 5
 WAIT_S = 300.0
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+STEPS = 32
 ENVIRONMENT = """
 import gymnasium
 import numpy as np
@@ -289,9 +290,6 @@ async def opened(address: str, directory: Path, count: int, size: int, limit: in
     )
 
 
-STEPS = 32
-
-
 def copies(directory: Path) -> dict[str, float]:
     """Bytes of pictures that cross between processes, a byte of picture made; RuntimeError for wrong pixels."""
     made = STEPS * LARGE * LARGE * 3
@@ -370,8 +368,7 @@ async def _to_trainer(directory: Path) -> int:
     from headrace_servicekit.rpc.episodes import ACTIONS as DRAWN
     from headrace_servicekit.rpc.episodes import IMAGE, Episode, bodies_of, decode_episode, encode_episode
 
-    pictures = np.arange(STEPS * LARGE * LARGE * 3, dtype=np.uint32).astype(np.uint8)
-    pictures = pictures.reshape(STEPS, LARGE, LARGE, 3)
+    pictures = np.random.default_rng(0).integers(0, 256, (STEPS, LARGE, LARGE, 3), np.uint8)
     place = directory / uuid.uuid4().hex / "incarnation"
     place.mkdir(parents=True)
     store, reader = BlobStore(place), BlobReader(place.parent, None)

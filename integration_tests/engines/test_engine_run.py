@@ -81,8 +81,11 @@ def test_a_quantised_rollout_that_drafts_learns_with_what_it_is_off(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(LONGEST_S + 120)
 @pytest.mark.skipif(ENGINE != "vllm", reason="vLLM's engines beside each other; `make nightly` runs it")
-def test_two_policies_of_one_conversation_have_an_engine_each(tmp_path):
-    """Two vLLM engines of one instance: each takes its own policy's weights, and sleeps between its turns."""
+@pytest.mark.parametrize("one", [False, True], ids=["an engine each", "one for both"])
+def test_two_policies_of_one_conversation_learn_from_vllm(tmp_path, one):
+    """Two engines of one instance, each of which takes its own policy's weights and sleeps between its turns; or one
+    with the adapters of both (rollout.enable_lora).
+    """
     model = tmp_path / "model"
     run_python("-m", "headrace_modelkit.presets.tiny", model, "--head-dim", "32")
     spec = yaml.safe_load((ROOT / "examples" / "agents" / "hint_policies.yaml").read_text())
@@ -91,6 +94,9 @@ def test_two_policies_of_one_conversation_have_an_engine_each(tmp_path):
     spec["policies"]["guesser"]["optimizer"] = {"lr": 1e-9}  # only one of the two moves
     spec["rollout"] = yaml.safe_load((ROOT / "examples" / "tiny-vllm.yaml").read_text())["rollout"]
     spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
+    if one:
+        spec["rollout"]["enable_lora"] = True
+        spec["trainer"] = {"lora": {"rank": 4}}
     spec |= {
         "steps": 3,
         "evaluation": {"every": 0},

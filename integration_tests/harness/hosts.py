@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.processes import ROOT, clean_environment
+import yaml
 
+from harness.processes import ROOT, clean_environment
+from harness.waiting import wait_for
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 NETWORK, NETWORK_6 = "10.231.47.", "fd00:231:47::"
 
 
@@ -41,6 +45,8 @@ class Host:
         self._hidden = ["/dev/shm", *(str(folder / other) for other in others)]
         self.namespace, self._switch, self._port = f"{prefix}-{name}", f"{prefix}-switch", f"to-{name}"
         self._slow = False
+        self.boot_id: Path | None = None
+        """A file with what names the host's cores in place of the machine's: then they are its own."""
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
 
@@ -83,6 +89,8 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """A command in the host's network, with its own /dev/shm and without the others' folders."""
         hide = "".join(f"mount -t tmpfs tmpfs {shlex.quote(path)} && " for path in self._hidden)
+        if self.boot_id is not None:
+            hide += f"mount --bind {shlex.quote(str(self.boot_id))} {BOOT_ID} && "
         inside = ("unshare", "--mount", "sh", "-c", hide + 'exec "$@"', "sh")
         return ["ip", "netns", "exec", self.namespace, *inside, *words]
 
@@ -112,8 +120,13 @@ class Host:
 
 
 @contextmanager
-def hosts(folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = False) -> Iterator[list[Host]]:
-    """Hosts on one network; on leaving, their fleets are stopped and they are gone."""
+def hosts(
+    folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = False, own_cores: bool = False
+) -> Iterator[list[Host]]:
+    """Hosts on one network; on leaving, their fleets are stopped and they are gone.
+
+    `own_cores`: a core is another device on each.
+    """
     prefix = f"headrace-{os.getpid()}"
     made: list[Host] = []
     slow = None
@@ -124,6 +137,9 @@ def hosts(folder: Path, *names: str, cable: Cable | None = None, ipv6: bool = Fa
         for number, name in enumerate(names, 1):
             others = [other for other in names if other != name]
             made.append(Host(prefix, name, number, folder, others, ipv6))
+            if own_cores:
+                made[-1].boot_id = folder / f"{name}.boot-id"
+                made[-1].boot_id.write_text(name)
         if cable is not None:
             slow = _slow_switch(cable, made)
         for host in made:
@@ -170,3 +186,38 @@ def can_make_hosts() -> bool:
 def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20, text=True)
     return done.stdout
+
+
+def options(counts: dict[str, int]) -> list[str]:
+    """All counts, which are 0 unless they are given."""
+    every = {"rollout": 0, "trainer": 0, "reward": 0, "simulator": 0} | counts
+    return [word for kind, count in every.items() for word in (f"--{kind}", str(count))]
+
+
+def ready(head: Host, *names: str) -> dict[str, dict[str, Any]]:
+    """The instances by name, once these and no others are ready."""
+
+    def look() -> dict[str, dict[str, Any]] | None:
+        listed = head.json("instances")["instances"]
+        found = {item["name"]: item for item in listed if item["state"] == "READY"}
+        return found if set(found) == set(names) else None
+
+    return wait_for(look, f"{', '.join(names)}", 120)
+
+
+def submit(head: Host, folder: Path, spec: dict[str, Any]) -> str:
+    """The id of a run."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(spec))
+    run: str = head.json("run", "submit", str(folder / "run.yaml"))["id"]
+    return run
+
+
+def at(head: Host, run: str, step: int, wait_s: float = 180.0) -> dict[str, Any]:
+    """The run once it has committed a step."""
+
+    def look() -> dict[str, Any] | None:
+        now: dict[str, Any] = head.json("run", "get", run)
+        assert now["state"] != "FAILED", now["reason"]
+        return now if now["step"] >= step else None
+
+    return wait_for(look, f"step {step}", wait_s)

@@ -87,7 +87,9 @@ def test_a_policy_that_sees_pictures_is_trained(
 ):
     group = 2 if algorithm == "grpo" else 1
     cameras = {"cameras": {"image": "front"}}
-    reads = {"cnn": {}, "act": cameras, "diffusion": cameras}.get(kind, cameras | {"instructions": {TASK: "push it"}})
+    reads = {"cnn": {}, "act": cameras, "diffusion": cameras}.get(
+        kind, cameras | {"instructions": {TASK: "push it"}}
+    )
     spec = {
         "name": f"pixels-{kind.replace('_', '-')}",
         "workflow": "embodied",

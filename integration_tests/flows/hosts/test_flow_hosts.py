@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness.hosts import Host, can_make_hosts, hosts
+from harness.hosts import Host, at, can_make_hosts, hosts, options, ready, submit
 from harness.specs import small_spec
 from harness.waiting import wait_for
 
@@ -35,47 +34,12 @@ def join(head: Host, host: Host, token: str = "token", **counts: int) -> subproc
     return host.headrace("join", head.address, *arguments, *options(counts), "--json")
 
 
-def options(counts: dict[str, int]) -> list[str]:
-    """All counts, which are 0 unless they are given."""
-    every = {"rollout": 0, "trainer": 0, "reward": 0, "simulator": 0} | counts
-    return [word for kind, count in every.items() for word in (f"--{kind}", str(count))]
-
-
 def joined(head: Host, host: Host, **counts: int) -> int:
     """As `join`, which succeeds; the launcher's process id."""
     done = join(head, host, **counts)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{host.logs()}"
     found: int = yaml.safe_load(done.stdout)["launcher_pid"]
     return found
-
-
-def ready(head: Host, *names: str) -> dict[str, dict[str, Any]]:
-    """The instances by name, once these and no others are ready."""
-
-    def look() -> dict[str, dict[str, Any]] | None:
-        listed = head.json("instances")["instances"]
-        found = {item["name"]: item for item in listed if item["state"] == "READY"}
-        return found if set(found) == set(names) else None
-
-    return wait_for(look, f"{', '.join(names)}", 120)
-
-
-def submit(head: Host, folder: Path, spec: dict[str, Any]) -> str:
-    """The id of a run."""
-    (folder / "run.yaml").write_text(yaml.safe_dump(spec))
-    run: str = head.json("run", "submit", str(folder / "run.yaml"))["id"]
-    return run
-
-
-def at(head: Host, run: str, step: int) -> dict[str, Any]:
-    """The run once it has committed a step."""
-
-    def look() -> dict[str, Any] | None:
-        now: dict[str, Any] = head.json("run", "get", run)
-        assert now["state"] != "FAILED", now["reason"]
-        return now if now["step"] >= step else None
-
-    return wait_for(look, f"step {step}", 180)
 
 
 def test_a_run_goes_on_over_three_hosts_of_which_one_is_cut_off_and_one_is_killed(tmp_path, tiny_model):

@@ -106,6 +106,25 @@ def test_two_policies_learn_in_one_conversation_each_from_its_own_role(fleet, ti
     assert audit(fleet, again).live[-1].step == STEPS + 1
 
 
+def test_two_lora_policies_on_one_base_are_in_one_engine_and_their_adapters_travel_alone(fleet, tiny_model):
+    spec = example("lora_policies", "Hint", tiny_model)
+    spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
+    spec["weights"] = {"transports": ["grpc"]}
+    whole = (tiny_model / "model.safetensors").stat().st_size
+    for rollout in ({"enable_lora": True}, {}):  # in one engine, and merged in an engine each
+        run = fleet.succeed(fleet.submit(spec | {"rollout": rollout}))
+        assert audit(fleet, run).trained
+        for step in [*fleet.client.metrics(run.id)][1:]:
+            off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
+            # With the other's adapter, or those of a version before, it would be more by far.
+            assert max(off) < 1e-3 and step.figures["guesser/tokens"] > 0, off
+            assert 0 < step.figures["weights_bytes"] < whole, "a version is both policies' adapters"
+    spec["policies"]["guesser"]["own_devices"] = True
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec)
+    assert [each.key for each in refused.value.problems] == ["policies.guesser.own_devices"]
+
+
 @pytest.fixture(scope="module")
 def backwards(tmp_path_factory) -> Path:
     """A tiny model of another shape, whose tokenizer numbers its characters backwards."""

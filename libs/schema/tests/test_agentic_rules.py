@@ -224,6 +224,45 @@ def test_policies_play_roles_and_what_they_leave_out_is_the_runs():
     assert RolloutConfig.of(spec, prompt=spec.data.prompt).policies == spec.policies
 
 
+ONE_BASE = {
+    "trainer": {"lora": {"rank": 4}},
+    "rollout": {"enable_lora": True},
+    "environment": {**BASE["environment"], "roles": {"guesser": {"policy": "guesser"}}},
+}
+
+
+def test_adapters_of_one_base_are_in_one_engine():
+    own = {"guesser": {"trainer": {"lora": {"rank": 8, "alpha": 4.0}}}}
+    spec = RunSpec.model_validate(BASE | ONE_BASE | {"policies": own})
+    assert RolloutConfig.of(spec).adapters == {"": 4, "guesser": 8}
+    config = TrainerConfig.of(spec)
+    assert config.adapter_scales() == {"": 8.0, "guesser": 0.5} and config.weights.lora == "adapter"
+    merged = RunSpec.model_validate(BASE | ONE_BASE | {"policies": own, "rollout": {}})
+    assert not RolloutConfig.of(merged).adapters and TrainerConfig.of(merged).weights.lora == "auto"
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "key", "words"),
+    [
+        ({"model": {"path": "models/b"}}, {}, "rollout.enable_lora", "give all policies one model"),
+        ({"trainer": {}}, {}, "rollout.enable_lora", "without trainer.lora"),
+        ({}, {"trainer": {}}, "rollout.enable_lora", "trainer.lora is not given"),
+        ({"own_devices": True}, {}, "policies.guesser.own_devices", "one engine for all"),
+        ({}, {"weights": {"lora": "merged"}}, "weights.lora", "set weights.lora: auto"),
+        ({}, {"deterministic": True}, "rollout.enable_lora", "not the trainer's to the bit"),
+        (
+            {"model": {"path": "models/b"}},
+            {"rollout": {}, "weights": {"lora": "adapter"}},
+            "weights.lora",
+            "another model",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_in_one_engine_are_refused(policy, more, key, words):
+    found = problems_of(ONE_BASE | {"policies": {"guesser": policy}} | more)
+    assert words in found[key], found
+
+
 @pytest.mark.parametrize(
     ("policies", "roles", "key", "words"),
     [

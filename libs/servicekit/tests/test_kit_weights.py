@@ -301,7 +301,7 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
         await serve_store(store)
     name = base_name(RUN)
     version, manifest = publish(producer, NUMBER, run=name)
-    wanted = common_pb2.AdapterBase(digest=version.digest, scale=2.0)
+    wanted = common_pb2.AdapterBase(digest=version.digest, scales={"": 2.0})
     sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
 
     async def take(store, base=wanted, sources=sources, ways=("grpc",)):
@@ -314,7 +314,7 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
     assert (await take(receiver, sources=[])).bytes_moved == 0
     mapped = await take(stores("d"), ways=("delta", "shm"))
     assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body
-    other = common_pb2.AdapterBase(digest="another", scale=2.0)
+    other = common_pb2.AdapterBase(digest="another", scales={"": 2.0})
     with pytest.raises(ServiceError, match=f"base another.*has the base {version.digest}") as refused:
         await take(receiver, other)
     assert refused.value.reason == "BASE_NOT_HELD"
@@ -323,6 +323,8 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
 def test_the_digest_of_adapters_is_of_their_base_and_scale_too(stores):
     _, manifest = publish(stores("a"))
     bases = [
-        common_pb2.AdapterBase(digest=digest, scale=scale) for digest in ("x", "y") for scale in (1.0, 2.0)
+        common_pb2.AdapterBase(digest=digest, scales={"": scale})
+        for digest in ("x", "y")
+        for scale in (1.0, 2.0)
     ]
     assert len({manifest_digest(manifest.entries, base) for base in (*bases, None)}) == 5

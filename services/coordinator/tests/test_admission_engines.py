@@ -20,6 +20,10 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+    beside = {"trainer": {"lora": {}}, "rollout": {"enable_lora": True}}
+    found = problems(beside, BOTH)["rollout.enable_lora"]
+    assert "transformers computes with no adapters" in found and "leave it out" in found
+    assert "rollout.enable_lora" not in problems(beside, FLEET)
 
 
 def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_are_made_with_it():
@@ -45,6 +49,35 @@ SPAN = "rollout.engine_options.tensor_parallel_size"
 
 def spans(size, **rollout):
     return {"rollout": {"engine": "vllm", "engine_options": {"tensor_parallel_size": size}, **rollout}}
+
+
+HOSTS = "rollout.engine_options.hosts"
+
+
+def test_an_engine_over_hosts_names_what_it_needs():
+    two = replace(
+        BOTH,
+        devices=[f"{host}/gpu:{n}" for host in "ab" for n in range(4)],
+        rollouts_see=[4, 4],
+        rollout_hosts=["a", "b"],
+        instances={"rollout": 2, "trainer": 4, "reward": 1},
+    )
+
+    def over(size, hosts, **more):
+        spec = spans(size, instances=hosts)
+        spec["rollout"]["engine_options"]["hosts"] = hosts
+        spec["placement"] = {"mode": "collocated"}
+        return problems({**spec, **more}, two)
+
+    assert over(8, 2) == {}
+    assert f"set {HOSTS}: 2 and rollout.instances: 2" in problems(spans(8), two)[SPAN]
+    assert "on 2" in over(6, 3)[HOSTS] and "headrace join" in over(6, 3)[HOSTS]
+    assert "5 devices cannot be divided among 2 hosts" in over(5, 2)[HOSTS]
+    assert "set collocated or disaggregated" in over(8, 2, placement={"mode": "auto"})["placement.mode"]
+    assert "answers prompts alone" in over(8, 2, trainer={"helpers": 1})["trainer.helpers"]
+    odd = spans(8, instances=3)
+    odd["rollout"]["engine_options"]["hosts"] = 2
+    assert "the nearest valid value is 2" in problems(odd, two)["rollout.instances"]
 
 
 def test_engines_that_span_more_gpus_than_there_are_name_what_fits():
@@ -316,6 +349,26 @@ def test_a_quantised_rollout_is_corrected_for_and_says_so():
     kept = {"engine": "vllm", "engine_options": {"engine_args": {"kv_cache_dtype": "fp8"}}}
     assert "fp8 keys and values" in decided(QUANTISING, rollout=kept)[1]
     assert "correction" not in decided(QUANTISING)[0].algorithm.options
+
+
+def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where_it_rounds(model_of):
+    lora, policies = {"lora": {"rank": 64}}, {"guesser": {}}
+    roles = {
+        "environment": {
+            "backend": "conversation",
+            "tasks": ["a.py:A"],
+            "roles": {"guesser": {"policy": "guesser"}},
+        }
+    }
+    run = {"workflow": "agentic", "model": model_of(QWEN_7B), "policies": policies, **roles, "trainer": lora}
+    engine = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1}}
+    each, note = decided(CARDS, **run, rollout=engine)
+    assert "beside the weights of 2 policies" in note and "correction" not in each.algorithm.options
+    one, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
+    assert "beside one base (14.2 GiB) and adapters of 2 (1.20 GiB)" in note
+    assert one.rollout.max_concurrency > each.rollout.max_concurrency
+    corrected = decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})
+    assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
 
 
 def test_what_asks_for_exact_answers_of_a_quantised_rollout_is_refused(model_of):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, plan_grant
 from headrace_coordinator.domain.devices.places import machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
@@ -218,6 +219,32 @@ def test_engines_are_granted_and_seated_on_the_gpus_that_they_span(mode, ranks, 
     assert {len(worker.devices) for worker in learn} == {1}
     own = [device for worker in learn for device in worker.devices]
     assert own == gpus[:ranks] if mode == "collocated" else own == gpus[4 : 4 + ranks]
+
+
+def test_engines_over_hosts_take_an_instance_of_each_and_keep_what_lives():
+    members = [instance(f"r{number}", host, []) for number, host in enumerate(("h1", "h1", "h2", "h2", "h3"))]
+
+    def found(there, known=()):
+        return [[each.incarnation for each in group] for group in engine_groups(there, 2, known)]
+
+    pairs = [["r0", "r2"], ["r1", "r3"]]
+    assert found(members) == pairs and found(members[:2]) == []
+    without = [members[1], members[3], members[4], members[2]]
+    assert found(without, pairs) == [["r1", "r3"], ["r4", "r2"]]
+    assert found(without[2:], [["r4"]]) == [["r4", "r2"]], "one whose other half is lost is no engine"
+
+
+def test_an_engine_over_hosts_is_granted_an_equal_part_of_each_and_waits_for_another_host():
+    first, second = gpus_of("a", 4), gpus_of("b", 4)
+    event = spanning(8, instances=2, mode="collocated")
+    event.spec["rollout"]["engine_options"]["hosts"] = 2
+    trainer = instance("trainer-0", "h1", first, "trainer")
+    both = [instance("rollout-0", "h1", first), instance("rollout-1", "h2", second), trainer]
+    grant = plan_admission(state_of(both, event), 1.0).grants[0]
+    assert grant.rollouts == ["rollout-0", "rollout-1"] and grant.devices == [*first, *second]
+    one = [instance(f"rollout-{number}", "h1", first) for number in range(2)]
+    waits = plan_admission(state_of([*one, trainer], event), 1.0).waiting["a"]
+    assert waits == "2 rollout instances (0 free), 2 of them on different hosts for each engine"
 
 
 def test_engines_spread_over_hosts_as_their_gpus_allow():

@@ -61,6 +61,9 @@ def test_a_model_spans_what_is_leased_and_not_more():
     assert parallel_size(None, Start(gpus, 1), stages=2) == 1 == parallel_size(1, Start(gpus, 1), stages=2)
     with pytest.raises(ValueError, match=r"tensor_parallel_size: 4 devices are wanted and 2 are leased"):
         parallel_size(2, Start(gpus, 1), stages=2)
+    assert parallel_size(None, Start(gpus, 1), hosts=2) == 4 == parallel_size(4, Start(gpus, 1), hosts=2)
+    with pytest.raises(ValueError, match=r"hosts: 1 devices cannot be divided among 2 hosts"):
+        parallel_size(None, Start(cpu, 1), hosts=2)
 
 
 def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loaded(model_config):
@@ -75,8 +78,8 @@ def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loa
 @pytest.mark.parametrize(
     ("refused", "name", "sentence"),
     [
-        (OF_VLLM, "nnodes", "an engine stays on one host"),
-        (OF_SGLANG, "node_rank", "rollout.instances spreads engines over hosts"),
+        (OF_VLLM, "nnodes", "Headrace says where the ranks"),
+        (OF_SGLANG, "node_rank", "set rollout.engine_options.hosts of vLLM"),
         (OF_VLLM, "data_parallel_size_local", "enable_expert_parallel"),
         (OF_SGLANG, "quantization", "use rollout.engine: vllm, which can"),
     ],

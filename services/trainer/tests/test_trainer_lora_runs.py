@@ -112,11 +112,11 @@ async def test_adapters_are_published_alone_and_are_with_their_base_the_merged_v
     described = await weights_pb2_grpc.WeightServiceStub(client.channel).GetManifest(
         weights_pb2.GetManifestRequest(run=base_name(client.run), number=1)
     )
-    assert described.version.digest == below.digest and below.scale == 2.0
+    assert described.version.digest == below.digest and below.scales == {"": 2.0}
     assert published.manifest.size_bytes < described.manifest.size_bytes / 4
     with open(described.source.shm_path, "rb") as file:  # noqa: ASYNC230
         base = published_tensors(described.manifest, memoryview(bytearray(file.read())))
-    whole = dict(merged(base.items(), found["auto"], below.scale))
+    whole = dict(merged(base.items(), found["auto"], below.scales[""]))
     assert whole.keys() == found["merged"].keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in found["merged"].items())
     changed = [name for name, tensor in base.items() if not torch.equal(tensor, whole[name])]

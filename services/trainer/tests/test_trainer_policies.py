@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from headrace.common.v1 import common_pb2
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2
+from headrace_modelkit.adapters import merged
 from headrace_modelkit.presets.tiny import write_tiny
+from headrace_modelkit.weights import below as name_below
+from headrace_modelkit.weights import own_name
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import trajectory_digest
+from headrace_servicekit.weights.bases import base_name
 from headrace_trainer.export import export_checkpoint
 from headrace_trainer.learning.policies import PolicyRounds
+from headrace_trainer.session.publishing import published_tensors
 from trainer_calls import TrainerClient, digest_of, refusal
 
 ONE = common_pb2.SamplingDistribution(temperature=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED)
@@ -164,6 +170,42 @@ async def test_a_checkpoint_holds_both_policies_and_a_resume_goes_on_to_the_same
     assert again.digest == first.digest
     again.ordinal = first.ordinal
     assert (await learned(client, again)).version.digest == straight.digest
+
+
+async def test_adapters_of_both_policies_are_published_alone_on_the_base_that_is_theirs(
+    client: TrainerClient, make_config
+):
+    """Merged they are what is published whole; with another base each, all weights are."""
+    policies: dict[str, Any] = {"tutor": {"trainer": {"lora": {"rank": 2, "alpha": 8.0}}}}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for lora in ("merged", "adapter"):
+        more = {"weights": {"lora": lora}, "trainer": {"lora": {"rank": 4, "alpha": 8.0}}}
+        config = make_config(optimizer={"lr": 1e-2}, policies=policies, played={"teller": "tutor"}, **more)
+        version = (await learned(client, (await client.open(config)).version)).version
+        published = await client.publish(version.number)
+        body = memoryview(bytearray(await client.body(version.number)))
+        found[lora] = published_tensors(published.manifest, body)
+        if lora == "merged":
+            await client.close_run()
+    below = published.manifest.adapter
+    assert dict(below.scales) == {"": 2.0, "tutor": 4.0}
+    described = await weights_pb2_grpc.WeightServiceStub(client.channel).GetManifest(
+        weights_pb2.GetManifestRequest(run=base_name(client.run), number=1)
+    )
+    assert described.version.digest == below.digest
+    with open(described.source.shm_path, "rb") as file:  # noqa: ASYNC230
+        base = published_tensors(described.manifest, memoryview(bytearray(file.read())))
+    for policy, scale in below.scales.items():
+        own = {
+            own_name(name)[1]: tensor
+            for name, tensor in found["adapter"].items()
+            if own_name(name)[0] == policy
+        }
+        for name, tensor in merged(base.items(), own, scale):
+            assert torch.equal(tensor, found["merged"][name_below(policy, name)]), (policy, name)
+    await client.close_run()
+    policies["tutor"]["model"] = {"path": "elsewhere", "dtype": "float32"}
+    assert TrainerConfig.model_validate(config).adapter_scales() == {}
 
 
 async def test_a_group_that_one_policy_refuses_costs_the_attempt_and_the_next_one_goes_without_it(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_schema.model_size import ModelSize, model_size
-from headrace_schema.sections.generating import engine_gpus
+from headrace_schema.sections.generating import engine_gpus, engine_hosts
+from headrace_schema.sections.policies import adapters_of
 from headrace_schema.spec import RunSpec
 
 GIB = 2**30
@@ -32,6 +33,8 @@ ACTIVATIONS = 34
 """Bytes a token, layer and unit of width that a bf16 forward keeps for its backward (Korthikanti et al., 2022)."""
 CHECKPOINTED = 4
 """The same where layers are computed again: their inputs alone, and one layer's whole."""
+ADAPTER_BYTES = 4
+"""Of a number of an adapter: the built-in engine computes with them in fp32."""
 FEWEST_TOKENS, MOST_TOKENS = 2048, 16_384
 SPAN = "rollout.engine_options.tensor_parallel_size"
 
@@ -52,7 +55,7 @@ class Gpus:
     memory_bytes: int = 0
     """Of the smallest of them."""
     seen: int = 0
-    """Most that one rollout instance sees."""
+    """Most that one rollout instance sees, which is of one host."""
 
 
 def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gpus) -> list[Default]:
@@ -97,11 +100,12 @@ def room(engine: str, options: Mapping[str, Any], gpus: Gpus) -> float:
 
 
 def fitting_spans(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> list[int]:
-    """Tensor parallel sizes at which the weights are within what an engine takes of that many of a host's GPUs."""
-    stages = engine_gpus({**options, "tensor_parallel_size": 1})
+    """Tensor parallel sizes at which the weights are within what an engine takes of that many of its hosts' GPUs."""
+    stages, hosts = engine_gpus({**options, "tensor_parallel_size": 1}), engine_hosts(options)
     weights, each = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
-    most = gpus.seen // stages if gpus.seen else max(size.sizes)
-    return [span for span in size.sizes if span <= most and weights <= span * stages * each]
+    most = gpus.seen * hosts // stages if gpus.seen else max(size.sizes)
+    whole = [span for span in size.sizes if span * stages % hosts == 0]
+    return [span for span in whole if span <= most and weights <= span * stages * each]
 
 
 def _span(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> Default | None:
@@ -126,14 +130,30 @@ def _rows(
         unknown = "the model's size" if size is None else "the GPUs' memory"
         return Default(key, CONCURRENCY, f"{unknown} is not known here; the cache admits what fits")
     each = (1 - WORKSPACE) * room(engine, options, gpus)
-    cache = engine_gpus(options) * each - size.weight_bytes(options.get("quantization"))
+    held, weights = engine_weights(spec, options, size)
+    cache = engine_gpus(options) * each - held
     longest = (spec.data.prompt.longest or 1024) + spec.sampling.max_new_tokens
     if spec.model.max_context is not None:
         longest = min(longest, spec.model.max_context)
     fit = int(max(0.0, cache) / (longest * size.token_bytes))
     rows = max(FEWEST_ROWS, min(MOST_ROWS, _power_of_two(fit)))
-    why = f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fit} sequences of {longest} tokens"
+    why = f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fit} sequences of {longest} tokens{weights}"
     return Default(key, rows, why)
+
+
+def engine_weights(spec: RunSpec, options: Mapping[str, Any], size: ModelSize) -> tuple[float, str]:
+    """Bytes of the weights of a run's policies on the devices of its own one's engine, and of several, in words, where
+    they come from: each policy has an engine, or with rollout.enable_lora all have one.
+    """
+    each, sharing = size.weight_bytes(options.get("quantization")), 1
+    for policy in spec.policies.values():
+        sharing += not policy.own_devices and policy.model in (None, spec.model)
+    if not spec.rollout.enable_lora:
+        return sharing * each, f", beside the weights of {sharing} policies" if sharing > 1 else ""
+    found = adapters_of(spec.model, spec.trainer, spec.policies)
+    own = ADAPTER_BYTES * size.adapter_sides * sum(lora.rank for lora in found.values())
+    words = f", beside one base ({each / GIB:.1f} GiB) and adapters of {len(found)} ({own / GIB:.2f} GiB)"
+    return each + own, words
 
 
 def _tokens(spec: RunSpec, config: Mapping[str, Any], gpus: Gpus) -> Default:

@@ -22,6 +22,10 @@ class ModelSize:
     linear_parameters: int
     """Those that engines quantise: all but embeddings and the output head."""
     expert_parameters: int
+    adapter_sides: int
+    """Inputs and outputs, together, of all linear layers that get an adapter by default: of rank R it has R times so
+    many numbers.
+    """
     token_bytes: int
     """Keys and values of one token in bfloat16, in all layers."""
     sizes: tuple[int, ...]
@@ -56,6 +60,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize | None:
         linear + embeddings,
         linear,
         routed,
+        layers * (4 * width + 2 * numbers * (heads + keys) + (0 if routed else 3 * (width + inner))),
         2 * BF16_BYTES * layers * keys * numbers,
         tuple(dividing_sizes(heads, keys)),
     )

@@ -21,7 +21,7 @@ from headrace_schema.sections.learning import (
     OptimizerSection,
     TrainerSection,
 )
-from headrace_schema.sections.policies import PolicySection
+from headrace_schema.sections.policies import PolicySection, adapters_of
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.sections.weights import WeightsSection
 from headrace_schema.spec import RunSpec
@@ -64,7 +64,14 @@ class RolloutConfig(Opening):
     """Prompts have images."""
     raw_texts: bool = False
     """Trajectories carry their texts with special tokens: some scorer reads them."""
+    adapters: dict[str, Count] = Field(default_factory=dict)
+    """Rank of each policy's adapters, by its name ("" is the run's own), with rollout.enable_lora; else none."""
     seed: Seed = 0
+
+    @classmethod
+    def of(cls, spec: RunSpec, **more: Any) -> Self:
+        found = adapters_of(spec.model, spec.trainer, spec.policies) if spec.rollout.enable_lora else {}
+        return super().of(spec, adapters={name: lora.rank for name, lora in found.items()}, **more)
 
 
 def policy_model(model: ModelSection, policy: PolicySection) -> ModelSection:
@@ -118,6 +125,10 @@ class TrainerConfig(Opening):
 
     @classmethod
     def of(cls, spec: RunSpec, **more: Any) -> Self:
+        if (
+            spec.rollout.enable_lora
+        ):  # whole weights have no adapters to compute with: it says so as the run opens
+            more["weights"] = spec.weights.model_copy(update={"lora": "adapter"})
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:
@@ -135,6 +146,11 @@ class TrainerConfig(Opening):
             more["optimizer"] = section.optimizer
         model = policy_model(self.model, section)
         return self.model_copy(update={**more, "model": model, "policies": {}, "played": {}})
+
+    def adapter_scales(self) -> dict[str, float]:
+        """alpha / rank of each policy's adapters, by its name, where all are of one base; else none."""
+        found = adapters_of(self.model, self.trainer, self.policies)
+        return {name: lora.alpha / lora.rank for name, lora in found.items()}
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainerConfig:

@@ -27,11 +27,12 @@ from headrace_servicekit.weights.bases import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
+from headrace_rollout.engines.hosted.hosts import Hosts
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.installing import PolicyInstaller
 from headrace_rollout.runs.opened import ConversationRun, OnlineRun, OpenedRun
-from headrace_rollout.runs.opening import devices_of, memory_on, open_run
+from headrace_rollout.runs.opening import Place, devices_of, memory_on, open_run, place_in
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
 from headrace_rollout.wire import distribution_of, invalid, keys_of, refusals
@@ -52,6 +53,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, instance: Instance, caches: MovedCaches) -> None:
         self._instance, self._caches = instance, caches
         self._run: OpenedRun | None = None
+        self._hosts: Hosts | None = None
         self._leases: dict[int, tuple[str, ...]] = {}
         self._reported = 0.0
         # Opening, closing and installing change what the other calls find; one at a time.
@@ -71,15 +73,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.OpenRunRequest, context: Context
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
-        header = request.header
+        header, group = request.header, request.engine_group
         self._instance.fence.check(header, lease=False, opening=False)
         name = check_name("header.run", header.run)
         config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
-        run: OpenedRun = await self._instance.open_run(
-            header, config, lambda: self._build(name, config), self._end
-        )
+        place = place_in(request, name, config, self._instance.config)
+        told, build = (config, group.rank, group.leader), partial(self._build, name, config, place)
+        run: OpenedRun = await self._instance.open_run(header, told, build, self._end)
         return rollout_pb2.OpenRunResponse(
-            max_concurrency=config.rollout.max_concurrency,
+            max_concurrency=0 if group.rank else config.rollout.max_concurrency,
             max_context_tokens=run.max_context_tokens,
             endpoint_url=await self._endpoint.url() if isinstance(run, OnlineRun) else "",
         )
@@ -91,19 +93,30 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._instance.close_run(request.header)
         return rollout_pb2.CloseRunResponse()
 
-    async def _build(self, name: str, config: RolloutConfig) -> OpenedRun:
-        building = asyncio.ensure_future(
-            asyncio.to_thread(
-                open_run, name, config, self._leased, self._instance.config.shm_dir, self._instance.token
-            )
-        )
+    async def Follow(
+        self, request_iterator: AsyncIterator[rollout_pb2.FollowRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.FollowResponse]:
+        """A part of the engine that this instance leads."""
+        async for first in request_iterator:
+            run, hosts = self._opened(common_pb2.CommandHeader(run=first.run)), self._hosts
+            if hosts is None:
+                raise invalid(f"run: this instance leads no engine of {run.name}")
+            async with aclosing(hosts.serve(first, request_iterator)) as responses:
+                async for response in responses:
+                    yield response
+            break
+
+    async def _build(self, name: str, config: RolloutConfig, place: Place | None = None) -> OpenedRun:
+        shm_dir, token = self._instance.config.shm_dir, self._instance.token
+        opening = asyncio.to_thread(open_run, name, config, self._leased, shm_dir, token, place)
+        building = asyncio.ensure_future(opening)
         try:
             run = await asyncio.shield(building)
         except asyncio.CancelledError:
             # A thread cannot be cancelled: what it builds is released before the run counts as closed.
             await (await building).close()
             raise
-        self._run = run
+        self._run, self._hosts = run, place.hosts if place else None
         if isinstance(run, OnlineRun):
             run.desk.mark = mark_of(await self._endpoint.url())
             self._endpoint.desk = run.desk
@@ -114,7 +127,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _end(self) -> None:
         """Ends the run's streams with their partial outputs, then frees engine, weights and trajectories."""
-        run, self._run = self._run, None
+        run, self._run, self._hosts = self._run, None, None
         if run is None:
             return
         self._endpoint.desk = None

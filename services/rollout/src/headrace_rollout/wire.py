@@ -317,7 +317,7 @@ def weights_of(
         )
         for entry in manifest.entries
     ]
-    return Weights(tuple(entries), body, path, lent=lent)
+    return Weights(tuple(entries), body, path, lent=lent, digest=manifest.digest)
 
 
 def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistribution:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import subprocess
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from headrace_modelkit.adapters import merged
 from headrace_modelkit.loading import load_model
-from headrace_modelkit.weights import load_weights
+from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import (
     AdapterFile,
@@ -24,13 +26,16 @@ from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.hosted.files import read_tensors
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
+from transformers import PreTrainedModel
 
 
 class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
-    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
+    capabilities = Capabilities(
+        resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False, lora=True
+    )
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -62,6 +67,7 @@ class PlainBackend:
         if "start" in hangs:
             await asyncio.Event().wait()
         self._model = load_model(self._config.model, weights=False, device="cpu")
+        self._adapted: dict[str, PreTrainedModel] = {}
         self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
         self._asleep, self.threads = set(), start.threads
 
@@ -82,7 +88,7 @@ class PlainBackend:
             await self._going.wait()
             if request.request_id in self._aborted or not self.alive:
                 return
-            scores = self._scores(ids, request.distribution)[-1].log_softmax(-1)
+            scores = self._scores(ids, request.distribution, request.adapter)[-1].log_softmax(-1)
             greedy = request.distribution.temperature == 0
             token = int(scores.argmax() if greedy else torch.multinomial(scores.exp(), 1, generator=random))
             ids.append(token)
@@ -128,6 +134,17 @@ class PlainBackend:
         assert lent.memory is not None
         return await self.update(path, entries)
 
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
+        arrived = {}
+        base = {name: tensor.clone() for name, tensor in state_tensors(self._model)}
+        for name, adapter in adapters.items():
+            digests: dict[str, str] = {}
+            tensors = dict(read_tensors(str(adapter.path), rows_of(adapter.entries), None, digests))
+            self._adapted[name] = copy.deepcopy(self._model)
+            load_weights(self._adapted[name], dict(merged(base.items(), tensors, adapter.scale)))
+            arrived |= {f"{name}/{each}": digest for each, digest in digests.items()}
+        return arrived
+
     async def finish_install(self, number: int) -> None:
         self._loaded = {}
 
@@ -153,8 +170,8 @@ class PlainBackend:
             raise BackendFailed(f"it sleeps: no memory for {missing}")
 
     @torch.inference_mode()
-    def _scores(self, ids: list[int], distribution: Distribution) -> torch.Tensor:
-        logits = self._model(torch.tensor([ids])).logits[0]
+    def _scores(self, ids: list[int], distribution: Distribution, adapter: str = "") -> torch.Tensor:
+        logits = self._adapted.get(adapter, self._model)(torch.tensor([ids])).logits[0]
         return process(logits, RowDistributions.of([distribution] * len(logits), logits.device))
 
 

@@ -164,10 +164,15 @@ class Rig:
 
 
 def build(
-    name: str, model: ModelSection, codec: TextCodec, rows: int = 16, options: Mapping[str, Any] | None = None
+    name: str,
+    model: ModelSection,
+    codec: TextCodec,
+    rows: int = 16,
+    options: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> Engine:
     """An engine, placed on the CPU; `options` go before those of all tests."""
-    config = EngineConfig(model, codec, rows)
+    config = EngineConfig(model, codec, rows, adapters=adapters or {})
     wanted = {**OPTIONS.get(name, {}), **(options or {})}
     chosen = None if name == "plain" else ENGINES.choose(name, wanted)
     engine = build_plain(config) if chosen is None else chosen.build(config)

@@ -391,7 +391,7 @@ async def test_adapters_on_their_base_are_served_as_the_merged_weights(rig):
         weight = merged.get_parameter(entry.name)
         pair = (pairs[f"{entry.name}.{part}"] for part in ("lora_A", "lora_B"))
         weight.data = merged_weight(weight.data, *pair, 2.0)
-    whole = adapted(weights, weights_of_tensors(pairs), 2.0)
+    whole = adapted(weights, weights_of_tensors(pairs), {"": 2.0}).of("")
     rig.number += 1
     await rig.engine.install(Policy(rig.number, "of adapters"), whole)
     await rig.serves(merged)
@@ -399,7 +399,7 @@ async def test_adapters_on_their_base_are_served_as_the_merged_weights(rig):
     assert bits == {view.name: bytes(view.data) for view in weights_of_model(merged).views()}
 
     with pytest.raises(ValueError, match=r"not of this base.*strange"):
-        adapted(weights, weights_of_tensors({"strange.weight.lora_A": torch.randn(4, 4)}), 2.0)
+        adapted(weights, weights_of_tensors({"strange.weight.lora_A": torch.randn(4, 4)}), {"": 2.0})
     rig.number += 1
     other = weights_of_model(rig.model_b)
     await rig.engine.install(Policy(rig.number, "whole again"), other)

@@ -48,10 +48,14 @@ class Rollout(Instance):
     running: int = 0
     stops: int = 0
     memory: str = COLD
+    rank: int = 0
+    """In an engine that spans hosts: above 0 it makes no answers."""
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
-        await self.open_run(request.header, request.config_json, self.take_time, self._end)
-        return rollout.OpenRunResponse(max_concurrency=8, max_context_tokens=512)
+        told = f"{request.config_json} {request.engine_group}"
+        await self.open_run(request.header, told, self.take_time, self._end)
+        self.rank = request.engine_group.rank
+        return rollout.OpenRunResponse(max_concurrency=0 if self.rank else 8, max_context_tokens=512)
 
     async def CloseRun(self, request: rollout.CloseRunRequest) -> rollout.CloseRunResponse:
         await self.close_run(request.header)

@@ -136,7 +136,12 @@ def _act() -> dict[str, Any]:
 def _diffusion(chunk_length: int) -> dict[str, Any]:
     sizes = {"down_dims": (16, 32), "n_groups": 4, "kernel_size": 3, "diffusion_step_embed_dim": 16}
     seen = {"height": 64, "width": 64, "spatial_softmax_num_keypoints": 8}
-    return {**sizes, **seen, "horizon": chunk_length + chunk_length % 2, "denoising": {"steps": 4, "least_width": 0.2}}
+    return {
+        **sizes,
+        **seen,
+        "horizon": chunk_length + chunk_length % 2,
+        "denoising": {"steps": 4, "least_width": 0.2},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

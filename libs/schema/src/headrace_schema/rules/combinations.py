@@ -201,6 +201,7 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     _prompt,
     _sampling,
     placing.placement,
+    placing.engine_over_hosts,
     placing.share,
     placing.trainer_helpers,
     placing.rollout_helpers,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.learning import TrainerSection
+from headrace_schema.sections.policies import adapters_of
 from headrace_schema.sections.run import RunSections
 
 GROUP_RELATIVE = frozenset(
@@ -133,6 +134,8 @@ def lora(spec: RunSections) -> Iterator[KeyProblemView]:
     trainer, algorithm = spec.trainer, spec.algorithm
     if spec.weights.lora == "adapter" and (reason := _published_whole(spec)):
         yield problem("weights.lora", reason, "set weights.lora: auto")
+    if spec.rollout.enable_lora:
+        yield from _beside(spec)
     if spec.weights.publish == "ranks" and not _published_whole(spec) and spec.weights.lora != "merged":
         reason = "adapters alone are a version of one rank"
         yield problem("weights.publish", reason, "set weights.publish: leader, or weights.lora: merged")
@@ -156,7 +159,27 @@ def _published_whole(spec: RunSections) -> str:
         return "the run trains no adapters: trainer.lora is not given"
     if spec.workflow == "embodied":
         return "a robot policy is published whole: its heads and normalisers change, too"
-    return "several policies are published whole" if spec.policies else ""
+    if not adapters_of(spec.model, spec.trainer, spec.policies):
+        return "policies with another model, or without trainer.lora, are published whole"
+    return ""
+
+
+def _beside(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of engines that compute with adapters beside their base."""
+    key, fix = "rollout.enable_lora", "leave it out: adapters are merged then"
+    if reason := _published_whole(spec):
+        yield problem(key, reason, f"{fix}, or give all policies one model and trainer.lora")
+    if spec.weights.lora == "merged":
+        yield problem(
+            "weights.lora", "whole weights have no adapters to compute with", "set weights.lora: auto"
+        )
+    if spec.deterministic:
+        reason = "log-probs with adapters beside their base are not the trainer's to the bit, as those of merged ones"
+        yield problem(key, reason, f"{fix}, or set deterministic: false")
+    for name, policy in spec.policies.items():
+        if policy.own_devices:
+            reason = "rollout.enable_lora has one engine for all policies"
+            yield problem(f"policies.{name}.own_devices", reason, f"remove it, or {key}")
 
 
 def doubtful_adapter_rate(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.run import RunSections
 from headrace_schema.sections.running import APART, EVERY, SIDES
 
@@ -72,6 +73,38 @@ def _hybrid(spec: RunSections) -> Iterator[KeyProblemView]:
         yield problem(
             "trainer.ranks", reason, "set trainer.ranks: 1, or placement.mode: disaggregated or collocated"
         )
+
+
+def engine_over_hosts(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of an engine that spans hosts: it has equal parts, and devices of its own for whole stages."""
+    options, instances = spec.rollout.engine_options, spec.rollout.instances
+    hosts, gpus = engine_hosts(options), engine_gpus(options)
+    if hosts == 1:
+        return
+    whole = max(hosts, instances - instances % hosts)
+    if instances % hosts:
+        reason = f"{instances} instances make no whole engines of {hosts} hosts"
+        yield problem("rollout.instances", reason, f"the nearest valid value is {whole}")
+    if gpus % hosts:
+        reason = f"{gpus} devices cannot be divided among {hosts} hosts"
+        yield problem(
+            HOSTS, reason, "make tensor_parallel_size times pipeline_parallel_size a multiple of it"
+        )
+    fix = f"or leave {HOSTS} out"
+    if spec.placement.mode not in ("collocated", "disaggregated") or spec.placement.share:
+        reason = "its hosts change devices together, at the ends of stages"
+        key, value = ("share", "false") if spec.placement.share else ("mode", "collocated or disaggregated")
+        yield problem(f"placement.{key}", reason, f"set {value}, {fix}")
+    used = {
+        "environment": spec.environment is not None,
+        "agent": spec.agent is not None,
+        "policies": bool(spec.policies),
+        "rollout.enable_lora": spec.rollout.enable_lora,
+        "rollout.helpers": bool(spec.rollout.helpers),
+        "trainer.helpers": bool(spec.trainer.helpers),
+    }
+    for key in (key for key, there in used.items() if there):
+        yield problem(key, "an engine over hosts answers prompts alone", f"leave it out, {fix}")
 
 
 def share(spec: RunSections) -> Iterator[KeyProblemView]:

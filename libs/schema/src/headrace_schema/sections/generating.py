@@ -15,6 +15,7 @@ MAX_UNANSWERED = (
 )
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """Options of an engine by which one model spans several GPUs."""
+HOSTS = "rollout.engine_options.hosts"
 
 
 def engine_gpus(options: Mapping[str, Any]) -> int:
@@ -27,6 +28,25 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
     """
     sizes = [options.get(name) for name in PARALLEL_SIZES]
     return prod(size for size in sizes if type(size) is int and size > 0)
+
+
+def engine_hosts(options: Mapping[str, Any]) -> int:
+    """Hosts that one engine spans: so many rollout instances make it.
+
+    >>> engine_hosts({"hosts": 2}), engine_hosts({})
+    (2, 1)
+    """
+    hosts = options.get("hosts")
+    return hosts if type(hosts) is int and hosts > 0 else 1
+
+
+def instance_gpus(options: Mapping[str, Any]) -> int:
+    """GPUs that a rollout instance holds for its engine, or for its part of one.
+
+    >>> instance_gpus({"tensor_parallel_size": 8, "hosts": 2})
+    4
+    """
+    return max(1, engine_gpus(options) // engine_hosts(options))
 
 
 def engines_apart(spec: Mapping[str, Any]) -> int:
@@ -206,6 +226,12 @@ class RolloutSection(Section):
     )
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+    enable_lora: bool = Field(
+        default=False,
+        description="with trainer.lora: whether engines compute with adapters beside the frozen weights (vLLM's "
+        "enable_lora), which are there once for all policies of the run, in one engine. Default: adapters are merged, "
+        "to the trainer's bits, each policy's into an engine of its own",
+    )
     install: Literal["in_flight", "drain", "abort_and_resume"] | None = Field(
         default=None,
         description="with algorithm.max_staleness above 0, how a rollout that makes answers takes a new version. "

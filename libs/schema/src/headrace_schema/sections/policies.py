@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from headrace_schema.sections.base import Section
 from headrace_schema.sections.generating import ModelSection
-from headrace_schema.sections.learning import LoraSection, OptimizerSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection, TrainerSection
 
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")]
 OWN = "policy"
@@ -43,3 +44,19 @@ class PolicySection(Section):
         description="whether its engine has devices of its own in each rollout instance, as many as the run's own "
         "policy's, or shares that one's",
     )
+
+
+def adapters_of(
+    model: ModelSection, trainer: TrainerSection, policies: Mapping[str, PolicySection]
+) -> dict[str, LoraSection]:
+    """Of each policy by its name ("" is the run's own), where all train adapters of one base model; else none.
+
+    >>> adapters_of(ModelSection(path="m"), TrainerSection(lora=LoraSection(rank=4)), {"b": PolicySection()}).keys()
+    dict_keys(['', 'b'])
+    """
+    found = {"": trainer.lora}
+    for name, policy in policies.items():
+        if policy.model not in (None, model):
+            return {}
+        found[name] = trainer.lora if policy.trainer is None else policy.trainer.lora
+    return {name: lora for name, lora in found.items() if lora is not None} if all(found.values()) else {}

@@ -43,7 +43,7 @@ class WeightsSection(Section):
         default="auto",
         description="what is published of a run with trainer.lora. adapter: A and B alone; the frozen weights reach "
         "each host once, and rollouts merge. merged: whole weights. auto: adapter where nothing else learns (not of "
-        "experts, robot policies and several policies)",
+        "experts, robot policies and policies with another model)",
     )
 
     @model_validator(mode="after")

@@ -87,7 +87,7 @@ def manifest_digest(
     own = digest_bytes(_canonical([[e.name, int(e.data_type), list(e.shape), e.digest] for e in entries]))
     if adapter is None or not adapter.digest:
         return own
-    return digest_bytes(_canonical([own, adapter.digest, adapter.scale]))
+    return digest_bytes(_canonical([own, adapter.digest, sorted(adapter.scales.items())]))
 
 
 def _canonical(rows: object) -> bytes:

@@ -190,12 +190,19 @@ class WeightManifest(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., adapter: _Optional[_Union[AdapterBase, _Mapping]] = ...) -> None: ...
 
 class AdapterBase(_message.Message):
-    __slots__ = ("digest", "scale")
+    __slots__ = ("digest", "scales")
+    class ScalesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    scale: float
-    def __init__(self, digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
+    scales: _containers.ScalarMap[str, float]
+    def __init__(self, digest: _Optional[str] = ..., scales: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WeightSource(_message.Message):
     __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports", "relay", "delta_bases", "receivers", "withheld", "parts")

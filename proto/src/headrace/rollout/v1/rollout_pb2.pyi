@@ -21,12 +21,50 @@ WAKE_SCOPE_WEIGHTS: WakeScope
 WAKE_SCOPE_KV_CACHE: WakeScope
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("header", "config_json")
+    __slots__ = ("header", "config_json", "engine_group")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_GROUP_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     config_json: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ...) -> None: ...
+    engine_group: EngineGroup
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., engine_group: _Optional[_Union[EngineGroup, _Mapping]] = ...) -> None: ...
+
+class EngineGroup(_message.Message):
+    __slots__ = ("rank", "leader")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    leader: str
+    def __init__(self, rank: _Optional[int] = ..., leader: _Optional[str] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("run", "rank", "instance", "placed", "start", "ended", "versions")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    rank: int
+    instance: str
+    placed: bool
+    start: int
+    ended: str
+    versions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., instance: _Optional[str] = ..., placed: _Optional[bool] = ..., start: _Optional[int] = ..., ended: _Optional[str] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FollowResponse(_message.Message):
+    __slots__ = ("start", "meeting_host", "meeting_port")
+    START_FIELD_NUMBER: _ClassVar[int]
+    MEETING_HOST_FIELD_NUMBER: _ClassVar[int]
+    MEETING_PORT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    meeting_host: str
+    meeting_port: int
+    def __init__(self, start: _Optional[int] = ..., meeting_host: _Optional[str] = ..., meeting_port: _Optional[int] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("max_concurrency", "max_context_tokens", "endpoint_url")

@@ -95,6 +95,11 @@ class RolloutServiceStub:
                 request_serializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryRequest.SerializeToString,
                 response_deserializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.stream_stream(
+                '/headrace.rollout.v1.RolloutService/Follow',
+                request_serializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowRequest.SerializeToString,
+                response_deserializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.FetchTrajectories = channel.unary_stream(
                 '/headrace.rollout.v1.RolloutService/FetchTrajectories',
                 request_serializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.FetchTrajectoriesRequest.SerializeToString,
@@ -196,6 +201,13 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request_iterator, context):
+        """Instances of other hosts whose engine this one leads: what they are, and what they are to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchTrajectories(self, request, context):
         """The kept trajectories themselves.
         """
@@ -272,6 +284,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ListInventory,
                     request_deserializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryRequest.FromString,
                     response_serializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryResponse.SerializeToString,
+            ),
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowRequest.FromString,
+                    response_serializer=headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowResponse.SerializeToString,
             ),
             'FetchTrajectories': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTrajectories,
@@ -609,6 +626,33 @@ class RolloutService:
             '/headrace.rollout.v1.RolloutService/ListInventory',
             headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryRequest.SerializeToString,
             headrace_dot_rollout_dot_v1_dot_rollout__pb2.ListInventoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.rollout.v1.RolloutService/Follow',
+            headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowRequest.SerializeToString,
+            headrace_dot_rollout_dot_v1_dot_rollout__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.demand import demand_of
+from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
@@ -59,11 +60,13 @@ class Staffing:
         """At least `fewest` granted rollouts have the run open, and all others that are alive."""
         workers = self.workers
         drop_lost(workers)
-        await wait_for_instances(
-            workers,
-            lambda: len(workers.alive(workers.grant.rollouts)) >= fewest,
-            f"{fewest} ready rollout instance(s)",
-        )
+        hosts = workers.engine_hosts
+
+        def ready() -> bool:
+            groups = engine_groups(workers.alive(workers.grant.rollouts), hosts)
+            return len(groups) * hosts >= fewest and bool(groups)
+
+        await wait_for_instances(workers, ready, f"{max(fewest, hosts)} ready rollout instance(s)")
         await self._modality.open_environments()
         await open_rollouts(workers, workers.rollouts, workers.grant.rollouts, self._rollout_config)
         self._modality.rollouts_opened()

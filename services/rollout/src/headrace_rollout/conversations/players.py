@@ -24,6 +24,8 @@ class Player:
     codec: TextCodec
     template: TurnTemplate
     frozen: Frozen | None = None
+    adapter: str = ""
+    """Which of its engine's adapters it is, where that has several."""
     learns: bool = True
     temperature: float | None = None
     max_new_tokens: int | None = None
@@ -35,7 +37,7 @@ class Player:
 
     def speaker(self, stream: Stream) -> Speaker:
         """What asks its engine for turns of a stream's conversations."""
-        own = stream
+        own = replace(stream, adapter=self.adapter)
         if self.frozen is not None:
             own = replace(own, policy_number=FROZEN_NUMBER)
         if self.temperature is not None:

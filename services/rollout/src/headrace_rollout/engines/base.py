@@ -5,8 +5,8 @@ Knows no tensors, no gRPC and no run: only prompts as ids, samples, distribution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +19,8 @@ from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Strea
 if TYPE_CHECKING:
     import torch
     from headrace_modelkit.tokenizer import TextCodec
+
+    from headrace_rollout.engines.hosted.hosts import Hosts
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class EngineConfig:
     devices: tuple[torch.device, ...] = ()
     routed_experts: bool = False
     """Prefixes of ended samples carry `routes`."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of adapters that it computes with beside the model, by name: each stream names one. None: the weights that
+    are installed are whole, or are merged with their one adapter.
+    """
+    hosts: Hosts | None = None
+    """The other hosts of the engine, where it spans several."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Capabilities:
     """One model may span several devices."""
     routed_experts: bool = False
     """Tells the experts that tokens were sent to, where `EngineConfig.routed_experts` asks for them."""
+    lora: bool = False
+    """Computes with several adapters beside one model, where `EngineConfig.adapters` names them."""
     images: tuple[str, ...] = ()
     """Families of models (model_type) whose images of prompts it takes."""
     top_p_after_others: bool = True
@@ -125,7 +135,8 @@ class Weights:
     """A verified version: `body` is mapped here; `path`, if any, is the same body for other processes of this host.
 
     The bytes stay as they are for as long as `body` is referenced. With `adapter`, they are those of the frozen
-    weights below it.
+    weights below it, and the version is both merged. With `beside`, they are below several adapters, by name, which an
+    engine computes with beside them.
     """
 
     entries: tuple[WeightEntry, ...]
@@ -133,6 +144,13 @@ class Weights:
     path: Path | None = None
     adapter: Adapter | None = None
     lent: Lent | None = None
+    beside: Mapping[str, Adapter] = field(default_factory=dict)
+    digest: str = ""
+    """Of these bytes' manifest, where it is known."""
+
+    def of(self, adapter: str) -> Weights:
+        """The version of one of the adapters that it has beside it, to be merged."""
+        return replace(self, adapter=self.beside[adapter], beside={})
 
     def views(self) -> list[WeightView]:
         """The tensors, in order; those with an adapter are merged into new memory."""
@@ -166,10 +184,24 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Adapters of low rank: "W.lora_A" (R, I) and "W.lora_B" (O, R) in fp32 make W + scale · B A of a weight W."""
+    """Adapters of low rank: "W.lora_A" (R, I) and "W.lora_B" (O, R) in fp32 make W + scale · B A of a weight W.
+
+    `base`: the digest of all W.
+    """
 
     weights: Weights
     scale: float
+    base: str = ""
+
+
+def adapters_differ(given: Collection[str], wanted: Collection[str]) -> str:
+    """Says that a version has not the adapters that an engine was built for."""
+    told = [
+        ", ".join(name or "the own policy's" for name in sorted(each)) or "none" for each in (wanted, given)
+    ]
+    return (
+        f"rollout.enable_lora: the engine computes with adapters ({told[0]}), and the version has {told[1]}"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from headrace_rollout.engines.base import (
     Freed,
     Policy,
     Scope,
-    WeightEntry,
     Weights,
     allowed,
     oldest_of,
@@ -158,7 +157,9 @@ class EngineBeside(Engine):
         if await self.check_install(policy, in_flight=in_flight):
             return 0.0
         own = _by_policy(weights)
-        if missing := self._learning.keys() ^ (own.keys() - {""}):
+        if not self._learning:
+            own = {"": weights}  # one engine has all
+        elif missing := self._learning.keys() ^ (own.keys() - {""}):
             raise ValueError(f"the weights are not of this run's policies: {min(missing)} differs")
         seconds = 0.0
         for name, engine in (*self._learning.items(), ("", self._speaker)):
@@ -215,9 +216,9 @@ def _summed(freed: Sequence[Freed]) -> Freed:
 
 
 def _by_policy(weights: Weights) -> dict[str, Weights]:
-    """Each policy's part of a version, by its name; "" has those that are of no other."""
-    found: dict[str, list[WeightEntry]] = {}
-    for entry in weights.entries:
-        policy, _, name = entry.name.rpartition("/")
-        found.setdefault(policy, []).append(replace(entry, name=name))
-    return {name: replace(weights, entries=tuple(entries)) for name, entries in found.items()}
+    """Each policy's version: its own weights, or its adapters on those of all."""
+    if weights.beside:
+        return {name: weights.of(name) for name in weights.beside}
+    from headrace_rollout.engines.merging import by_policy
+
+    return by_policy(weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
@@ -21,6 +21,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from typing_extensions import override
 
 from headrace_rollout.engines.base import (
+    Adapter,
     Authority,
     Freed,
     Policy,
@@ -43,8 +44,8 @@ class HeldModel(Protocol):
     policy: Policy | None
     device: torch.device
 
-    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
-        """Takes all weights, or none (ValueError); returns the seconds it took."""
+    def install(self, policy: Policy, tensors: Sequence[WeightView], beside: Mapping[str, Adapter]) -> float:
+        """Takes all weights, or none (ValueError), and the adapters beside them; returns the seconds it took."""
 
     def place(self, device: torch.device) -> None:
         """Runs on `device` from now on; on another one than before, nothing is installed."""
@@ -144,11 +145,11 @@ class ThreadedHolder(PolicyHolder, ABC):
                 self._go_on()
                 failpoint_sync("rollout.install.in_flight")
             views = weights.parts() if merged is None else merged
-            seconds = self._held.install(policy, views)
+            seconds = self._held.install(policy, views, weights.beside)
             lent = weights.lent if any(view.on_device is not None for view in views) else None
             if lent is not None and not lent.held:
                 # Its owner may have ended while it was read: the bytes of the host hold.
-                seconds += self._held.install(policy, replace(weights, lent=None).parts())
+                seconds += self._held.install(policy, replace(weights, lent=None).parts(), weights.beside)
             if not goes_on:
                 self._begin_with(policy)
             if self._memory is MemoryState.COLD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,35 @@ import torch
 from headrace_modelkit.adapters import check_adapters
 from headrace_modelkit.device_memory import tensor_at
 from headrace_modelkit.lora import merged_weight
+from headrace_modelkit.weights import own_name
 from torch import Tensor
 
-from headrace_rollout.engines.base import Adapter, Weights, WeightView
+from headrace_rollout.engines.base import Adapter, WeightEntry, Weights, WeightView
 
 
-def adapted(base: Weights, adapters: Weights, scale: float) -> Weights:
-    """A version of adapters on their base. Raises ValueError, naming the tensor, for those of other weights."""
-    own, beside = ({entry.name: entry.shape for entry in each.entries} for each in (base, adapters))
-    check_adapters(own, beside)
-    return replace(base, adapter=Adapter(adapters, scale))
+def adapted(base: Weights, adapters: Weights, scales: Mapping[str, float]) -> Weights:
+    """A version of each policy's adapters, by its name, on their base.
+
+    Raises ValueError, naming the tensor, for those of other weights, and for those of other policies than `scales`.
+    """
+    shapes = {entry.name: entry.shape for entry in base.entries}
+    found = by_policy(adapters)
+    if missing := found.keys() ^ scales.keys():
+        raise ValueError(f"the adapters are not of these policies: {min(missing) or 'the own one'} differs")
+    for own in found.values():
+        check_adapters(shapes, {entry.name: entry.shape for entry in own.entries})
+    return replace(
+        base, beside={name: Adapter(own, scales[name], base.digest) for name, own in found.items()}
+    )
+
+
+def by_policy(weights: Weights) -> dict[str, Weights]:
+    """Each policy's part of a version, by its name; "" has those that are of no other."""
+    found: dict[str, list[WeightEntry]] = {}
+    for entry in weights.entries:
+        policy, name = own_name(entry.name)
+        found.setdefault(policy, []).append(replace(entry, name=name))
+    return {name: replace(weights, entries=tuple(entries)) for name, entries in found.items()}
 
 
 def merged_view(view: WeightView) -> WeightView:

@@ -187,6 +187,8 @@ class Stream:
     chunk_tokens: int = 0
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
+    adapter: str = ""
+    """Which of `EngineConfig.adapters` its tokens are of."""
     goes_on: bool = False
     """Whether later samples of a slot begin with what its earlier ones came to, as turns of a conversation do."""
     moving: threading.Event = field(default_factory=threading.Event)

@@ -20,7 +20,7 @@ from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays, is_image
 from torch import Tensor, nn
 from typing_extensions import override
 
-from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightView
 from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -93,7 +93,7 @@ class RobotModel(HeldModel):
         ]
 
     @override
-    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+    def install(self, policy: Policy, tensors: Sequence[WeightView], beside: Mapping[str, Adapter]) -> float:
         """On the CPU the views become the weights; a GPU gets a copy."""
         start = time.perf_counter()
         self._memory.load(tensors, self.device)

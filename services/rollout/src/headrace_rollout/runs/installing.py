@@ -85,7 +85,9 @@ class PolicyInstaller:
         below = weights_of(base.stored.manifest, base.stored.body, base.stored.path)
         moved, failed = received.bytes_moved + base.bytes_moved, [*base.fallbacks, *received.fallbacks]
         try:
-            whole = adapted(below, weights, manifest.adapter.scale)
+            whole = adapted(below, weights, manifest.adapter.scales)
+            if not (run.config.adapters or run.config.policies):
+                whole = whole.of("")
         except ValueError as error:
             raise _mismatch(error) from error
         return replace(received, bytes_moved=moved, fallbacks=failed), whole

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection, engine_hosts
 from headrace_schema.workflow import CONVERSATIONS
-from headrace_servicekit.instance import host_memory
+from headrace_servicekit.instance import InstanceConfig, host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
+from headrace_servicekit.rpc.addresses import advertised_host
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 
@@ -30,6 +32,7 @@ from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
+from headrace_rollout.engines.hosted.hosts import Hosts
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
 from headrace_rollout.runs.opened import (
@@ -52,8 +55,37 @@ EPISODES_SHARE = 0.125
 """
 
 
+@dataclass(frozen=True)
+class Place:
+    """Of an instance in an engine of several hosts: the other hosts where it leads, else whom it follows."""
+
+    hosts: Hosts | None
+    hello: rollout_pb2.FollowRequest
+    leader: str
+    address: str
+    """Of this host, for the ranks of the others."""
+
+
+def place_in(
+    request: rollout_pb2.OpenRunRequest, run: str, config: RolloutConfig, instance: InstanceConfig
+) -> Place | None:
+    """The place that a request gives an instance; None where engines do not span hosts."""
+    if not request.HasField("engine_group"):
+        return None
+    group = request.engine_group
+    address = advertised_host(instance.listen, instance.advertise)
+    followers = engine_hosts(config.rollout.engine_options) - 1
+    hello = rollout_pb2.FollowRequest(run=run, rank=group.rank, instance=instance.name)
+    return Place(Hosts(followers, address) if group.rank == 0 else None, hello, group.leader, address)
+
+
 def open_run(
-    name: str, config: RolloutConfig, leased: Sequence[str], shm_dir: Path, token: str | None
+    name: str,
+    config: RolloutConfig,
+    leased: Sequence[str],
+    shm_dir: Path,
+    token: str | None,
+    place: Place | None = None,
 ) -> OpenedRun:
     """Builds everything but the weights, on leased devices if there are any already.
 
@@ -67,7 +99,7 @@ def open_run(
     try:
         policy = policy_of(config.model)
         if policy is None:
-            return _text_run(name, config, leased, BlobReader(shm_dir, token), token)
+            return _text_run(name, config, leased, BlobReader(shm_dir, token), token, place)
         return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
     except PluginError as error:
         code = grpc.StatusCode.INVALID_ARGUMENT
@@ -77,7 +109,12 @@ def open_run(
 
 
 def _text_run(
-    name: str, config: RolloutConfig, leased: Sequence[str], blobs: BlobReader, token: str | None
+    name: str,
+    config: RolloutConfig,
+    leased: Sequence[str],
+    blobs: BlobReader,
+    token: str | None,
+    place: Place | None,
 ) -> TextRun:
     from headrace_modelkit.tokenizer import load_tokenizer
 
@@ -94,7 +131,14 @@ def _text_run(
         config.rollout.max_concurrency,
         devices_of(leased),
         config.routed_experts,
+        config.adapters,
+        place.hosts if place else None,
     )
+    if place is not None and place.hosts is None:
+        from headrace_rollout.engines.hosted.building import follow_vllm
+
+        part = follow_vllm(chosen.options, settings, place.hello, place.leader, place.address, token)  # type: ignore[arg-type]
+        return TextRun(name, config, part, codec)
 
     def build(wanted: EngineConfig) -> Engine:
         engine = chosen.build(wanted)
@@ -103,6 +147,8 @@ def _text_run(
             _require_routes(chosen.name, engine, config)
         if config.images:
             _require_images(chosen.name, engine, codec, config)
+        if wanted.adapters:
+            _require_adapters(chosen.name, engine, config)
         return engine
 
     if config.environment is not None:
@@ -177,6 +223,9 @@ def _players(
     policies: dict[str, Player] = {}
     apart: list[Engine] = []
     for name, section in config.policies.items():
+        if config.adapters:
+            policies[name] = replace(policy, adapter=name)
+            continue
         model = policy_model(config.model, section)
         with _naming(f"policies.{name}.model.path"):
             codec = load_tokenizer(model)
@@ -190,7 +239,7 @@ def _players(
             with _naming(f"environment.roles.{name}.path"):
                 if (role.path, role.revision) not in made:
                     codec = load_tokenizer(model)
-                    engine = build(replace(settings, model=model, codec=codec))
+                    engine = build(replace(settings, model=model, codec=codec, adapters={}))
                     frozen = Frozen(engine, _reader(config, model))
                     made[role.path, role.revision] = _player(config, engine, codec, frozen=frozen)
                 player = made[role.path, role.revision]
@@ -204,10 +253,23 @@ def _players(
             stop=role.stop,
         )
     beside = [player.frozen for player in made.values() if player.frozen]
-    learning = {name: player.engine for name, player in policies.items()}
+    learning = {name: player.engine for name, player in policies.items() if not player.adapter}
     if not (beside or learning):
         return found, policy.engine
     return found, EngineBeside(policy.engine, beside, learning, apart)
+
+
+def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
+    """Raises PluginError where rows of several adapters cannot be computed beside each other."""
+    reason = ""
+    if not engine.capabilities.lora:
+        reason = f"{name} computes with no adapters beside its model"
+    elif config.images:
+        reason = "the data has images, and a vision tower's rows are not those of prompts"
+    if reason:
+        raise PluginError(
+            [KeyProblem("rollout.enable_lora", reason, "leave it out: adapters are merged then")]
+        )
 
 
 def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:

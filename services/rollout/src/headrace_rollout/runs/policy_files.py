@@ -122,7 +122,7 @@ def _adapters_digest(config: ModelSection, directory: Path, dtype: torch.dtype) 
             )
         )
     base_digest = _body(base, dtype)[0].digest
-    return manifest_digest(entries, common_pb2.AdapterBase(digest=base_digest, scale=scale))
+    return manifest_digest(entries, common_pb2.AdapterBase(digest=base_digest, scales={"": scale}))
 
 
 def _load_checkpoint(model: nn.Module, directory: Path, policy: str) -> None:

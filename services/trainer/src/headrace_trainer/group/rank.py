@@ -299,14 +299,27 @@ class Rank:
 
     def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Of a version of adapters alone; empty where the run's versions are whole."""
-        return self.backend.adapter_layout() if isinstance(self.backend, AdaptingBackend) else []
+        parts = [(name, part) for name, part in self._parts if isinstance(part, AdaptingBackend)]
+        return [
+            (below(name, tensor), kind, shape)
+            for name, part in parts
+            for tensor, kind, shape in part.adapter_layout()
+        ]
+
+    @property
+    def _parts(self) -> list[tuple[str, Backend]]:
+        """Of each policy, by its name; "" is the run's own, which comes first."""
+        backend = self.backend
+        return [*backend.by_name.items()] if isinstance(backend, PoliciesBackend) else [("", backend)]
 
     def _collect(self, what: messages.Gathered, *, published: bool) -> None:
-        """Gathers tensors; the leader's `collect` takes them, the others only take part."""
-        parts = self.backend.by_name if isinstance(self.backend, PoliciesBackend) else {"": self.backend}
+        """Gathers tensors; the leader's `collect` takes them, the others only take part. Of bases the first: they are
+        one.
+        """
+        parts = self._parts[:1] if what == "base" else self._parts
         weights = chain.from_iterable(
             ((below(name, tensor), value) for tensor, value in _whole(part, what, published=published))
-            for name, part in parts.items()
+            for name, part in parts
         )
         try:
             if self.collect is not None:

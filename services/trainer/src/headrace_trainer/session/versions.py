@@ -1,4 +1,6 @@
-"""The versions that a run publishes: whole weights, or adapters of frozen weights, which are published once."""
+"""The versions that a run publishes: whole weights, or adapters of frozen weights, which are published once: of several
+policies, where all adapt one base.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
+from headrace_modelkit.weights import own_name
 from headrace_servicekit.weights import WeightStore
 from headrace_servicekit.weights.bases import NUMBER, base_name
 from headrace_servicekit.weights.parts import joined
@@ -39,15 +42,15 @@ class RunVersions:
     """
 
     def __init__(self, store: WeightStore, run: str, rank: Rank) -> None:
-        self._lora = rank.config.trainer.lora
         names, layout = rank.kind.checkpoint_names(), rank.backend.weight_layout()
-        adapters = rank.adapter_layout() if rank.config.weights.lora != "merged" else []
+        self._scales = rank.config.adapter_scales()
+        adapters = rank.adapter_layout() if self._scales and rank.config.weights.lora != "merged" else []
         shapes = {name: shape for name, _, shape in layout}
         alone = names_alone(names, shapes, {name: shape for name, _, shape in adapters}) if adapters else None
         if alone is None and rank.config.weights.lora == "adapter":
             raise invalid(
-                "weights.lora: not all that learns is adapters of linear layers (experts, parts of robot policies and "
-                "several policies are published whole); set weights.lora: auto",
+                "weights.lora: not all that learns is adapters of linear layers of one base (experts, parts of robot "
+                "policies and policies with other models are published whole); set weights.lora: auto",
                 key="weights.lora",
             )
         self._store, self._run = store, run
@@ -59,7 +62,8 @@ class RunVersions:
         if alone is None:
             self._own = Publisher(store, run, layout, names=names)
         else:
-            self._base = Publisher(store, base_name(run), layout, kept=1, names=names)
+            base = [each for each in layout if not own_name(each[0])[0]]  # every policy's, once
+            self._base = Publisher(store, base_name(run), base, kept=1, names=names)
             self._own = Publisher(store, run, adapters, names=alone)
 
     def stage(self, rounds: Rounds, number: int) -> str:
@@ -70,11 +74,9 @@ class RunVersions:
         if self._base is None:
             return _staged(rounds, self._own, number, "merged")
         if self._below is None:
-            assert self._lora is not None
             digest = _staged(rounds, self._base, NUMBER, "base")
             self._base.publish(Version(NUMBER, 0, 0, digest))
-            scale = self._lora.alpha / self._lora.rank
-            self._below = common_pb2.AdapterBase(digest=digest, scale=scale)
+            self._below = common_pb2.AdapterBase(digest=digest, scales=self._scales)
         return _staged(rounds, self._own, number, "adapters", self._below)
 
     def _stage_parts(self, rounds: Rounds, number: int) -> str:

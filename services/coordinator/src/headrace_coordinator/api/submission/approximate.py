@@ -91,13 +91,19 @@ def _vocabulary(submission: Submission) -> Iterator[KeyProblemView]:
 
 
 def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
-    """Truncated importance sampling for a quantised rollout, where the spec names no correction of its own."""
+    """Truncated importance sampling for rollouts that are quantised, or add adapters to a base of few bits, where the
+    spec names no correction of its own.
+    """
     what, options = quantized(spec.rollout.engine_options), spec.algorithm.options
+    why = f"the engine computes with {what}, and the trainer without"
+    if not what and spec.rollout.enable_lora and spec.model.dtype != "float32":
+        what = f"adapters beside {spec.model.dtype} weights"
+        why = f"the engine computes with {what}, and the trainer rounds both to one weight"
     if not what or "correction" in options or options.get("old_log_probs") == "engine":
         return []
     if not _takes_correction(spec.algorithm.name, fleet):
         return []
-    return [Default(CORRECTION, "truncate", f"the engine computes with {what}, and the trainer without")]
+    return [Default(CORRECTION, "truncate", why)]
 
 
 def _takes_correction(name: str, fleet: FleetView) -> bool:

@@ -9,7 +9,7 @@ from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
-from headrace_schema.sections.generating import engine_gpus
+from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 
@@ -31,6 +31,12 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
     ]
     for key, kind, count in wanted:
         ready = fleet.instances.get(kind, 0)
+        spread = len(fleet.rollout_hosts)
+        if kind == "rollout" and (over := engine_hosts(spec.rollout.engine_options)) > max(spread, 1):
+            reason = f"an engine over {over} hosts is wanted, and rollout instances are ready on {spread}"
+            fix = f"set {spread}, or start rollouts on more (`headrace join`)"
+            yield problem(HOSTS, reason, fix)
+            continue
         if count <= ready:
             continue
         more = f"start more with `headrace scale {kind}={count}` (containers: `docker compose up -d --scale`)"
@@ -107,7 +113,7 @@ def _engines(
         if spec.engines > 1:
             yield problem(key, reason, f"{fewer}; or {more}")
         else:
-            yield problem(SPAN, reason, f"the nearest valid value is {most}; or {more}" if most else more)
+            yield problem(SPAN, reason, _smaller(spec, fleet, each, most, more))
         return
     instances, named = spec.rollout.instances, meant["rollout"]
     if named and len(named) < instances * each:
@@ -116,6 +122,17 @@ def _engines(
     if spec.rollout.helpers:
         reason = f"a helper decodes on a rank's one GPU, and the engine spans {each}"
         yield problem("rollout.helpers", reason, f"set rollout.helpers: 0, or leave {SPAN} out")
+
+
+def _smaller(spec: RunSpec, fleet: FleetView, each: int, most: int, more: str) -> str:
+    """What to set where an instance sees `most` of the `each` devices that it is to hold."""
+    hosts = engine_hosts(spec.rollout.engine_options)
+    ways = [f"the nearest valid value is {most * hosts}"] if most else []
+    wider = [n for n in range(hosts + 1, len(fleet.rollout_hosts) + 1) if most * n >= each * hosts]
+    fitting = [n for n in wider if each * hosts % n == 0]
+    if fitting and spec.rollout.engine == "vllm":
+        ways.append(f"set {HOSTS}: {fitting[0]} and rollout.instances: {fitting[0]}")
+    return "; or ".join([*ways, more])
 
 
 def _own_devices(spec: RunSpec) -> Iterator[str]:

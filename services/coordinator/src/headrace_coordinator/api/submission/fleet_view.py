@@ -40,6 +40,8 @@ class FleetView:
     """Devices that reward instances see."""
     rollouts_see: Sequence[int] = ()
     """How many devices each rollout instance sees; empty: not known."""
+    rollout_hosts: Sequence[str] = ()
+    """Hosts with rollout instances."""
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
     """Memory of GPUs, where their instances know it."""
 
@@ -52,6 +54,7 @@ class FleetView:
         simulate: set[str] = set()
         score: set[str] = set()
         see: list[int] = []
+        rollout_hosts: dict[str, None] = {}
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
@@ -63,12 +66,16 @@ class FleetView:
                 score |= {*instance.devices}
             if instance.kind == "rollout":
                 see.append(len(instance.devices))
+                rollout_hosts[instance.host] = None
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
         listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
-        return cls(capabilities, counts, list(hosts), hosts, simulate, score, see, read_gpu_memory(listed))
+        memory = read_gpu_memory(listed)
+        return cls(
+            capabilities, counts, list(hosts), hosts, simulate, score, see, list(rollout_hosts), memory
+        )
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""

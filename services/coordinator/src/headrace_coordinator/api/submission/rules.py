@@ -26,6 +26,8 @@ IN_FLIGHT = "inflight_update"
 """Feature of an engine whose answers go on with another version."""
 IMAGES = "images"
 """Feature of an engine that takes images in prompts."""
+LORA = "lora"
+"""Feature of an engine that computes with adapters beside its model."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
 ON_CPU = ("physx_cpu", "cpu")
@@ -56,6 +58,11 @@ def engine(submission: Submission) -> Iterator[KeyProblemView]:
             f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
             f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
         )
+    elif spec.rollout.enable_lora and not fleet.offers(name, LORA):
+        fit = [other for other in sorted(known) if fleet.offers(other, LORA)]
+        other = f", or set rollout.engine: {' or '.join(fit)}" if fit else ""
+        reason = f"rollout.engine: {name} computes with no adapters beside its model"
+        yield problem("rollout.enable_lora", reason, f"leave it out: adapters are merged then{other}")
     elif spec.algorithm.max_staleness and spec.install == "in_flight" and not fleet.offers(name, IN_FLIGHT):
         yield problem(
             "rollout.install",
@@ -72,6 +79,9 @@ def images(submission: Submission) -> Iterator[KeyProblemView]:
     if spec.workflow != REASONING:
         reason = "the data has images, which prompts of its conversations do not carry"
         yield problem("workflow", reason, f"set workflow: {REASONING}, or leave the images out")
+    if spec.rollout.enable_lora:
+        reason = "the data has images, and a vision tower's rows are not those of prompts"
+        yield problem("rollout.enable_lora", reason, "leave it out: adapters are merged then")
     engine, known = submission.engine, fleet.names("rollout", "engines")
     if engine in known and not fleet.offers(engine, IMAGES):
         fit = [other for other in sorted(known) if fleet.offers(other, IMAGES)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from headrace_schema.sections.generating import engine_gpus, engines_apart
+from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import APART, PlacementSection
 from headrace_schema.spec import RunSpec
 
@@ -47,6 +47,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Models with devices of their own in each rollout instance; it holds a CPU slot or more for each."""
     engine_gpus: int = 1
     """GPUs that each rollout instance holds where it runs on GPUs."""
+    engine_hosts: int = 1
+    """Rollout instances of different hosts that make one engine."""
     fair: bool = False
     """Whether it keeps at most its fair part of the devices that it has."""
 
@@ -60,14 +62,15 @@ def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
     spec, placement = run.spec, run.spec["placement"]
     rollouts = spec["rollout"]["instances"]
-    engines = 1 + engines_apart(spec)
+    engines, options = 1 + engines_apart(spec), spec["rollout"].get("engine_options", {})
+    hosts = engine_hosts(options)
     begun = bool(run.lineage.head or run.evaluation)
     helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
     ahead = spec["algorithm"].get("max_staleness", 0) > 0 and not run.evaluation
     apart = placement["mode"] in APART or (placement["mode"] == "auto" and ahead)
     return Demand(
         rollouts=rollouts,
-        fewest_rollouts=1 if begun else rollouts,
+        fewest_rollouts=hosts if begun else rollouts,
         trainers=0 if run.evaluation else run.ranks,
         helpers=helpers,
         decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
@@ -84,7 +87,8 @@ def demand_of(run: RunState) -> Demand:
         simulator_devices=tuple(placement.get("simulator", ())),
         reward_devices=tuple(placement.get("reward", ())),
         engines=engines,
-        engine_gpus=engines * engine_gpus(spec["rollout"].get("engine_options", {})),
+        engine_gpus=engines * instance_gpus(options),
+        engine_hosts=hosts,
     )
 
 
@@ -94,7 +98,7 @@ def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
 
 def devices_each(spec: RunSpec, devices: Sequence[str]) -> int:
     """Of `devices`, how many each rollout instance needs: on GPUs as many as its engines span, else a slot for each."""
-    return spec.engines * (engine_gpus(spec.rollout.engine_options) if all_gpus(devices) else 1)
+    return spec.engines * (instance_gpus(spec.rollout.engine_options) if all_gpus(devices) else 1)
 
 
 def shares(run: RunState) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
+from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.places import (
     device_order,
@@ -51,9 +52,12 @@ class Fitting:
             demand.rollouts,
             room,
             demand.engine_gpus,
+            demand.engine_hosts,
         )
         if len(rollouts) < demand.fewest_rollouts:
-            return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
+            missing = self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
+            spread = f", {demand.engine_hosts} of them on different hosts for each engine"
+            return missing + (spread if demand.engine_hosts > 1 else "")
         decode = [i.incarnation for i in rollouts]
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         room = self._room(demand, grants, demand.trainer_devices)
@@ -97,10 +101,12 @@ class Fitting:
         count: int,
         room: Mapping[str, int] | None = None,
         each: int = 1,
+        hosts: int = 1,
     ) -> list[InstanceState]:
         """Up to `count` free instances: those that the run has, in their order, then others by name.
 
         `room`: GPUs that are free by machine, of which each instance is to hold `each`: those without come last.
+        `hosts`: so many of different hosts make one engine, and stand behind each other.
         """
         places = {who: place for place, who in enumerate(own)}
         fitting = [
@@ -121,7 +127,8 @@ class Fitting:
             if fits and machine in left:
                 left[machine] -= each
             (seated if fits or instance.incarnation in places else others).append(instance)
-        return [*seated, *others][:count]
+        groups = engine_groups([*seated, *others], hosts)
+        return [member for group in groups for member in group][:count]
 
     def _room(self, demand: Demand, grants: Mapping[str, Grant], names: Sequence[str]) -> dict[str, int]:
         """GPUs that a side can have, by machine: free ones, of `names` if there are any. Machines of GPUs alone."""

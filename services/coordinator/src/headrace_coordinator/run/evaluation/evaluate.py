@@ -80,13 +80,13 @@ async def answer(
     Raises CallRefused where a rollout says that the spec is wrong.
     """
     for _ in range(ATTEMPTS):
-        rollouts = [r for r in context.workers.rollouts if context.workers.usable(r)]
+        rollouts = [r for r in context.workers.decoding if context.workers.usable(r)]
         missing = [i for i in wanted if any((i, s) not in done for s in range(questions.samples))]
         if not missing:
             return
         if not rollouts:
             await context.placement.add_rollout(published)
-            rollouts = list(context.workers.rollouts)
+            rollouts = context.workers.decoding
         await gather_all(
             *(
                 _drive(context, published, worker, questions, missing[index :: len(rollouts)], done)

@@ -65,7 +65,7 @@ class Dispatch:
             news = self._attempt.work.next()
             for step in self._ledger.steps:
                 self._order.reach(self._ledger.prompts_of(step))
-            live = sum(workers.usable(each) for each in workers.rollouts) + len(self._attempt.joining)
+            live = sum(workers.usable(each) for each in workers.decoding) + len(self._attempt.joining)
             room, below = worker.max_concurrency, self._credit(worker)
             if work := plan_dispatch(index, self._order, worker.incarnation, room, live, below):
                 for part in by_size(await self._assign(worker, work)):

@@ -131,7 +131,7 @@ class Generation:
 
     def _open_streams(self, streams: dict[str, asyncio.Task[None]]) -> None:
         if self._attempt.ledger.index.waiting:
-            for worker in self._workers.producers:
+            for worker in (*self._workers.decoding, *self._workers.decoders):
                 known = streams.keys() | self._held_back
                 if self._workers.usable(worker) and worker.incarnation not in known:
                     streams[worker.incarnation] = asyncio.ensure_future(self._stream(worker))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from headrace_schema.sections.generating import engine_hosts
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
@@ -69,6 +70,16 @@ class WorkerGroup:
     def producers(self) -> list[RolloutClient]:
         """Every rollout that may have made answers of the open step."""
         return [*self.rollouts, *self.decoders]
+
+    @property
+    def decoding(self) -> list[RolloutClient]:
+        """The run's rollouts that take work: of an engine of several hosts the one that leads."""
+        return [rollout for rollout in self.rollouts if not rollout.rank]
+
+    @property
+    def engine_hosts(self) -> int:
+        """Hosts that each engine spans."""
+        return engine_hosts(self.spec.rollout.engine_options)
 
     @property
     def state(self) -> RunState:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.fleet.worker_client import WorkerClient
@@ -71,14 +72,35 @@ async def open_run(workers: WorkerGroup, worker: Worker, call: Callable[[Worker]
 async def open_rollouts(
     workers: WorkerGroup, rollouts: list[RolloutClient], granted: Sequence[str], config: Callable[[], str]
 ) -> None:
-    """Opens the run at those of the granted rollouts that live and are not among `rollouts` yet, and adds them."""
+    """Opens the run at those of the granted rollouts that live and are not among `rollouts` yet, and adds them.
+
+    An engine of several hosts whose members have changed is opened anew at all of them.
+    """
+    engines: dict[str, list[str]] = {}
+    for each in rollouts:
+        engines.setdefault(each.leader or each.incarnation, []).append(each.incarnation)
+    groups = engine_groups(workers.alive(granted), workers.engine_hosts, engines.values())
+    places = {each.incarnation: (group[0], rank) for group in groups for rank, each in enumerate(group)}
+    rollouts[:] = [each for each in rollouts if _has_place(each, places)]
     known = {rollout.incarnation for rollout in rollouts}
-    for instance in workers.alive(granted):
-        if instance.incarnation not in known:
-            rollout, text = client_of(workers, RolloutClient, instance), config()
-            await open_run(workers, rollout, lambda rollout, text=text: rollout.open_run(text))  # type: ignore[misc]
+    for incarnation, (leader, rank) in places.items():
+        if incarnation not in known:
+            instance = workers.fleet.event_log.state.instances[incarnation]
+            rollout, text = client_of(workers, RolloutClient, instance, rank=rank), config()
+            spans = workers.engine_hosts > 1
+            address, rollout.leader = (leader.address, leader.incarnation) if spans else (None, "")
+            await open_run(workers, rollout, lambda one, text=text, to=address: one.open_run(text, to))  # type: ignore[misc]
             rollouts.append(rollout)
             workers.adopt_leases()
+
+
+def _has_place(rollout: RolloutClient, places: Mapping[str, tuple[InstanceState, int]]) -> bool:
+    """Whether it is open in the place that it has in its engine now."""
+    place = places.get(rollout.incarnation)
+    if place is None:
+        return False
+    leader, rank = place
+    return rank == rollout.rank and rollout.leader in ("", leader.incarnation)
 
 
 def drop_lost(workers: WorkerGroup) -> None:

@@ -73,6 +73,10 @@ class RolloutClient(WorkerClient):
     """A rollout of one run."""
 
     max_concurrency: int = 1
+    rank: int = 0
+    """In an engine of several hosts; above 0 it follows `leader` and takes no work."""
+    leader: str = ""
+    """The incarnation of rank 0, of an engine of several hosts."""
     digest: str = ""
     """Of the installed weights."""
     endpoint_url: str = ""
@@ -83,11 +87,14 @@ class RolloutClient(WorkerClient):
     _failing: set[str] = field(default_factory=set)
     """Which transport from whom failed for the last version."""
 
-    async def open_run(self, config_json: str) -> None:
-        """Model architecture, tokenizer and engine."""
+    async def open_run(self, config_json: str, leader_address: str | None = None) -> None:
+        """Model architecture, tokenizer and engine, or with `leader_address` its part of one."""
         request = rollout.OpenRunRequest(config_json=config_json)
+        if leader_address is not None:
+            place = rollout.EngineGroup(rank=self.rank, leader=leader_address)
+            request.engine_group.CopyFrom(place)
         response: rollout.OpenRunResponse = await self.call("OpenRun", request, LOAD_S)
-        self.max_concurrency = max(1, response.max_concurrency)
+        self.max_concurrency = 0 if self.rank else max(1, response.max_concurrency)
         self.endpoint_url = response.endpoint_url
 
     async def install(

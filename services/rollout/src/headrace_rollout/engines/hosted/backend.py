@@ -9,7 +9,7 @@ BackendFailed with a sentence when the engine refuses it; when it cannot answer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -87,6 +87,8 @@ class Request:
     cache_salt: str
     interval: int = 1
     """Tokens after which new ones are handed out, where the engine can; an end is told at once."""
+    adapter: str = ""
+    """Which of `EngineConfig.adapters` it is of; another one's tokens must not be served from the prefix cache."""
     images: tuple[bytes, ...] = ()
     """Files, in the order of their tokens, which come first among those of `token_ids` with the image token's id."""
 
@@ -111,7 +113,14 @@ class Backend(Protocol):
     name: str
     maps_device_memory: bool = False
     """Whether there is an `update_lent`."""
+    ends_between_leases: bool = False
+    """Whether it cannot sleep without a lease: its memory on other hosts is not seen from here."""
     capabilities: Capabilities
+
+    @property
+    def death(self) -> str:
+        """Why it is not alive, where it knows more than that its process ended."""
+        return ""
 
     @property
     def alive(self) -> bool:
@@ -156,6 +165,12 @@ class Backend(Protocol):
     async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
         """As `update`, from memory that is lent on a GPU where it can be had; with `maps_device_memory`."""
         return await self.update(path, entries)
+
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
+        """Takes adapters in the place of those of the same names, with `Capabilities.lora`; the digest of each tensor
+        that arrived, by "{adapter}/{tensor}", in every process. Requests go on with the new ones.
+        """
+        raise BackendFailed("the engine computes with no adapters beside its model")
 
     async def finish_install(self, number: int) -> None:
         """Makes the version whole; BackendFailed names what is missing."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.model_size import model_size
@@ -14,6 +15,7 @@ from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
 from headrace_rollout.engines.hosted.engine import HostedEngine
+from headrace_rollout.engines.hosted.following import FollowerEngine
 from headrace_rollout.engines.hosted.options import KEY, check_draft, check_heads, deadlines_of
 from headrace_rollout.engines.sglang.options import SglangOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
@@ -25,9 +27,11 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
     Raises PluginError when vLLM is not installed or does not know an argument, and ModelNotReadable.
     """
     with _extra("vllm", "vLLM"):
-        from headrace_rollout.engines.vllm.arguments import check_extra
+        from headrace_rollout.engines.vllm.arguments import check_extra, lora_arguments
         from headrace_rollout.engines.vllm.backend import VllmBackend
     check_extra(options.engine_args)
+    if config.adapters:
+        lora_arguments(config.adapters)
     check_heads(options.tensor_parallel_size, config.model)
     check_draft(options.speculative, config.model)
     size = model_size(load_architecture(config.model).get_text_config().to_dict())
@@ -36,6 +40,25 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
         raise PluginError([KeyProblem(f"{KEY}.quantization", reason, "set fp8, or leave it out")])
     _check_no_gguf(config, "rollout.engine: vllm reads no GGUF; give a directory of its own")
     return HostedEngine(VllmBackend(config, options), config, deadlines_of(options))
+
+
+def follow_vllm(
+    options: VllmOptions,
+    config: EngineConfig,
+    hello: rollout_pb2.FollowRequest,
+    leader: str,
+    host: str,
+    token: str | None,
+) -> Engine:
+    """This host's part of an engine that the instance at `leader` leads. `host`: the address of this one.
+
+    Raises as `build_vllm`.
+    """
+    with _extra("vllm", "vLLM"):
+        from headrace_rollout.engines.vllm.arguments import check_extra
+        from headrace_rollout.engines.vllm.part import VllmPart
+    check_extra(options.engine_args)
+    return FollowerEngine(VllmPart(config, options, hello.rank, host), config, hello, leader, token)
 
 
 def build_sglang(options: SglangOptions, config: EngineConfig) -> Engine:

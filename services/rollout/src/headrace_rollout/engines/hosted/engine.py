@@ -23,6 +23,7 @@ from headrace_rollout.engines.base import (
     Refused,
     Scope,
     Weights,
+    adapters_differ,
     allowed,
 )
 from headrace_rollout.engines.figures import Figures, Prefills
@@ -50,7 +51,7 @@ class HostedEngine(Engine):
         self.max_context_tokens = context_limit(config.model, architecture)
         self.vocabulary_size = int(architecture.get_text_config().vocab_size)
         self.figures = Figures()
-        self._shapes = shapes_of(config.model)
+        self._shapes, self._adapters = shapes_of(config.model), config.adapters.keys()
         self._backend = backend
         self._deadlines = deadlines or Deadlines()
         self._policy: Policy | None = None
@@ -169,6 +170,8 @@ class HostedEngine(Engine):
             if self._check_install(policy, in_flight=in_flight):
                 return 0.0
             check_entries(self._shapes, weights.entries)
+            if weights.beside.keys() != self._adapters:
+                raise ValueError(adapters_differ(weights.beside, self._adapters))
             await self._process.ready()
             authority()  # a start takes long
             await self._process.wake(Scope.WEIGHTS)

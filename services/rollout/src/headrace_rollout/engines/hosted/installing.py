@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +47,8 @@ class Installer:
         self._backend = backend
         self._install_s = install_s
         self._held: tuple[Policy, Weights] | None = None
+        self._base = ""
+        """Digest of the weights that the engine has whole below adapters."""
 
     @property
     def holds(self) -> bool:
@@ -55,7 +57,7 @@ class Installer:
 
     def forget(self) -> None:
         """Nothing is installed any more; the bytes of the last version are freed."""
-        self._held = None
+        self._held, self._base = None, ""
 
     async def install(self, policy: Policy, weights: Weights) -> None:
         """Puts a version in.
@@ -65,7 +67,8 @@ class Installer:
         """
         begun = False
         try:
-            await self._call("begin_install", self._backend.begin_install(policy.number, weights.entries))
+            if not self._has_base(weights):
+                await self._call("begin_install", self._backend.begin_install(policy.number, weights.entries))
             begun = True
             await self._put(policy, weights)
         except BackendFailed as error:
@@ -76,12 +79,39 @@ class Installer:
         """Puts the last version into a new engine process. Raises BackendFailed."""
         if self._held is not None:
             policy, weights = self._held
+            self._base = ""
             await self._call("begin_install", self._backend.begin_install(policy.number, weights.entries))
             # Its file may have another name or none by now; the bytes are still mapped.
-            await self._put(policy, replace(weights, path=None, lent=None, adapter=_unnamed(weights.adapter)))
+            beside = {name: _unnamed(adapter) for name, adapter in weights.beside.items()}
+            own = _unnamed(weights.adapter) if weights.adapter else None
+            await self._put(policy, replace(weights, path=None, lent=None, adapter=own, beside=beside))
+
+    def _has_base(self, weights: Weights) -> bool:
+        return bool(weights.beside and weights.digest and weights.digest == self._base)
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
-        with file_of(weights) as path, _adapter_file(weights.adapter) as adapter:
+        if not self._has_base(weights):
+            self._base = ""
+            await self._put_weights(policy, weights)
+            self._base = weights.digest
+        if weights.beside:
+            await self._put_adapters(weights.beside)
+        await self._call("reset_cache", self._backend.reset_cache())
+
+    async def _put_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        with ExitStack() as files:
+            given = {name: files.enter_context(_adapter_file(each)) for name, each in adapters.items()}
+            arrived = await self._call("load_adapters", self._backend.load_adapters(given))
+        for name, adapter in adapters.items():
+            for entry in adapter.weights.entries:
+                if arrived.get(f"{name}/{entry.name}") != entry.digest:
+                    raise BackendFailed(
+                        f"tensor {entry.name} of the adapter {name!r} arrived with another digest"
+                    )
+
+    async def _put_weights(self, policy: Policy, weights: Weights) -> None:
+        with file_of(weights) as path, ExitStack() as files:
+            adapter = files.enter_context(_adapter_file(weights.adapter)) if weights.adapter else None
             lent = weights.lent if weights.lent is not None and weights.lent.held else None
             if lent is not None:
                 update = self._backend.update_lent(lent, path, weights.entries)
@@ -95,7 +125,6 @@ class Installer:
             if entry.digest and arrived.get(entry.name) != entry.digest:
                 raise BackendFailed(f"tensor {entry.name} arrived with digest {arrived.get(entry.name)}")
         await self._call("finish_install", self._backend.finish_install(policy.number))
-        await self._call("reset_cache", self._backend.reset_cache())
 
     async def _repair(self, policy: Policy, error: BackendFailed, *, begun: bool) -> None:
         reason = f"version {policy.number} was not installed: {error}"
@@ -117,15 +146,12 @@ class Installer:
         return await within(self._install_s, f"{name} of {self._backend.name}", call)
 
 
-def _unnamed(adapter: Adapter | None) -> Adapter | None:
-    return replace(adapter, weights=replace(adapter.weights, path=None)) if adapter else None
+def _unnamed(adapter: Adapter) -> Adapter:
+    return replace(adapter, weights=replace(adapter.weights, path=None))
 
 
 @contextmanager
-def _adapter_file(adapter: Adapter | None) -> Iterator[AdapterFile | None]:
-    if adapter is None:
-        yield None
-        return
+def _adapter_file(adapter: Adapter) -> Iterator[AdapterFile]:
     with file_of(adapter.weights) as path:
         yield AdapterFile(path, adapter.weights.entries, adapter.scale)
 

@@ -112,10 +112,10 @@ def check_names(
 
 
 SEVERAL_HOSTS = (
-    "an engine stays on one host, whose memory its processes map a version from",
-    "use sizes that the GPUs of one host suffice for; rollout.instances spreads engines over hosts",
+    "Headrace says where the ranks of an engine meet",
+    "set rollout.engine_options.hosts of vLLM, or sizes that the GPUs of one host suffice for",
 )
-"""Reason and fix where one engine is asked for on several hosts."""
+"""Reason and fix where one engine is asked for on several hosts by an engine's own arguments."""
 _INSIDE = (
     "engines beside each other are instances, each with devices of its own",
     "set rollout.instances; experts are divided over an engine's devices by enable_expert_parallel",
@@ -142,17 +142,19 @@ def check_draft(speculation: Speculation | None, model: ModelSection) -> None:
         raise PluginError([KeyProblem(f"{KEY}.speculative.model", reason, fix)])
 
 
-def parallel_size(wanted: int | None, start: Start, stages: int = 1) -> int:
+def parallel_size(wanted: int | None, start: Start, stages: int = 1, hosts: int = 1) -> int:
     """Devices of one layer: by default all GPUs of the lease, in each of `stages` that its layers are divided into.
 
-    Raises ValueError when the lease has fewer.
+    `hosts`: so many have a lease of as many. Raises ValueError when these have fewer, or unequal parts.
     """
     gpus = [device for device in start.devices if device.type == "cuda"]
-    size = wanted or max(1, len(gpus) // stages)
-    if gpus and size * stages > len(gpus):
+    size = wanted or max(1, len(gpus) * hosts // stages)
+    if gpus and size * stages > len(gpus) * hosts:
         raise ValueError(
-            f"{KEY}.tensor_parallel_size: {size * stages} devices are wanted and {len(gpus)} are leased"
+            f"{KEY}.tensor_parallel_size: {size * stages} devices are wanted and {len(gpus) * hosts} are leased"
         )
+    if size * stages % hosts:
+        raise ValueError(f"{KEY}.hosts: {size * stages} devices cannot be divided among {hosts} hosts")
     return size
 
 

@@ -137,7 +137,11 @@ class EngineProcess:
         if self.up and (not gpus or self.backend.capabilities.suspend_frees_memory):
             with suppress(Refused):  # it is down then
                 await self.sleep()
-        if not self.up or used_by(gpus, self.backend.pids, self._others_bytes) > ASLEEP_BYTES * len(gpus):
+        if (
+            not self.up
+            or getattr(self.backend, "ends_between_leases", False)
+            or used_by(gpus, self.backend.pids, self._others_bytes) > ASLEEP_BYTES * len(gpus)
+        ):
             await self.stop()
 
     async def sleep(self) -> None:
@@ -216,7 +220,7 @@ class EngineProcess:
         while True:
             await asyncio.sleep(WATCH_S)
             if self._up and not self.backend.alive:
-                self.died("its process ended")
+                self.died(getattr(self.backend, "death", "") or "its process ended")
             elif self._up and self._silent_since is not None and loop.time() - self._silent_since > limit:
                 self.died(f"no token for {limit:g} s while requests run")
 

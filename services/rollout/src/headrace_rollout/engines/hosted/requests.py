@@ -277,6 +277,7 @@ class Requests:
             eos_ids=sorted(self._bounds.eos_ids),
             cache_salt=policy.digest,
             interval=interval_of(trajectory),
+            adapter=trajectory.stream.adapter,
             images=trajectory.images,
         )
 

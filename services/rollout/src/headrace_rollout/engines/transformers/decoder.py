@@ -144,7 +144,8 @@ class Decoder:
             trajectory = trajectory.so_far(
                 tokens, log_probs, int(self._batch.sent[row]), policy, self._routes(row)
             )
-            running.append(Waiting(trajectory.context_ids(), [trajectory]))
+            adapter = trajectory.stream.adapter
+            running.append(Waiting(trajectory.context_ids(), [trajectory], adapter=adapter))
         self._remove(range(self._batch.count))
         self._joining.queue.begin_again(running)
         self._flush()
@@ -192,7 +193,8 @@ class Decoder:
         tokens_NT[:, 0] = batch.last_tokens()
         for row, draft in enumerate(drafts):
             tokens_NT[row, 1 : 1 + len(draft)] = draft
-        hidden_NTD = self.model.decode(tokens_NT, batch.length[rows], batch.shift[rows])
+        adapters = [each.stream.adapter for each in batch.trajectories] if self.model.adapted else ()
+        hidden_NTD = self.model.decode(tokens_NT, batch.length[rows], batch.shift[rows], adapters)
         for row, routes in enumerate(self.model.decoded_routes()):
             batch.routes[row].append(routes)
         self.figures.decode_steps += 1

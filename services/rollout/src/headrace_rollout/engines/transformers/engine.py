@@ -37,6 +37,7 @@ CAPABILITIES = Capabilities(
     score_processed=True,
     suspend_frees_memory=True,
     routed_experts=True,
+    lora=True,
     images=VISION_FAMILIES,
 )
 _log = logging.getLogger(__name__)
@@ -53,7 +54,11 @@ class TransformersEngine(ThreadedHolder, Engine):
         self.figures = Figures()
         device = config.devices[0] if config.devices else HOST
         self._model = PolicyModel(
-            config.model, device, routed_experts=config.routed_experts, images=config.codec.images
+            config.model,
+            device,
+            routed_experts=config.routed_experts,
+            images=config.codec.images,
+            adapters=config.adapters,
         )
         super().__init__(self._model, "decode")
         self._decoder = Decoder(

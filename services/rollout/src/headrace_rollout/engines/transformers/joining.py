@@ -104,7 +104,9 @@ class Joining:
         sampled, _ = batch.answer(row, tokens)
         ids = [*trajectory.prompt_ids, *sampled]
         length = min(int(batch.length[row]), len(ids))
-        self.kept.keep(trajectory.key, ids[:length], self._model.cache.kept(row, length))
+        self.kept.keep(
+            (trajectory.stream.adapter, trajectory.key), ids[:length], self._model.cache.kept(row, length)
+        )
 
     def join(self, batch: Batch) -> Joined | None:
         """Gives rows to as many as fit; None for nobody."""
@@ -169,7 +171,9 @@ class Joining:
         contexts = [waiting.context_ids for waiting, _ in known]
         computed = sum(len(waiting.context_ids) - keys.length for waiting, keys in known)
         with self._threads.work("prefill", computed):
-            hidden_ND, whole = self._model.extend(contexts, [keys for _, keys in known])
+            hidden_ND, whole = self._model.extend(
+                contexts, [keys for _, keys in known], [waiting.adapter for waiting, _ in known]
+            )
         for (waiting, _), hidden_D, keys in zip(known, hidden_ND, whole, strict=True):
             waiting.keys, waiting.hidden_D = keys, hidden_D
         self._figures.prefill_tokens += computed
@@ -180,7 +184,7 @@ class Joining:
         waiting, first = admission.waiting, admission.members[0]
         if waiting.keys is not None or admission.images or not self._goes_on(first):
             return None
-        return self.kept.find(first.key, waiting.context_ids)
+        return self.kept.find((first.stream.adapter, first.key), waiting.context_ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
         stream = trajectory.stream
@@ -226,7 +230,9 @@ class Joining:
         self._model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self._model.device)
         computed = sum(map(len, contexts))
         with self._threads.work("prefill", computed):
-            hidden_PD = self._model.prefill(contexts, [admission.images for admission in admissions])
+            hidden_PD = self._model.prefill(
+                contexts, [each.images for each in admissions], [each.waiting.adapter for each in admissions]
+            )
         for admission, routes in zip(admissions, self._model.prefilled_routes(contexts), strict=False):
             admission.waiting.routes = routes
         for prompt, _ in keep:

@@ -17,15 +17,18 @@ from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.transformers.buckets import Layer
 from headrace_rollout.engines.transformers.cache import PromptKeys
 
+Owner = tuple[str, SlotKey]
+"""The adapter that computed it, and the slot that it is of."""
+
 
 class KeptContexts:
-    """By slot and exact ids; beyond `budget_bytes` those go that were used longest ago."""
+    """By adapter, slot and exact ids; beyond `budget_bytes` those go that were used longest ago."""
 
     def __init__(self) -> None:
         self.budget_bytes = 0
         self._size = 0
-        self._kept: OrderedDict[tuple[SlotKey, tuple[int, ...]], PromptKeys] = OrderedDict()
-        self._of_slot: dict[SlotKey, list[tuple[int, ...]]] = {}
+        self._kept: OrderedDict[tuple[Owner, tuple[int, ...]], PromptKeys] = OrderedDict()
+        self._of_slot: dict[Owner, list[tuple[int, ...]]] = {}
 
     def clear(self) -> None:
         """Other weights are there, or the memory is wanted."""
@@ -33,8 +36,8 @@ class KeptContexts:
         self._of_slot.clear()
         self._size = 0
 
-    def keep(self, key: SlotKey, ids: Sequence[int], keys: PromptKeys) -> None:
-        """Keeps a context of a slot, in place of those that it begins with."""
+    def keep(self, key: Owner, ids: Sequence[int], keys: PromptKeys) -> None:
+        """Keeps a context of an owner, in place of those that it begins with."""
         known = tuple(ids)
         for other in list(self._of_slot.get(key, ())):
             if known[: len(other)] == other:
@@ -45,8 +48,8 @@ class KeptContexts:
         while self._size > self.budget_bytes:
             self._drop(*next(iter(self._kept)))
 
-    def find(self, key: SlotKey, ids: Sequence[int]) -> PromptKeys | None:
-        """The longest context of the slot that these ids begin with, and go on from."""
+    def find(self, key: Owner, ids: Sequence[int]) -> PromptKeys | None:
+        """The longest context of the owner that these ids begin with, and go on from."""
         begins = [
             each
             for each in self._of_slot.get(key, ())
@@ -58,7 +61,7 @@ class KeptContexts:
         self._kept.move_to_end((key, longest))
         return self._kept[key, longest]
 
-    def _drop(self, key: SlotKey, ids: tuple[int, ...]) -> None:
+    def _drop(self, key: Owner, ids: tuple[int, ...]) -> None:
         self._size -= _bytes(self._kept.pop((key, ids)))
         self._of_slot[key].remove(ids)
         if not self._of_slot[key]:

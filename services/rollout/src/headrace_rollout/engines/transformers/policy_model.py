@@ -6,7 +6,8 @@ Shapes: P prompts, S scored sequences, T tokens, N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightView, adapters_differ
 from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.trajectory import Scored
+from headrace_rollout.engines.transformers.adapters import AdapterLayers
 from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
@@ -56,6 +58,7 @@ class PolicyModel(HeldModel):
         *,
         routed_experts: bool = False,
         images: ImageReader | None = None,
+        adapters: Collection[str] = (),
     ) -> None:
         architecture = load_architecture(config)
         self.context_limit = context_limit(config, architecture)
@@ -75,11 +78,18 @@ class PolicyModel(HeldModel):
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
         self._layers, self._packed_head = PackedLayers(self._model.base_model), PackedWeight()
+        self._adapters = AdapterLayers(self._model) if adapters else None
+        self._names, self._base = frozenset(adapters), ""
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
         self.place(device)
         self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether rows have adapters of their own."""
+        return self._adapters is not None
 
     @property
     def head(self) -> Head:
@@ -104,16 +114,21 @@ class PolicyModel(HeldModel):
             self.cache.learn()
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
 
-    def prefill(self, contexts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> Tensor:
+    def prefill(
+        self,
+        contexts: Sequence[Sequence[int]],
+        images: Sequence[Images] = (),
+        adapters: Sequence[str] = (),
+    ) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores what its plan says.
 
-        `images` are those of each context, whose prompt has their tokens first.
+        `images` are those of each context, whose prompt has their tokens first. `adapters`: the adapter of each.
         """
         lengths = [len(context) for context in contexts]
         # Causal attention never looks right, so padding behind a context needs no mask.
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(tokens_PT.shape[1], contexts, images) if any(images) else None
-        hidden_PTD = self.hidden(tokens_PT, pictures, past_key_values=self.cache)
+        hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
@@ -139,14 +154,21 @@ class PolicyModel(HeldModel):
         return Pictures.of(found, positions_3PT, self._images.blank()).to(self.device)
 
     def extend(
-        self, contexts: Sequence[Sequence[int]], known: Sequence[PromptKeys]
+        self,
+        contexts: Sequence[Sequence[int]],
+        known: Sequence[PromptKeys],
+        adapters: Sequence[str] = (),
     ) -> tuple[Tensor, list[PromptKeys]]:
         """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
         new = [context[keys.length :] for context, keys in zip(contexts, known, strict=True)]
         lengths, extension = list(map(len, new)), Extension(known, self.device)
         position_NT, mask = extension.inputs(lengths, self._model.dtype)
         hidden_NTD = self.hidden(
-            padded(new, self.device), position_ids=position_NT, attention_mask=mask, past_key_values=extension
+            padded(new, self.device),
+            adapters=adapters,
+            position_ids=position_NT,
+            attention_mask=mask,
+            past_key_values=extension,
         )
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
@@ -157,14 +179,16 @@ class PolicyModel(HeldModel):
         tokens_NT: NDArray[np.int64],
         length_N: NDArray[np.int64],
         shift_N: NDArray[np.int64] | None = None,
+        adapters: Sequence[str] = (),
     ) -> Tensor:
         """(N, T, D) hidden states of more tokens in each row, whose caches hold `length_N` tokens.
 
-        `shift_N`: where images make positions other than the number of tokens before.
+        `shift_N`: where images make positions other than the number of tokens before. `adapters`: the rows' own.
         """
         plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
         hidden_NTD = self.hidden(
             torch.from_numpy(tokens_NT[plan.order]).to(self.device),
+            adapters=[adapters[row] for row in plan.order] if adapters else (),
             position_ids=self._positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
@@ -182,9 +206,15 @@ class PolicyModel(HeldModel):
         return shifted_NT[None].expand(3, -1, -1)
 
     def hidden(
-        self, tokens_NT: Tensor, pictures: Pictures | None = None, **arguments: Tensor | SlotCache | Extension
+        self,
+        tokens_NT: Tensor,
+        pictures: Pictures | None = None,
+        adapters: Sequence[str] = (),
+        **arguments: Tensor | SlotCache | Extension,
     ) -> Tensor:
-        """(N, T, D) hidden states before the head."""
+        """(N, T, D) hidden states before the head; of rows with these adapters, or all with the own policy's."""
+        if self._adapters is not None:
+            self._adapters.of(adapters or [""], self.device)
         if self._routing is not None and self._records:
             self._routing.recorded = []
         body: Any = self._model.base_model
@@ -240,14 +270,27 @@ class PolicyModel(HeldModel):
             found += (scores_NV.gather(-1, part_N[:, None])[:, 0] - scores_NV.logsumexp(-1)).tolist()
         return _split(found, counts)
 
-    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+    def install(
+        self,
+        policy: Policy,
+        tensors: Sequence[WeightView],
+        beside: Mapping[str, Adapter] = MappingProxyType({}),
+    ) -> float:
         """Takes all weights, or none (ValueError); returns the seconds it took.
 
         On the CPU the views become the weights and are referenced until the next version; a GPU gets a copy.
         """
         start = time.perf_counter()
-        self._memory.load(tensors, self.device)
-        self.adopt_weights()
+        if beside.keys() != self._names:
+            raise ValueError(adapters_differ(beside, self._names))
+        base = next((adapter.base for adapter in beside.values()), "")
+        if not (base and base == self._base):
+            self._base = ""
+            self._memory.load(tensors, self.device)
+            self.adopt_weights()
+            self._base = base
+        if self._adapters is not None:
+            self._adapters.load(beside, self.device)
         self.policy = policy
         return time.perf_counter() - start
 
@@ -267,7 +310,9 @@ class PolicyModel(HeldModel):
 
     def free_memory(self) -> None:
         """Drops weights and cache."""
-        self.policy, self._head = None, None
+        self.policy, self._head, self._base = None, None, ""
+        if self._adapters is not None:
+            self._adapters.free()
         self._memory.free()
         self._layers.free()
         self._packed_head.free()

@@ -27,6 +27,8 @@ class Waiting:
     wave: int = 0
     routes: bytes = b""
     """Of the context, once it was prefilled and where they are recorded."""
+    adapter: str = ""
+    """By which it is computed; `Stream.adapter`."""
 
 
 @dataclass(eq=False)
@@ -45,11 +47,13 @@ class Arrivals:
             if finish := self.bounds.ended(trajectory):
                 self.finished.append((trajectory, finish))
             elif trajectory.prefix.token_ids:
-                waiting.append(Waiting(trajectory.context_ids(), [trajectory], wave=wave))
+                waiting.append(
+                    Waiting(trajectory.context_ids(), [trajectory], wave=wave, adapter=stream.adapter)
+                )
             else:
                 fresh.append(trajectory)
         if fresh:
-            waiting.insert(0, Waiting(list(group.prompt_ids), fresh, wave=wave))
+            waiting.insert(0, Waiting(list(group.prompt_ids), fresh, wave=wave, adapter=stream.adapter))
         return waiting
 
 

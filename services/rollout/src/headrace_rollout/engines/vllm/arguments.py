@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import context_limit, load_architecture
 from headrace_schema.images import MOST_IMAGES
+from headrace_servicekit.problems import KeyProblem
+from headrace_servicekit.registry import PluginError
 from vllm import AsyncEngineArgs
+from vllm.config.lora import MaxLoRARanks
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
@@ -47,8 +51,17 @@ def check_extra(arguments: Mapping[str, Any]) -> None:
     )
 
 
-def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> AsyncEngineArgs:
-    """The arguments of an engine on a lease's devices. Raises ValueError for what vLLM refuses."""
+def engine_args(
+    config: EngineConfig,
+    options: VllmOptions,
+    start: Start,
+    meeting: rollout_pb2.FollowResponse | None = None,
+    rank: int = 0,
+) -> AsyncEngineArgs:
+    """The arguments of an engine on a lease's devices, or of the part that a host of `rank` has of one.
+
+    Raises ValueError for what vLLM refuses.
+    """
     on_gpu = any(device.type == "cuda" for device in start.devices)
     cache_gib = options.kv_cache_gib or (None if on_gpu else 1.0)
     model = config.model
@@ -60,7 +73,7 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         max_model_len=context,
         max_num_seqs=config.max_concurrency,
         tensor_parallel_size=parallel_size(
-            options.tensor_parallel_size, start, options.pipeline_parallel_size
+            options.tensor_parallel_size, start, options.pipeline_parallel_size, options.hosts
         ),
         pipeline_parallel_size=options.pipeline_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -76,7 +89,9 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": TRANSFER},
+        **(_over_hosts(options.hosts, rank, meeting) if meeting else {}),
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
+        **(lora_arguments(config.adapters) if config.adapters else {}),
         **({"quantization": SCHEMES[options.quantization]} if options.quantization else {}),
         **(drafting(options.speculative, on_gpu=on_gpu) if options.speculative else {}),
         **{
@@ -85,6 +100,27 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
             **options.engine_args,
         },
     )
+
+
+def _over_hosts(hosts: int, rank: int, meeting: rollout_pb2.FollowResponse) -> dict[str, Any]:
+    """VLLM's own processes on each host, which meet by torch.distributed: no Ray."""
+    return {
+        "nnodes": hosts,
+        "node_rank": rank,
+        "master_addr": meeting.meeting_host,
+        "master_port": meeting.meeting_port,
+        "distributed_executor_backend": "mp",
+    }
+
+
+def lora_arguments(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Room for so many adapters of the largest of these ranks, all of them in one batch."""
+    most = max(ranks.values())
+    fitting = [each for each in get_args(MaxLoRARanks) if each >= most]
+    if not fitting:
+        fix = f"the nearest valid value is {max(get_args(MaxLoRARanks))}, or leave rollout.enable_lora out"
+        raise PluginError([KeyProblem("trainer.lora.rank", f"vLLM takes no adapters of rank {most}", fix)])
+    return {"enable_lora": True, "max_loras": len(ranks), "max_lora_rank": min(fitting)}
 
 
 def drafting(speculation: Speculation, *, on_gpu: bool) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
+from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,6 +39,8 @@ from headrace_rollout.engines.hosted.backend import (
     Tokens,
     rows_of,
 )
+from headrace_rollout.engines.hosted.hosts import version_key
+from headrace_rollout.engines.hosted.options import parallel_size
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
@@ -43,6 +48,8 @@ from headrace_rollout.engines.vllm.options import VllmOptions
 from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
+LOOK_S = 0.5
+"""How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
 
 
@@ -56,6 +63,7 @@ def capabilities() -> Capabilities:
         # transformers' processors need torchvision inside of vLLM. Of a Qwen3-VL its 0.32 gave other log-probs than
         # transformers (0.3 off, on a CPU): test_engine_images.py.
         images=("qwen2_5_vl",) if find_spec("torchvision") else (),
+        lora=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
@@ -68,19 +76,32 @@ class VllmBackend(Backend):
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
+        self._hosts = config.hosts
+        self.ends_between_leases = config.hosts is not None
+        if config.hosts is not None:
+            self.maps_device_memory = False
         self._config = config
         self._options = options
         self._llm: AsyncLLM | None = None
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
-        self._scores = 0
+        self._scores, self._updating = 0, False
+        # Loaded by `load_adapters`: no worker reads the path.
+        self._loras = {
+            name: LoRARequest(name or OWN, number, "loaded") for number, name in enumerate(config.adapters, 1)
+        }
         shape = expert_shape(load_architecture(config.model))
         self._experts = shape.experts if shape is not None else 0
 
     @property
     @override
     def alive(self) -> bool:
-        return self._llm is not None and not self._llm.errored
+        return self._llm is not None and not self._llm.errored and not self.death
+
+    @property
+    @override
+    def death(self) -> str:
+        return self._hosts.broken if self._hosts is not None else ""
 
     @property
     @override
@@ -90,10 +111,18 @@ class VllmBackend(Backend):
 
     @override
     async def start(self, start: Start) -> None:
-        self._others, self._cores = _engine_cores(), None
+        self._others, self._cores, self._updating = _engine_cores(), None, False
+        meeting = await self._hosts.begin() if self._hosts is not None else None
         with logged_errors() as logged:
+            making = asyncio.ensure_future(asyncio.to_thread(self._make, start, logged.variables, meeting))
             try:
-                self._llm = await asyncio.to_thread(self._make, start, logged.variables)
+                while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
+                    if self.death:
+                        why = self.death
+                        await asyncio.to_thread(kill, self.pids)  # it would wait for its ranks for long
+                        await asyncio.wait([making])
+                        raise BackendFailed(why)
+                self._llm = making.result()
             except (ValueError, RuntimeError, OSError) as error:
                 raise BackendFailed(start_failed(error, logged.reason())) from error
         self._cores = _engine_cores() - self._others
@@ -106,6 +135,8 @@ class VllmBackend(Backend):
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
+        if self._hosts is not None:
+            await self._hosts.end()
 
     @override
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
@@ -120,7 +151,9 @@ class VllmBackend(Backend):
         if request.images:
             prompt |= await asyncio.to_thread(self._with_images, request)
         try:
-            async with aclosing(self._engine.generate(prompt, params, request.request_id)) as outputs:
+            lora = self._loras.get(request.adapter)
+            tokens = self._engine.generate(prompt, params, request.request_id, lora_request=lora)
+            async with aclosing(tokens) as outputs:
                 async for output in outputs:
                     (made,) = output.outputs
                     if made.token_ids:
@@ -150,7 +183,8 @@ class VllmBackend(Backend):
         self._scores += 1
         prompt = {"prompt_token_ids": list(token_ids[:-1])}
         try:
-            async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
+            asked, lora = f"score-{self._scores}", self._loras.get("")
+            async for output in self._engine.generate(prompt, params, asked, lora_request=lora):
                 last = output
         except _REFUSALS as error:
             raise BackendFailed(one_line(error)) from error
@@ -168,14 +202,21 @@ class VllmBackend(Backend):
 
     @override
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        if self._updating:  # one whose tensors came, and were not trusted
+            await self._finish_update()
         await self._obey(self._engine.start_weight_update())
+        self._updating = True
 
     @override
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
     ) -> dict[str, str]:
-        beside = adapter.as_json() if adapter else None
-        return await self._update({"path": str(path), "entries": rows_of(entries), "adapter": beside})
+        beside, version = adapter.as_json() if adapter else None, ""
+        if self._hosts is not None:
+            version = version_key(entries, adapter)
+            await self._hosts.hold(version)
+        info = {"path": str(path), "entries": rows_of(entries), "adapter": beside, "version": version}
+        return await self._update(info)
 
     @override
     async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
@@ -186,22 +227,41 @@ class VllmBackend(Backend):
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         problem, workers = await self._session()
         if problem:
-            await self._obey(self._engine.finish_weight_update())  # it ends the session, and changes nothing
+            await self._finish_update()  # it ends the session, and changes nothing
             raise BackendFailed(problem)
         if any(arrived != workers[0] for arrived in workers):
             raise BackendFailed("the workers read different bytes from one file")
         return workers[0]
 
     @override
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
+        self._hand_out_all()
+        given = [
+            {"name": name, "id": self._loras[name].lora_int_id, **each.as_json()}
+            for name, each in adapters.items()
+        ]
+        workers = await self._obey(self._engine.collective_rpc("headrace_adapters", args=(given,)))
+        if problem := next((problem for problem, _ in workers if problem), ""):
+            raise BackendFailed(problem)
+        return dict(workers[0][1])
+
+    @override
     async def finish_install(self, number: int) -> None:
-        # What no interval has ended yet goes out while the version that made it is the installed one.
-        for state in self._engine.output_processor.request_states.values():
-            _hand_out(state)
-        await self._obey(self._engine.finish_weight_update())
+        self._hand_out_all()
+        await self._finish_update()
         problem, _ = await self._session()
         if problem:
             raise BackendFailed(problem)
         await self._obey(self._engine.update_weight_version(str(number)))
+
+    async def _finish_update(self) -> None:
+        self._updating = False
+        await self._obey(self._engine.finish_weight_update())
+
+    def _hand_out_all(self) -> None:
+        """What no interval has ended yet goes out while the version that made it is the installed one."""
+        for state in self._engine.output_processor.request_states.values():
+            _hand_out(state)
 
     async def _session(self) -> tuple[str, list[dict[str, str]]]:
         """What broke the session in any worker, and the digests of what arrived in each."""
@@ -229,7 +289,7 @@ class VllmBackend(Backend):
 
     @override
     async def use_threads(self, threads: int) -> None:
-        count = max(1, threads // self._engine.vllm_config.parallel_config.world_size)
+        count = max(1, threads // self._engine.vllm_config.parallel_config.local_world_size)
         await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
 
     @property
@@ -238,11 +298,13 @@ class VllmBackend(Backend):
             raise BackendFailed("the engine does not run")
         return self._llm
 
-    def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
-        arguments = engine_args(self._config, self._options, start)
-        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-        own = _variables(start, workers, routed_experts=self._config.routed_experts)
-        with _environment({**own, **variables}):
+    def _make(
+        self, start: Start, variables: Mapping[str, str], meeting: rollout_pb2.FollowResponse | None
+    ) -> AsyncLLM:
+        arguments = engine_args(self._config, self._options, start, meeting)
+        host = meeting.meeting_host if meeting else ""
+        own = variables_of(start, self._options, routed_experts=self._config.routed_experts, host=host)
+        with environment({**own, **variables}):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
@@ -300,7 +362,12 @@ def _engine_cores() -> set[int]:
     }
 
 
-def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str, str]:
+def variables_of(
+    start: Start, options: VllmOptions, *, routed_experts: bool, host: str = ""
+) -> dict[str, str]:
+    """What an engine's processes read; `host`: the address of this one, where an engine spans several."""
+    stages, hosts = options.pipeline_parallel_size, options.hosts
+    workers = max(1, parallel_size(options.tensor_parallel_size, start, stages, hosts) * stages // hosts)
     # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
     variables = {
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
@@ -309,6 +376,7 @@ def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str,
         OWNER: str(os.getpid()),
         "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **({"VLLM_HOST_IP": host} if host else {}),
     }
     if all(device.type != "cuda" for device in start.devices):
         # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
@@ -317,7 +385,7 @@ def _variables(start: Start, workers: int, *, routed_experts: bool) -> dict[str,
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """What the engine's processes inherit; this process gets its own back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -329,7 +397,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _rows(entries: Sequence[WeightEntry]) -> list[list[Any]]:
-    return [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]

@@ -27,6 +27,10 @@ OWN_ARGUMENTS = {
     "gpu_memory_utilization": "rollout.engine_options.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.engine_options.kv_cache_gib",
     "enforce_eager": "rollout.engine_options.enforce_eager",
+    "enable_lora": "rollout.enable_lora",
+    "max_loras": "policies",
+    "max_cpu_loras": "policies",
+    "max_lora_rank": "trainer.lora.rank",
 }
 """Arguments that other settings of the run decide."""
 FIXED_ARGUMENTS = frozenset(
@@ -72,6 +76,11 @@ class VllmOptions(HostedOptions):
         default=1,
         description="devices (groups of tensor_parallel_size) that the layers are divided into, one part behind the "
         "other",
+    )
+    hosts: PositiveInt = Field(
+        default=1,
+        description="hosts that one engine spans, each with an equal part of its devices: so many of rollout.instances "
+        "make it",
     )
     quantization: Quantization | None = Field(
         default=None,

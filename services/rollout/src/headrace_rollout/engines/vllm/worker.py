@@ -26,6 +26,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -33,6 +36,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 from headrace_rollout.engines.hosted.files import read_tensors
+from headrace_rollout.engines.hosted.hosts import FILES
 from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
@@ -54,6 +58,8 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
     handle: dict[str, Any] = field(default_factory=dict)
     """Of the same body in the memory of a GPU, with the sums of its tensors; empty where none is lent."""
     sums: list[int] = field(default_factory=list)
+    version: str = ""
+    """Name of the body among the versions of a host whose part of the engine another one leads."""
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
@@ -69,6 +75,8 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
         self.problem = ""
         """What broke the session that runs, or the last one; the rest of its calls do nothing."""
         self._half = False
+        self._wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        """Layers with adapters that are out of the model while an update runs: owner, name and layer."""
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -90,8 +98,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def receive_weights(self, update_info: SharedFile) -> None:
         """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
+        path, adapter = update_info.path, update_info.adapter
+        if files := os.environ.get(FILES):
+            path = f"{files}/{update_info.version}"
+            adapter = adapter and {**adapter, "path": f"{path}.adapter"}
         tensors = self._lent(update_info) or read_tensors(
-            update_info.path, update_info.entries, update_info.adapter, self.arrived, self.device
+            path, update_info.entries, adapter, self.arrived, self.device
         )
         self._half = True
         taken = self.model.load_weights(tensors)
@@ -119,8 +131,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
     @override
     def finish_weight_update(self) -> None:
         self._attempt(self._finish)
+        for owner, name, layer in self._wrapped:
+            setattr(owner, name, layer)
+        self._wrapped = []
 
     def _begin(self) -> None:
+        self._wrapped = self._wrapped or _without_lora(self.model)
         if self.device.type == "cpu":
             _pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
@@ -143,6 +159,22 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def _without_lora(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Puts the model's own layers where vLLM has wrapped them for adapters, as its loader knows them.
+
+    Returns owner, name and wrapper of each.
+    """
+    found = [
+        (owner, name, layer)
+        for owner in list(model.modules())
+        for name, layer in owner.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for owner, name, layer in found:
+        setattr(owner, name, layer.base_layer)
+    return found
 
 
 def _pack_experts_anew(model: torch.nn.Module) -> None:
@@ -204,14 +236,54 @@ if current_platform.is_cpu() and not HAS_TRITON:
 WeightTransferEngineFactory.register_engine(TRANSFER, SharedMemoryTransfer)
 
 
+def _take_adapter(manager: Any, number: int, tensors: dict[str, Tensor], scale: float) -> None:
+    """Loads and activates an adapter, by vLLM's own manager. Raises ValueError for layers that it adapts not."""
+    named, rank = {}, 1
+    for name, tensor in tensors.items():
+        weight, _, part = name.rpartition(".")
+        rank = tensor.shape[0] if part == "lora_A" else rank
+        # A copy: vLLM multiplies B in its place, and the file is not to be written.
+        named[f"base_model.model.{weight.removesuffix('.weight')}.{part}.weight"] = tensor.clone()
+    own = manager._adapter_manager
+    mapper = getattr(own.model, "hf_to_vllm_mapper", None)
+    lora = LoRAModel.from_lora_tensors(
+        number,
+        named,
+        PEFTHelper(r=rank, lora_alpha=scale * rank, target_modules=[]),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    known = {*own.modules, *(part for parts in own.packed_modules.values() for part in parts)}
+    if unknown := lora.loras.keys() - known:
+        raise ValueError(f"vLLM computes with no adapter of {min(unknown)}")
+    own.remove_adapter(number)
+    own.add_adapter(lora)
+    own.activate_adapter(number)
+
+
 class HeadraceWorker:
     """Mixed into vLLM's worker class."""
 
     weight_transfer_engine: SharedMemoryTransfer
+    model_runner: Any
 
     def headrace_session(self) -> tuple[str, dict[str, str]]:
         """What broke the session of an update, or an empty text, and the digests of the tensors that arrived."""
         return self.weight_transfer_engine.problem, self.weight_transfer_engine.arrived
+
+    def headrace_adapters(self, adapters: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
+        """Takes adapters in the place of those of their ids; what broke, and the digests of the tensors that came."""
+        arrived: dict[str, str] = {}
+        try:
+            for each in adapters:
+                digests: dict[str, str] = {}
+                tensors = dict(read_tensors(each["path"], each["entries"], None, digests))
+                _take_adapter(self.model_runner.lora_manager, each["id"], tensors, each["scale"])
+                arrived |= {f"{each['name']}/{name}": digest for name, digest in digests.items()}
+        except LOADER_ERRORS as error:
+            return f"{type(error).__name__}: {error}", arrived
+        return "", arrived
 
     def headrace_threads(self, count: int) -> None:
         """Computes in so many threads; vLLM's CPU worker has put a function that does nothing in torch's place."""

@@ -1,0 +1,173 @@
+"""Adapters of several policies beside one model, in one engine: `rollout.enable_lora`.
+
+Each row's log-probs are those of its own adapter's merged weights, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from headrace_modelkit.lora import merged_weight
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_rollout.engines.base import Engine, Policy, Weights
+from headrace_rollout.engines.merging import adapted
+from headrace_rollout.engines.samples import Distribution, SlotKey
+from headrace_schema.sections.generating import ModelSection
+from model_weights import weights_of_model, weights_of_tensors
+from rig import (
+    CONTEXT,
+    ENGINES_HERE,
+    Collector,
+    Rig,
+    build,
+    expected_log_probs,
+    group,
+    make_model,
+    write_model,
+)
+from transformers import PreTrainedModel
+
+RANKS, SCALES = {"": 4, "guesser": 2}, {"": 2.0, "guesser": 0.5}
+PROMPT = [3 + index % 20 for index in range(40)]
+OFF = 1e-4
+"""Of a log-prob: as far as the contract of other engines' weights allows."""
+
+
+def pairs_of(base: Weights, policy: str, seed: int) -> dict[str, torch.Tensor]:
+    """Adapters of every projection of a policy, that move log-probs by about 1."""
+    random, rank, before = torch.Generator().manual_seed(seed), RANKS[policy], f"{policy}/" if policy else ""
+    found = {}
+    for entry in base.entries:
+        if entry.name.endswith("proj.weight"):
+            outputs, inputs = entry.shape
+            found[f"{before}{entry.name}.lora_A"] = torch.randn(rank, inputs, generator=random)
+            found[f"{before}{entry.name}.lora_B"] = torch.randn(outputs, rank, generator=random) * 0.1
+    return found
+
+
+def version(base: Weights, seed: int) -> Weights:
+    """One of both policies."""
+    pairs = pairs_of(base, "", seed) | pairs_of(base, "guesser", seed + 1)
+    return adapted(replace(base, digest="of the base"), weights_of_tensors(pairs), SCALES)
+
+
+def merged(model: PreTrainedModel, whole: Weights, policy: str) -> PreTrainedModel:
+    found, adapter = copy.deepcopy(model), whole.beside[policy]
+    views = {view.name: view for view in adapter.weights.parts()}
+    for name in (each.removesuffix(".lora_A") for each in views if each.endswith("lora_A")):
+        parts = [views[f"{name}.{part}"] for part in ("lora_A", "lora_B")]
+        a, b = (
+            torch.frombuffer(bytearray(each.data), dtype=torch.float32).view(each.shape) for each in parts
+        )
+        weight = found.get_parameter(name)
+        weight.data = merged_weight(weight.data, a, b, adapter.scale)
+    return found
+
+
+@pytest.fixture(scope="module", params=[name for name in ENGINES_HERE if name != "sglang"])
+def shared(request, tmp_path_factory) -> Iterator[Rig]:
+    directory = tmp_path_factory.mktemp("adapted-model")
+    model = write_model(directory, 1)
+    section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
+    engine = build(request.param, section, load_tokenizer(section), adapters=RANKS)
+    yield Rig(request.param, section, engine, model, make_model(2))
+    asyncio.run(engine.close())
+
+
+async def installed(rig: Rig, seed: int, **options: bool) -> Weights:
+    rig.number += 1
+    whole = version(weights_of_model(rig.model_a), seed)
+    await rig.engine.install(Policy(rig.number, f"of seed {seed}"), whole, **options)
+    return whole
+
+
+async def answers(rig: Rig, **options) -> dict[str, tuple[list[int], list[float]]]:
+    """What both policies say to the same prompt in the same slot, at once."""
+    found = {policy: Collector() for policy in RANKS}
+    for policy, collector in found.items():
+        stream = rig.stream(collector, adapter=policy, **options)
+        await rig.engine.submit(stream, [group(0, PROMPT, samples=3)])
+    ended = {policy: await collector.wait_ended(3) for policy, collector in found.items()}
+    wholes = {policy: each[SlotKey(0, 1)].whole for policy, each in ended.items()}
+    return {policy: (list(each.token_ids), list(each.log_probs)) for policy, each in wholes.items()}
+
+
+async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(shared):
+    for seed in (5, 7):  # the second version swaps adapters alone
+        whole = await installed(shared, seed)
+        for policy, (ids, log_probs) in (await answers(shared)).items():
+            model = merged(shared.model_a, whole, policy)
+            expected = expected_log_probs(model, PROMPT, ids, Distribution())
+            assert log_probs == pytest.approx(expected, abs=OFF), policy
+            other = merged(shared.model_a, whole, "" if policy else "guesser")
+            apart = expected_log_probs(other, PROMPT, ids, Distribution())
+            assert max(abs(a - b) for a, b in zip(apart, log_probs, strict=True)) > 0.1
+    scored, number = await shared.engine.score([(PROMPT, 20)], Distribution())
+    own = expected_log_probs(merged(shared.model_a, whole, ""), PROMPT[:20], PROMPT[20:], Distribution())
+    assert scored[0] == pytest.approx(own, abs=OFF) and number == shared.number
+
+
+async def test_turns_of_two_policies_in_one_slot_keep_contexts_of_their_own(shared):
+    """The second turn begins with the first one's ids: nothing of the other policy's context is taken."""
+    whole = await installed(shared, 9)
+    await answers(shared, goes_on=True, max_new_tokens=4)
+    longer = [*PROMPT, *range(3, 12)]
+    for policy in RANKS:
+        collector = Collector()
+        stream = shared.stream(collector, Distribution(0.0), adapter=policy, goes_on=True)
+        await shared.engine.submit(stream, [group(0, longer)])
+        said = (await collector.wait_ended(1))[SlotKey(0, 0)].whole
+        model = merged(shared.model_a, whole, policy)
+        expected = expected_log_probs(model, longer, list(said.token_ids), Distribution())
+        assert list(said.log_probs) == pytest.approx(expected, abs=OFF), policy
+
+
+async def test_a_swap_in_flight_goes_on_with_each_policys_new_adapter(shared):
+    before = await installed(shared, 11)
+    found, number = {policy: Collector() for policy in RANKS}, shared.number
+    for policy, collector in found.items():
+        stream = shared.stream(collector, adapter=policy, max_new_tokens=300, chunk_tokens=1)
+        await shared.engine.submit(stream, [group(0, PROMPT, samples=8)])
+    for collector in found.values():
+        await collector.until(lambda collector=collector: bool(collector.outputs))
+    after = await installed(shared, 13, in_flight=True)
+    for policy, collector in found.items():
+        ended = [each.whole for each in (await collector.wait_ended(8)).values()]
+        whole = max(ended, key=lambda each: (len(each.spans), len(each.token_ids)))
+        ids, spans = list(whole.token_ids), list(whole.spans)
+        assert [each for each, _ in spans] == [number, number + 1], policy
+        count = spans[0][1]
+        for adapters, part in ((before, slice(count)), (after, slice(count, None))):
+            expected = expected_log_probs(
+                merged(shared.model_a, adapters, policy), PROMPT, ids, Distribution()
+            )
+            assert list(whole.log_probs)[part] == pytest.approx(expected[part], abs=OFF), policy
+
+
+async def test_a_version_of_other_adapters_is_refused_and_the_one_before_serves_on(shared):
+    whole = await installed(shared, 15)
+    policy, base = shared.engine.policy, weights_of_model(shared.model_a)
+    for wrong in (base, replace(whole, beside={"": whole.beside[""]})):
+        with pytest.raises(ValueError, match=r"rollout\.enable_lora: .*\(.*guesser.*and the version has"):
+            await shared.engine.install(Policy(policy.number + 1, "others"), wrong)
+    assert shared.engine.policy == policy
+    ids, log_probs = (await answers(shared))["guesser"]
+    expected = expected_log_probs(merged(shared.model_a, whole, "guesser"), PROMPT, ids, Distribution())
+    assert log_probs == pytest.approx(expected, abs=OFF)
+
+
+async def test_memory_that_was_given_back_takes_base_and_adapters_again(shared):
+    await installed(shared, 17)
+    engine: Engine = shared.engine
+    await engine.pause()
+    await engine.release()
+    await engine.place((torch.device("cpu"),), 1)
+    whole = await installed(shared, 17)
+    for policy, (ids, log_probs) in (await answers(shared)).items():
+        expected = expected_log_probs(merged(shared.model_a, whole, policy), PROMPT, ids, Distribution())
+        assert log_probs == pytest.approx(expected, abs=OFF), policy
