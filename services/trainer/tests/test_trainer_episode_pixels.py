@@ -31,7 +31,6 @@ ADAPTERS = "openvla_oft adapters"
 NIGHTLY = {
     "smolvla": ({"state": STATE}, "chunk", 3e-4, 12),
     "act": ({"state": STATE}, "chunk", 3e-5, 12),
-    "diffusion": ({"state": STATE}, "chunk", 3e-3, 14),
 }
 SELDOM = {"pi05", *NIGHTLY}
 LEARNERS = POLICIES | NIGHTLY | {ADAPTERS: ({"state": 0}, "action", 2e-3, 8)}
