@@ -155,8 +155,9 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
             versions, seconds = RunVersions(store, lora, rank), []
             for number in range(1, WARM_UP + steps + 1):
                 digest = versions.stage(rounds, number)
-                stored, staged_s = versions.publish(Version(number, number - 1, number, digest))
-                seconds.append(staged_s)
+                published = versions.publish(rounds, Version(number, number - 1, number, digest))
+                seconds.append(published.cast_seconds)
+            stored = store.get(lora, number)
             figures[f"{lora}_bytes"] = stored.manifest.size_bytes
             figures[f"{lora}_stage_s"] = median(seconds[WARM_UP:])
             trainer_group.leave()
@@ -193,7 +194,8 @@ def policies(model: Path, one: bool, threads: int) -> dict[str, float]:
 
     torch.set_num_threads(threads)
     section = ModelSection(path=str(model), dtype="bfloat16", max_context=512)
-    names, codec = {"": RANK, "other": RANK}, TextCodec(character_tokenizer())
+    names, tokenizer = {"": RANK, "other": RANK}, character_tokenizer()
+    codec = TextCodec(tokenizer, frozenset({tokenizer.eos_token_id}), tokenizer.pad_token_id)
     before = resident_bytes()
     base = weights_of(*read_policy(RolloutConfig(model=section), "", ""))
     entries, body = [], bytearray()
