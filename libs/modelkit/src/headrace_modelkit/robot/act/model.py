@@ -174,7 +174,7 @@ class ActPolicy(RobotPolicy):
         config, weight = self.config, self.model.action_head.weight
         wanted, images = (config.height, config.width), []
         mean, std = (
-            torch.tensor(each, device=weight.device)[:, None, None]
+            torch.tensor(each).to(weight.device)[:, None, None]
             for each in (config.image_mean, config.image_std)
         )
         for camera in config.cameras:

@@ -246,7 +246,7 @@ class DiffusionPolicy(RobotPolicy):
             raise ValueError(f"camera {camera!r} gives {tuple(image.shape[-2:])} pixels, not {config.pixels}")
         image = image.reshape(-1, 3, *config.pixels)
         mean, std = (
-            torch.tensor(each, device=image.device)[:, None, None]
+            torch.tensor(each).to(image.device)[:, None, None]
             for each in (config.image_mean, config.image_std)
         )
         image = (image - mean) / std
