@@ -5,7 +5,7 @@ import json
 
 import pytest
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout
-from headrace_servicekit.process.worker_pipes import Codec, frame
+from headrace_servicekit.process.worker_pipes import Codec, FrameReader, frame
 
 CODEC = Codec(lambda message: json.dumps(message).encode(), json.loads)
 
@@ -17,7 +17,7 @@ async def pipe():
 
 @pytest.fixture
 async def worker(pipe):
-    return Worker(CODEC, process=None, reader=pipe, writer=None)
+    return Worker(CODEC, process=None, reader=FrameReader(pipe), writer=None)
 
 
 def framed(*messages):

@@ -72,12 +72,17 @@ def test_an_engine_over_hosts_names_what_it_needs():
     assert over(8, 2) == {}
     assert f"set {HOSTS}: 2 and rollout.instances: 2" in problems(spans(8), two)[SPAN]
     assert "on 2" in over(6, 3)[HOSTS] and "headrace join" in over(6, 3)[HOSTS]
-    assert "5 devices cannot be divided among 2 hosts" in over(5, 2)[HOSTS]
-    assert "set collocated or disaggregated" in over(8, 2, placement={"mode": "auto"})["placement.mode"]
-    assert "answers prompts alone" in over(8, 2, trainer={"helpers": 1})["trainer.helpers"]
+    for size, changes, problem in (
+        (5, {}, rf"{HOSTS}: 5 devices cannot be divided among 2 hosts"),
+        (8, {"placement": {"mode": "auto"}}, r"placement\.mode: .*set collocated or disaggregated"),
+        (8, {"trainer": {"helpers": 1}}, r"trainer\.helpers: .*answers prompts alone"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            over(size, 2, **changes)
     odd = spans(8, instances=3)
     odd["rollout"]["engine_options"]["hosts"] = 2
-    assert "the nearest valid value is 2" in problems(odd, two)["rollout.instances"]
+    with pytest.raises(ValueError, match=r"rollout\.instances: .*the nearest valid value is 2"):
+        problems(odd, two)
 
 
 def test_engines_that_span_more_gpus_than_there_are_name_what_fits():

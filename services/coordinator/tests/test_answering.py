@@ -20,7 +20,7 @@ class Refusing:
         self.modality = SimpleNamespace(
             prepare=self.nothing, opening=lambda *_: rollout.RunEpisodesOpen(), ended=lambda *_, **__: None
         )
-        self.workers = SimpleNamespace(rollouts=[self], usable=lambda worker: True)
+        self.workers = SimpleNamespace(decoding=[self], usable=lambda worker: True)
         self.spec = SimpleNamespace(limits=SimpleNamespace(step_timeout_s=1.0))
 
     async def nothing(self, *_: object) -> None:

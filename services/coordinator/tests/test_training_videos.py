@@ -33,7 +33,8 @@ def context(directory, videos):
 
 
 def step_of(prompt):
-    return 1 + prompt // PROMPTS
+    """As the ledger counts them: from 0 on."""
+    return prompt // PROMPTS
 
 
 def ended(prompt, *, success=True, pictures=None):
@@ -77,12 +78,12 @@ def ended(prompt, *, success=True, pictures=None):
 )
 def test_the_first_start_states_of_every_so_manyth_step_are_recorded(tmp_path, videos, wanted):
     ledger = SimpleNamespace(
-        step_of=step_of, prompts_of=lambda step: range(PROMPTS * (step - 1), PROMPTS * step)
+        step_of=step_of, prompts_of=lambda step: range(PROMPTS * step, PROMPTS * (step + 1))
     )
     dispatch = object.__new__(Dispatch)
     dispatch._context, dispatch._ledger = context(tmp_path, videos), ledger
     found = [prompt for prompt in range(3 * PROMPTS) if dispatch._recorded(prompt)]
-    assert [(step_of(prompt), prompt % PROMPTS) for prompt in found] == wanted
+    assert [(step_of(prompt) + 1, prompt % PROMPTS) for prompt in found] == wanted
 
 
 async def test_videos_are_kept_beside_their_episodes_without_pictures_that_are_elsewhere(tmp_path):

@@ -46,6 +46,12 @@ def make_session(trainer_group, make_config, tmp_path):
     return make
 
 
+def published(owner: Session, number: int) -> dict[str, torch.Tensor]:
+    """Publishes a version; its tensors, as a helper reads them."""
+    manifest = owner.publish(number).manifest
+    return published_tensors(manifest, owner._store.get(owner._run, number).body)
+
+
 @pytest.fixture
 def pair(make_session):
     """An owner that has begun step 0 on version 1, and a helper that holds that version."""
@@ -53,11 +59,9 @@ def pair(make_session):
     def make(**sections) -> tuple[Session, Session]:
         owner, helper = make_session("owner", **sections), make_session("helper", **sections)
         owner.restore("", 1, "store")
-        stored, _ = owner.publish(1)
+        tensors = published(owner, 1)
         owner.begin(BEGUN)
-        helper.help(
-            owner.state.version, TensorReader.of_version(published_tensors(stored.manifest, stored.body))
-        )
+        helper.help(owner.state.version, TensorReader.of_version(tensors))
         helper.begin(BEGUN)
         return owner, helper
 
@@ -189,8 +193,7 @@ def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group
     learn(owner, map(make_group, PROMPTS))
     reply = commit(owner)
     owner.record(0, 1, 2)
-    stored, _ = owner.publish(2)
-    tensors = published_tensors(stored.manifest, stored.body)
+    tensors = published(owner, 2)
     reader = TensorReader.of_version(tensors)
     first = steps.Version(1, 0, 0, "x")
     helper.help(reply.version, reader)

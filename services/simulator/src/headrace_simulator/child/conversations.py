@@ -158,7 +158,7 @@ def _check_size(messages: Sequence[common_pb2.ChatMessage], method: str) -> None
 
 def _content(given: Any, where: str) -> tuple[str, list[bytes]]:
     """The text of a content, with marks where its images stand, and their files."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         return _text(given, where), []
     text, files, marks = "", list[bytes](), 0
     for index, part in enumerate(given):

@@ -83,9 +83,9 @@ async def open_rollouts(
     places = {each.incarnation: (group[0], rank) for group in groups for rank, each in enumerate(group)}
     rollouts[:] = [each for each in rollouts if _has_place(each, places)]
     known = {rollout.incarnation for rollout in rollouts}
-    for incarnation, (leader, rank) in places.items():
-        if incarnation not in known:
-            instance = workers.fleet.event_log.state.instances[incarnation]
+    for instance in (each for group in groups for each in group):
+        if instance.incarnation not in known:
+            leader, rank = places[instance.incarnation]
             rollout, text = client_of(workers, RolloutClient, instance, rank=rank), config()
             spans = workers.engine_hosts > 1
             address, rollout.leader = (leader.address, leader.incarnation) if spans else (None, "")
