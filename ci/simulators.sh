@@ -19,7 +19,7 @@ if [ ! -e "$environment/.complete" ] || [ "$pins" -nt "$environment/.complete" ]
   $pip hatchling editables
   # shellcheck disable=SC2086 # several options
   if [ "$sim" != metaworld ]; then $pip --no-deps ${TORCH_FROM:-} torch; fi
-  $pip --no-deps --no-build-isolation -e ./proto -e ./libs/servicekit -e ./services/simulator
+  $pip --no-deps --no-build-isolation -e ./proto -e ./libs/schema -e ./libs/servicekit -e ./services/simulator
   $pip "headrace-simulator[$sim]" pytest pytest-asyncio pytest-timeout
   "$environment/bin/python" -m pip check
   touch "$environment/.complete"

@@ -22,6 +22,11 @@ class Scripted(simulator_pb2_grpc.SimulatorServiceServicer):
         self.streams: list[list[int]] = []
         self.held = 0
 
+    async def StepLocally(
+        self, request: simulator_pb2.StepLocallyRequest, context: object
+    ) -> AsyncIterator[simulator_pb2.StepLocallyResponse]:
+        yield simulator_pb2.StepLocallyResponse(why_not="it is scripted")
+
     async def Step(
         self, requests: AsyncIterator[simulator_pb2.StepRequest], context: object
     ) -> AsyncIterator[simulator_pb2.StepResponse]:
