@@ -111,8 +111,9 @@ def test_every_method_refuses_a_caller_without_the_token(call, kind):
             assert TOKEN not in sentence[0]
 
 
-# What needs no authority: it only reads.
-OPEN = {"ListScorers", "ListEnvironments", "Render"}
+# What needs no authority: it only reads, or only begins what is checked by each message (StepLocally), or an instance
+# asks it of another (Follow).
+OPEN = {"ListScorers", "ListEnvironments", "Render", "StepLocally", "Follow"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

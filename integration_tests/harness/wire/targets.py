@@ -143,6 +143,7 @@ def rollout_target(service, engine, published, model):
     valid = {
         "OpenRun": plain("OpenRun", config_json=config),
         "Generate": generate,
+        "Follow": lambda: [rollout_pb2.FollowRequest(run=RUN, rank=1, instance="another")],
         "RunEpisodes": plain(
             "RunEpisodes", open=rollout_pb2.RunEpisodesOpen(header=header(GENERATE), policy_number=1)
         ),

@@ -100,7 +100,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async for first in request_iterator:
             run, hosts = self._opened(common_pb2.CommandHeader(run=first.run)), self._hosts
             if hosts is None:
-                raise invalid(f"run: this instance leads no engine of {run.name}")
+                reason = f"run: this instance leads no engine of {run.name}"
+                raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NOT_LEADER", reason)
             async with aclosing(hosts.serve(first, request_iterator)) as responses:
                 async for response in responses:
                     yield response
