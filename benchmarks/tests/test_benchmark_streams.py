@@ -4,7 +4,7 @@ import chunk_stream
 import pytest
 import weight_sync
 from chunk_stream import INLINE, MESSAGE, ONE, PIPELINED, REFERENCE, best_of, rate
-from weight_sync import COLLECTIVE, DELTA, GRPC, SHM, Sync
+from weight_sync import BOTH, COLLECTIVE, DELTA, GRPC, SHM, Sync
 
 
 def test_one_outstanding_is_the_inverse_of_the_median_and_pipelined_the_median_of_the_steps():
@@ -36,9 +36,9 @@ def test_a_system_is_taken_at_its_best_round_and_a_figure_at_its_worse_pattern()
 
 
 def sync(memcpy, cast, install, pause=0.01):
-    parts = {SHM: install, GRPC: 3 * install, DELTA: 2 * install, COLLECTIVE: 4 * install}
-    moved = {SHM: 0, GRPC: 1000, DELTA: round(1000 * memcpy), COLLECTIVE: 1000}
-    pauses = {SHM: pause, GRPC: 2 * pause, DELTA: pause, COLLECTIVE: pause}
+    parts = {SHM: install, GRPC: 3 * install, DELTA: 2 * install, COLLECTIVE: 4 * install, BOTH: 2 * install}
+    moved = {SHM: 0, GRPC: 1000, DELTA: round(1000 * memcpy), COLLECTIVE: 1000, BOTH: round(2000 * memcpy)}
+    pauses = {SHM: pause, GRPC: 2 * pause, DELTA: pause, COLLECTIVE: pause, BOTH: pause}
     return Sync(memcpy, 2 * memcpy, cast, 0.0, parts, parts, pauses, moved)
 
 
@@ -51,6 +51,7 @@ def test_a_sync_is_all_from_the_cast_to_the_reply_and_counts_at_its_fastest():
     assert figures["pause_ms"] == pytest.approx(40)
     assert figures["shm_vs_bound"] == pytest.approx(0.04 / 0.08)
     assert figures["delta_bytes_vs_full"] == pytest.approx(0.04)
+    assert figures["collective_delta_bytes_vs_full"] == pytest.approx(0.08)
 
 
 def test_the_messages_have_the_sizes_that_they_claim():
