@@ -5,7 +5,8 @@ trainer chooses a layout, one rank goes through a step on fake tensors (`tools/f
 weights. A rank's micro-batch has 8,192 tokens: 13 chunks of OFT with two cameras.
 
 `worst_plan_error` is the largest |planned / measured - 1| of a GPU; a row's figures begin with its name, such as
-`openvla-oft-7b_8_lora`. `--check` fails above a tenth.
+`openvla-oft-7b_8_lora`. `--check` fails above a tenth, where that is more than half a GiB: of a small policy's plan a
+tenth is nothing that an allocator would notice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "fake_world"))
 
 from _harness import emit, machine, say
-from _memory_rows import cells, figures
+from _memory_rows import GIB, cells, figures
 from headrace_fake_world.robots import ROBOTS
 from headrace_fake_world.step import Case
 from memory_at_size import GOAL, measured_row
 
 POLICIES = ("openvla-oft-7b", "pi0-3b", "pi05-3b", "smolvla-450m", "act-52m", "diffusion-260m")
 RANKS = (1, 2, 4, 8)
+SMALL_GIB = 0.5
 KINDS: dict[str, dict[str, Any]] = {"all": {}, "lora": {"lora": {"rank": 32}}}
 
 
@@ -48,8 +50,13 @@ def main() -> None:
                 say(" | ".join(cells(row)))
     worst = max((abs(row["error"]) for row in rows if "error" in row), default=0.0)
     emit("vla_at_size", {"worst_plan_error": worst, **figures(rows)})
-    if options.check and worst > GOAL:
-        sys.exit(f"the plan is off by {worst:.1%}; the goal is {GOAL:.0%}")
+    off = [
+        row
+        for row in rows
+        if abs(row.get("error", 0.0)) > GOAL and abs(row["error"]) * row["measured"] > SMALL_GIB * GIB
+    ]
+    if options.check and off:
+        sys.exit(f"{len(off)} plans are off by more than {GOAL:.0%} and {SMALL_GIB} GiB")
 
 
 if __name__ == "__main__":
