@@ -113,7 +113,9 @@ async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(serve
     call = await opened(rollout, slots([5], attempt=2), 4)
     pieces += [piece async for piece in stream]
     tokens = [token for p in pieces if p.choices[0].logprobs for token in p.choices[0].logprobs.content]
-    assert await rewarded(client, pieces[0].id) == "taken"
+    assert await rewarded(client, pieces[0].id) in ("taken", "waiting"), (
+        "its slot may come behind the answer's end"
+    )
     await call.read_until(lambda call: len(call.finished()) == 1)
     (trajectory,) = call.finished().values()
     _, old, new = trajectory.segments
