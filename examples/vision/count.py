@@ -19,6 +19,7 @@ class Count:
 
     def __init__(self, most: int = 3) -> None:
         self._most = most
+        self._numbers = [str(number) for number in range(1, most + 1)]
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The first picture."""
@@ -28,9 +29,11 @@ class Count:
     def step(self, message: Mapping[str, str]) -> tuple[list[dict[str, Any]], float, bool]:
         """What an answer is worth, and the second picture."""
         said, rest = message["content"][:1], message["content"][1:]
+        self._turn += 1
+        if said not in self._numbers:
+            return [{"role": "user", "content": "no"}], -0.5 if said else -1.0, True
         right = said == str(self._count)
         reward = float(right) - 0.1 * len(rest)  # whatever is said beside the number
-        self._turn += 1
         told = "yes" if right else "no"
         if self._turn == 2:
             return [{"role": "user", "content": told}], reward, True
