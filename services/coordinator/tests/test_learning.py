@@ -127,7 +127,7 @@ def test_images_of_a_group_that_do_not_travel_are_named(attempt, monkeypatch):
     assert learning._image_bytes(attempt, group) == 20
     monkeypatch.setattr(learning, "MOST_GROUP_IMAGE_BYTES", 19)
     with pytest.raises(
-        CallRefused, match="environment.tasks: the images of 2 messages of group 3 have 20 bytes"
+        CallRefused, match=r"environment\.tasks: the images of 2 messages of group 3 have 20 bytes"
     ):
         learning._image_bytes(attempt, group)
 

@@ -64,7 +64,7 @@ def test_images_become_files_with_marks_where_they_stand():
 def test_what_one_call_returns_has_a_size(monkeypatch):
     monkeypatch.setattr(conversations, "MOST_IMAGE_BYTES", 3 * len(file(image())) - 1)
     assert len(begun(Shows([part(image())] * 2)).messages[0].images) == 2
-    with pytest.raises(Raised, match="the images of one reset have .* make them smaller"):
+    with pytest.raises(Raised, match=r"the images of one reset have .* make them smaller"):
         begun(Shows([part(image())] * 3))
 
 
