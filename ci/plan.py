@@ -159,6 +159,8 @@ NIGHTLY = [
     ),
     _tests("nightly", "integration_tests", "cli/tests", "benchmarks/tests", "-m", "nightly", timeout_s=14400),
     _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
+    _tests("nightly-rollout", "services/rollout/tests", "-m", "nightly", timeout_s=1800),
+    _tests("nightly-reward", "services/reward/tests", "-m", "nightly", timeout_s=600),
     _tests("nightly-simulator", "services/simulator/tests", "-m", "nightly", timeout_s=600),
     _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),
