@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace_coordinator.domain.devices.wanted import instances_wanted
+from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.store.event_log import EventLog
 
 LOOK_S = 5.0

@@ -17,8 +17,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.sections.scoring import RewardSection
 from typing_extensions import override
 
-from headrace_coordinator.fleet.instance_client import InstanceClient
-from headrace_coordinator.fleet.worker_client import CLOSE_S, LOAD_S, QUICK_S, WorkerClient
+from headrace_coordinator.fleet.instance_client import CLOSE_S, LOAD_S, QUICK_S, InstanceClient, WorkerClient
 from headrace_coordinator.waits import Waits
 
 SlotKey = tuple[int, int]

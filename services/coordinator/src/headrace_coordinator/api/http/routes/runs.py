@@ -26,7 +26,6 @@ from pydantic import BaseModel
 
 from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
 from headrace_coordinator.api.http.errors import invalid
-from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
 from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
     JSON,
@@ -36,11 +35,15 @@ from headrace_coordinator.api.http.requests import (
     PageToken,
     States,
     body_of,
+    foreign_token,
     key_or_new,
     keyed_response,
     known_parameters,
     known_states,
+    page,
+    place_of,
     read_model,
+    token_of,
     view_response,
 )
 from headrace_coordinator.api.refusal import Refused
