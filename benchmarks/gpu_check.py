@@ -133,7 +133,7 @@ def every(checks: Sequence[Check], gpus: int, device: str, limit_s: float) -> in
 
 def why_not(check: Check, gpus: int, left_s: float) -> str:
     """Why a check cannot run; empty where it can. A rehearsal has as many processors as it takes."""
-    from _gpu_checks import missing
+    from _gpu_bench import missing
 
     if left_s < LEAST_S:
         return f"no time is left: {left_s:.0f} s"
