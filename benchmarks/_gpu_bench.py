@@ -1,4 +1,4 @@
-"""What the checks of gpu_check have in common: where they run, what they find, runs and scripts and what is wrong of them.
+"""What the checks of gpu_check have in common: where they run, what they find, and what is wrong with any run.
 
 Runs go through a fleet and the client, like a user's.
 """

@@ -16,7 +16,7 @@ from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.assignment import assign_devices
-from headrace_coordinator.run.simulators.leases import ScorerLeases, SimulatorLeases
+from headrace_coordinator.run.devices.beside import ScorerLeases, SimulatorLeases
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
