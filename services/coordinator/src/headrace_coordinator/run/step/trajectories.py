@@ -167,7 +167,7 @@ class Trajectories(dict[SlotKey, Trajectory]):
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for message in await producer.fetch(missing) if missing else ():
-                slot = wanted[message.sample.prompt_ordinal, message.sample.sample_index]
+                slot = wanted[slot_key(message.sample)]
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found

@@ -59,6 +59,11 @@ def sample_key(slot: SlotKey) -> common.SlotKey:
     return common.SlotKey(prompt_ordinal=slot[0], sample_index=slot[1])
 
 
+def slot_key(sample: common.SlotKey) -> SlotKey:
+    """(prompt ordinal, sample index) of the contracts' key."""
+    return sample.prompt_ordinal, sample.sample_index
+
+
 @dataclass
 class Published:
     """A version that can be installed."""
