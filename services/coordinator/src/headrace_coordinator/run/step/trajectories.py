@@ -21,7 +21,7 @@ from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 
