@@ -1,6 +1,6 @@
 """Follows what runs want: sets the number of instances of a kind, within bounds. Off unless bounds are given.
 
-What is wanted is `domain.devices.wanted`; who starts processes, containers or pods is a supervisor.
+What is wanted is `domain.devices.demand`; who starts processes, containers or pods is a supervisor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What there is to run on, and which engine a run takes of it.
+"""What there is to run on, which engine a run takes of it, and the defaults that its hardware decides.
 
 Pure but for one read: a local model's config.json.
 """
