@@ -10,8 +10,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from headrace_schema.resources.evaluations import EpisodeView, VideoListView
 from headrace_schema.resources.views import RecordingListView
 
-from headrace_coordinator.api.http import downloads
-from headrace_coordinator.api.http.downloads import folder_answer
+from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
 from headrace_coordinator.api.http.requests import (
     GivenKey,
     key_or_new,
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 GZIP = "application/gzip"
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"content": {GZIP: {}}, "description": "The recording, for headrace replay."}
-}
-
-TAR_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {downloads.MEDIA_TYPE: {}}, "description": "The tar file."}
 }
 
 

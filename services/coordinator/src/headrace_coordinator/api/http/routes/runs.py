@@ -24,7 +24,7 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
-from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
+from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
@@ -60,9 +60,6 @@ DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 Code = Annotated[str, Query(description="of a link that POST /v1/links makes, in place of the token")]
-TAR_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPE: {}}, "description": "The tar file."}
-}
 
 
 class EvaluationListView(BaseModel):
