@@ -73,13 +73,15 @@ def main() -> None:
     parser.add_argument("--answers", action="store_true", help="what the coordinator takes for an answer")
     options = parser.parse_args()
     if options.answers:
-        emit("chunk_stream", answers())
+        with services() as coordinator:
+            emit("chunk_stream", answers(coordinator))
         return
     python = None if options.alone else environment("ray", RAY)
     say(machine())
     rounds: list[dict[str, Rates]] = []
     for _ in range(options.rounds):
-        found = {"headrace": headrace()}
+        with services() as coordinator:
+            found = {"headrace": headrace(coordinator)}
         if python is not None:
             found |= {name: peer(python, name, options.seconds) for name in ("rlinf", "queue")}
         rounds.append(found)
@@ -93,23 +95,21 @@ def main() -> None:
 # --- Headrace
 
 
-def headrace(bursts: Mapping[str, int] = BURSTS, steps: int = STEPS) -> Rates:
+def headrace(
+    coordinator: subprocess.Popen[str], bursts: Mapping[str, int] = BURSTS, steps: int = STEPS
+) -> Rates:
     """Every kind and pattern; `bursts` are the messages of a step by kind."""
-    with services() as coordinator:
-        return {
-            (kind, pattern): rate(
-                [times for times, _ in ask(coordinator, kind, pattern, bursts[kind], steps, WINDOWS[kind])],
-                pattern,
-            )
-            for kind in SIZES
-            for pattern in PATTERNS
-        }
+    found = {
+        (kind, pattern): ask(coordinator, kind, pattern, bursts[kind], steps, WINDOWS[kind])
+        for kind in SIZES
+        for pattern in PATTERNS
+    }
+    return {key: rate([times for times, _ in taken], key[1]) for key, taken in found.items()}
 
 
-def answers(count: int = ANSWERS, steps: int = STEPS) -> dict[str, float]:
+def answers(coordinator: subprocess.Popen[str], count: int = ANSWERS, steps: int = STEPS) -> dict[str, float]:
     """What the coordinator's process takes for answers, `count` of them a step."""
-    with services() as coordinator:
-        found = ask(coordinator, ANSWER, PIPELINED, count, steps, STREAMS, GROUP)
+    found = ask(coordinator, ANSWER, PIPELINED, count, steps, STREAMS, GROUP)
     each = [1e6 * cpu_s / count for _, cpu_s in found]
     say(f"us an answer by step: {' '.join(f'{one:.0f}' for one in each)}; {machine()}")
     cost = median(each)

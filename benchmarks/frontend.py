@@ -9,7 +9,7 @@ pipelines read those); `whole_us_per_token`, the same with whole answers; `engin
 `--engine vllm` does it with the real vLLM and a tiny model, in `.envs/vllm` (`make engines ENGINE=vllm`). Its front end
 runs in the service's process, its engine core apart: what is taken off is what a bare `AsyncLLM` of the same arguments
 takes in a process of its own, whose reader drops what it gets (`_frontend_bare.py`). The figures have `vllm_` before
-their names.
+their names. `--engine sglang` the same; SGLang's front end has a process of its own, so that nothing is taken off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="look for two stop strings, which never come")
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each kind")
     parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of the engine's step")
-    parser.add_argument("--engine", default="paced", choices=("paced", "vllm"), help="what makes the tokens")
+    parser.add_argument(
+        "--engine", default="paced", choices=("paced", "vllm", "sglang"), help="what makes the tokens"
+    )
     options = parser.parse_args()
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, ExitStack() as stack:
@@ -72,7 +74,8 @@ def main() -> None:
                     found[name].append((whole - own, own))
     say(f"at the end: {machine()}")
     figures = {f"{name}_us_per_token": median(cost for cost, _ in costs) for name, costs in found.items()}
-    figures["engine_us_per_token"] = median(own for costs in found.values() for _, own in costs)
+    if options.engine != "sglang":
+        figures["engine_us_per_token"] = median(own for costs in found.values() for _, own in costs)
     rows = [
         (name, figures[f"{name}_us_per_token"], " ".join(f"{cost:.1f}" for cost, _ in costs))
         for name, costs in found.items()
@@ -118,7 +121,7 @@ class Bare:
 
 
 class Service:
-    """A rollout service with an engine that computes nothing, or with vLLM."""
+    """A rollout service with an engine that computes nothing, with vLLM, or with SGLang."""
 
     def __init__(self, stack: ExitStack, folder: Path, model: Path, options: argparse.Namespace) -> None:
         from harness.services import alone
@@ -136,7 +139,7 @@ class Service:
             "rollout",
             folder / "rollout",
             *flags,
-            python=sys.executable if paced else python_of("vllm"),
+            python=sys.executable if paced else python_of(options.engine),
             **(plugin if paced else offline(None)),
         )
         stack.enter_context(process)
@@ -146,6 +149,8 @@ class Service:
         rollout = {"engine": options.engine, "max_concurrency": options.streams}
         if paced:
             rollout["engine_options"] = {"step_s": options.step_ms / 1e3, "costs": str(self._costs)}
+        elif options.engine == "sglang":
+            rollout["engine_options"] = {"kv_cache_tokens": 1 << 16}
         config = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout, "seed": 3}
         asked = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
         self._engine.stub.OpenRun(asked, timeout=alone.CALL_S)

@@ -115,7 +115,11 @@ def loaded(shared, monkeypatch) -> list[set[str]]:
 
 
 async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(shared, loaded):
-    for seed, own in ((5, 5), (7, 7), (19, 7)):  # the second version swaps adapters alone, the third one of them
+    for seed, own in (
+        (5, 5),
+        (7, 7),
+        (19, 7),
+    ):  # the second version swaps adapters alone, the third one of them
         whole = await installed(shared, seed, own)
         for policy, (ids, log_probs) in (await answers(shared)).items():
             model = merged(shared.model_a, whole, policy)
