@@ -71,7 +71,7 @@ class Watched(AttemptState):
     def settle(self, groups: list[tuple[int, list[float]]]) -> None:
         """Reads when a message began off its text, which is kept until it is learned."""
         for prompt, _ in groups:
-            self.began_at[prompt] = float(self.trajectories[prompt, 0].received.completion_text)
+            self.began_at[prompt] = float(self.trajectories[prompt, 0].received.completion_text.split()[0])
         super().settle(groups)
 
     def accumulate(self, prompts: list[int], helper: str = "") -> None:
@@ -87,7 +87,7 @@ class Watched(AttemptState):
             self.go.write(GO * len(prompts))
 
 
-def make_spec(model: str, messages: int, steps: int, together: int) -> RunSpec:
+def make_spec(model: str, messages: int, steps: int, together: int, group: int = 1) -> RunSpec:
     """A run of so many messages a step, `together` of them at once; its model's path is for the producer."""
     return RunSpec.model_validate(
         {
@@ -95,7 +95,7 @@ def make_spec(model: str, messages: int, steps: int, together: int) -> RunSpec:
             "steps": steps,
             "model": {"path": model},
             "data": {"source": "copy_digits", "options": {"digits": 3}},
-            "algorithm": {"name": "none", "group_size": 1, "prompts_per_step": messages},
+            "algorithm": {"name": "none", "group_size": group, "prompts_per_step": messages // group},
             "rollout": {"max_concurrency": together},
             "reward": {"scorers": [{"name": "exact"}]},
         }
@@ -125,12 +125,14 @@ class Bench:
         """The line on which a producer hears that it may send the next message."""
         self._producers.put_nowait(writer)
 
-    async def measure(self, kind: str, pattern: str, messages: int, steps: int, window: int) -> list[Any]:
-        """[(began, durable)] of each message, a list a step."""
+    async def measure(
+        self, kind: str, pattern: str, messages: int, steps: int, window: int, group: int = 1
+    ) -> list[Any]:
+        """[(began, durable)] of the first message of each group, and CPU seconds of this process, of each step."""
         run = f"{RUN}-{kind}-{pattern}"
         # One at a time, the producer waits for its line, not for its assignment.
         together = messages if pattern == ONE else window
-        spec = make_spec(f"{kind}-{pattern}", messages, steps, together)
+        spec = make_spec(f"{kind}-{pattern}", messages, steps, together, group)
         now = self.event_log.now()
         submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory="")
         restored = ev.VersionRestored(
@@ -150,9 +152,9 @@ class Bench:
         await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 
-    async def _step(self, context: RunContext, pattern: str) -> list[tuple[float, float]]:
+    async def _step(self, context: RunContext, pattern: str) -> tuple[list[tuple[float, float]], float]:
         """As `Attempt.run`, whose trainer learns while the rollout generates."""
-        ledger, event_log = context.state.ledger, self.event_log
+        ledger, event_log, spent = context.state.ledger, self.event_log, time.process_time()
         await event_log.commit(
             ev.StepOpened(
                 at=event_log.now(),
@@ -180,7 +182,7 @@ class Bench:
 
         await gather_all(generate(), learning.run(), first_go())
         await asyncio.gather(*attempt.flushes)
-        if attempt.refused or len(attempt.durable_at) != len(ledger.slots):
+        if attempt.refused or len(attempt.durable_at) != len(ledger.slots) // ledger.group_size:
             raise RuntimeError(f"{attempt.refused} chunks were refused")
         keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
         await event_log.commit(
@@ -188,11 +190,12 @@ class Bench:
         )
         for member in context.workers.rollouts:
             await member.end_retention(keys)
-        return [(attempt.began_at[prompt], at) for prompt, at in sorted(attempt.durable_at.items())]
+        times = [(attempt.began_at[prompt], at) for prompt, at in sorted(attempt.durable_at.items())]
+        return times, time.process_time() - spent
 
 
 async def coordinate(settings: dict[str, Any]) -> None:
-    """Reads (kind, pattern, messages, steps, window) from standard input, line by line; a line of JSON for each."""
+    """Reads (kind, pattern, messages, steps, window, group) from standard input; a line of JSON for each."""
     import sys
 
     store = RedisStore(settings["store"])

@@ -27,12 +27,13 @@ from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightStore
 
-MESSAGE, INLINE, REFERENCE = "message", "inline", "reference"
+MESSAGE, INLINE, REFERENCE, ANSWER = "message", "inline", "reference", "answer"
 ONE, PIPELINED = "one", "pipelined"
 SMALL, LARGE = 1024, 1024 * 1024
 PART = 256 * 1024  # the largest tensor that a relayed message may hold
 RESPONSE_BYTES = 1024 * 1024  # of a rollout's stream
 PROMPT, TOKENS = 24, 131  # a message of just over 1 KB, of which most is ids and log-probs
+ANSWER_TOKENS, WORD = 192, " word"  # of an answer with its text, as a rollout sends it
 GO = b"g"
 RUN = "bench"
 TOKEN = "benchmark"
@@ -93,10 +94,22 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
         body.completion_text = repr(started)  # outside the digest; when this message began
         self._fill(body)
         body.body_digest, size = digest_and_size(body)
+        if self._kind == ANSWER:
+            body.completion_text += WORD * ANSWER_TOKENS
         self._kept[slot[0], slot[1]] = body
         return size
 
     def _fill(self, body: common_pb2.Trajectory) -> None:
+        if self._kind == ANSWER:
+            body.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(30_000, 30_000 + PROMPT)))
+            sampled = common_pb2.TokenSegment(
+                token_ids=range(40_000, 40_000 + ANSWER_TOKENS),
+                log_probs=[-1.5] * ANSWER_TOKENS,
+                distribution=SAMPLED_FROM,
+                text_bytes=[len(WORD)] * ANSWER_TOKENS,
+            )
+            body.segments.add(policy_number=1, tokens=sampled)
+            return
         if self._kind == MESSAGE:
             body.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(30_000, 30_000 + PROMPT)))
             sampled = common_pb2.TokenSegment(

@@ -16,6 +16,10 @@ messages is under way (64 of 1 KB, 8 of 1 MB); the figure is messages over the t
 Prints one JSON line: `messages_vs_rlinf` for 1 KB, `bytes_inline_vs_rlinf` for 1 MB bodies in the message and
 `bytes_reference_vs_rlinf` for 1 MB bodies that stay with the producer and are read by the consumer, each the worse of
 both patterns. Every figure is the best of the rounds, which take turns.
+
+`--answers`: answers of 192 tokens with their text, in groups of 8, 256 of them under way, to Headrace alone. Prints
+`coordinator_us_per_answer` and `coordinator_us_per_token`, microseconds of a core that the coordinator's process takes
+from the rollout's message to the durable acknowledgement of the trainer, the median of the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from typing import Any
 from _environments import environment
 from _harness import emit, machine, say, table
 
-MESSAGE, INLINE, REFERENCE = "message", "inline", "reference"
+MESSAGE, INLINE, REFERENCE, ANSWER = "message", "inline", "reference", "answer"
 ONE, PIPELINED = "one", "pipelined"
 PATTERNS = (ONE, PIPELINED)
 SIZES = {MESSAGE: 1024, INLINE: 1024 * 1024, REFERENCE: 1024 * 1024}
@@ -45,6 +49,7 @@ WINDOWS = {MESSAGE: 64, INLINE: 8, REFERENCE: 8}
 BURSTS = {MESSAGE: 512, INLINE: 64, REFERENCE: 64}
 """Messages of a step."""
 STEPS = 6  # and one that warms up
+STREAMS, ANSWERS, GROUP, ANSWER_TOKENS = 256, 2048, 8, 192
 RAY = [
     ["torch==2.13.0"],
     ["ray==2.60.0", "hydra-core", "omegaconf", "sortedcontainers", "datasets", "torchdata", "accelerate"],
@@ -65,12 +70,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times that each system is measured")
     parser.add_argument("--seconds", type=float, default=1.5, help="about this long a pattern of a peer")
     parser.add_argument("--alone", action="store_true", help="without peers, for work on Headrace itself")
+    parser.add_argument("--answers", action="store_true", help="what the coordinator takes for an answer")
     options = parser.parse_args()
+    if options.answers:
+        with services() as coordinator:
+            emit("chunk_stream", answers(coordinator))
+        return
     python = None if options.alone else environment("ray", RAY)
     say(machine())
     rounds: list[dict[str, Rates]] = []
     for _ in range(options.rounds):
-        found = {"headrace": headrace()}
+        with services() as coordinator:
+            found = {"headrace": headrace(coordinator)}
         if python is not None:
             found |= {name: peer(python, name, options.seconds) for name in ("rlinf", "queue")}
         rounds.append(found)
@@ -84,8 +95,30 @@ def main() -> None:
 # --- Headrace
 
 
-def headrace(bursts: Mapping[str, int] = BURSTS, steps: int = STEPS) -> Rates:
-    """A store and three processes, every kind and pattern on them; `bursts` are the messages of a step by kind."""
+def headrace(
+    coordinator: subprocess.Popen[str], bursts: Mapping[str, int] = BURSTS, steps: int = STEPS
+) -> Rates:
+    """Every kind and pattern; `bursts` are the messages of a step by kind."""
+    found = {
+        (kind, pattern): ask(coordinator, kind, pattern, bursts[kind], steps, WINDOWS[kind])
+        for kind in SIZES
+        for pattern in PATTERNS
+    }
+    return {key: rate([times for times, _ in taken], key[1]) for key, taken in found.items()}
+
+
+def answers(coordinator: subprocess.Popen[str], count: int = ANSWERS, steps: int = STEPS) -> dict[str, float]:
+    """What the coordinator's process takes for answers, `count` of them a step."""
+    found = ask(coordinator, ANSWER, PIPELINED, count, steps, STREAMS, GROUP)
+    each = [1e6 * cpu_s / count for _, cpu_s in found]
+    say(f"us an answer by step: {' '.join(f'{one:.0f}' for one in each)}; {machine()}")
+    cost = median(each)
+    return {"coordinator_us_per_answer": cost, "coordinator_us_per_token": cost / ANSWER_TOKENS}
+
+
+@contextmanager
+def services() -> Iterator[subprocess.Popen[str]]:
+    """A store, a producer, a consumer and a coordinator, a process each; the last one is asked."""
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, ExitStack() as stack:
         directory = Path(folder)
         store = stack.enter_context(embedded_store(directory))
@@ -99,12 +132,7 @@ def headrace(bursts: Mapping[str, int] = BURSTS, steps: int = STEPS) -> Rates:
         for name, kind in (("producer", "rollout"), ("consumer", "trainer")):
             service = stack.enter_context(process(name, settings))
             addresses[kind] = readline(service)
-        coordinator = stack.enter_context(process("coordinator", {**settings, "addresses": addresses}))
-        return {
-            (kind, pattern): ask(coordinator, kind, pattern, bursts[kind], steps)
-            for kind in SIZES
-            for pattern in PATTERNS
-        }
+        yield stack.enter_context(process("coordinator", {**settings, "addresses": addresses}))
 
 
 @contextmanager
@@ -152,12 +180,23 @@ def readline(started: subprocess.Popen[str]) -> str:
     return line
 
 
-def ask(coordinator: subprocess.Popen[str], kind: str, pattern: str, burst: int, steps: int) -> float:
-    """Messages a second of one kind and pattern, `burst` in each of the steps."""
+def ask(
+    coordinator: subprocess.Popen[str],
+    kind: str,
+    pattern: str,
+    burst: int,
+    steps: int,
+    window: int,
+    group: int = 1,
+) -> list[tuple[list[tuple[float, float]], float]]:
+    """(began, ended) of messages of one kind and pattern, `burst` in each of the steps, and the coordinator's CPU
+    seconds, by step.
+    """
     assert coordinator.stdin is not None
-    coordinator.stdin.write(json.dumps([kind, pattern, burst, steps + 1, WINDOWS[kind]]) + "\n")
+    coordinator.stdin.write(json.dumps([kind, pattern, burst, steps + 1, window, group]) + "\n")
     coordinator.stdin.flush()
-    return rate(json.loads(readline(coordinator))[1:], pattern)
+    found: list[tuple[list[tuple[float, float]], float]] = json.loads(readline(coordinator))[1:]
+    return found
 
 
 def rate(steps: list[list[tuple[float, float]]], pattern: str) -> float:

@@ -207,9 +207,9 @@ class Service:
             asked = rollout_pb2.OpenRunRequest(header=header(), config_json=config)
             engine.stub.OpenRun(asked, timeout=alone.CALL_S)
             engine.wake()
-            _install(engine, 1, "")
+            install(engine, 1, "")
             found.start_s = time.perf_counter() - started
-            found.install_s = _install(engine, 2, str(_other_version(Path(load.model), folder)))
+            found.install_s = install(engine, 2, str(_other_version(Path(load.model), folder)))
             yield cls(engine, load, process.process.pid)
 
     def turn(self, turn: int) -> float:
@@ -287,7 +287,7 @@ def make_config(name: str, load: Load) -> dict[str, Any]:
     return {"model": {"path": load.model, "dtype": load.dtype}, "rollout": rollout, "seed": 3}
 
 
-def _install(engine: Any, number: int, checkpoint: str) -> float:
+def install(engine: Any, number: int, checkpoint: str) -> float:
     """A version from a directory, or the model's own; returns the seconds without what the service read before."""
     from harness.services import alone
     from harness.services.by_hand import header

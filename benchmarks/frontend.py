@@ -5,6 +5,11 @@ vLLM's output processor does (`paced_engine`), a token of each of 256 requests e
 the coordinator speaks to it. Prints one JSON line: `frontend_us_per_token`, microseconds of a core that the service's
 process takes for a token, less what the engine's own steps take, with streamed chunks of 16 tokens (the coordinator's
 pipelines read those); `whole_us_per_token`, the same with whole answers; `engine_us_per_token`, what was taken off.
+
+`--engine vllm` does it with the real vLLM and a tiny model, in `.envs/vllm` (`make engines ENGINE=vllm`). Its front end
+runs in the service's process, its engine core apart: what is taken off is what a bare `AsyncLLM` of the same arguments
+takes in a process of its own, whose reader drops what it gets (`_frontend_bare.py`). The figures have `vllm_` before
+their names. `--engine sglang` the same; SGLang's front end has a process of its own, so that nothing is taken off.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +28,7 @@ from statistics import median
 from typing import Any
 
 from _harness import emit, machine, say, table
+from engines import install, offline, python_of
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "integration_tests"))
@@ -29,6 +36,8 @@ PLUGIN = Path(__file__).with_name("paced_engine")
 LEASE = 11
 GOAL = 15.0
 TURN_S = 300.0
+HEARTBEAT_MS = 5000
+"""As the coordinator's are."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -44,69 +53,117 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="look for two stop strings, which never come")
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each kind")
     parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of the engine's step")
+    parser.add_argument(
+        "--engine", default="paced", choices=("paced", "vllm", "sglang"), help="what makes the tokens"
+    )
     options = parser.parse_args()
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, ExitStack() as stack:
-        service = Service(stack, Path(folder), options)
+        model = Path(folder) / "model"
+        write_model(model, options.engine)
+        service = Service(stack, Path(folder), model, options)
+        bare = stack.enter_context(Bare(model, options)) if options.engine == "vllm" else None
         kinds = {"frontend": options.chunk, "whole": 0}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for turn in range(-1, options.turns):
             for name, chunk in kinds.items():
-                cost = service.turn(turn + 2, chunk)
+                whole, own = service.turn(turn + 2, chunk)
+                own = own if bare is None else bare.turn()
+                say(f"chunks of {chunk}: {whole:.1f} us a token, {own:.1f} of them the engine's; {machine()}")
                 if turn >= 0:
-                    found[name].append(cost)
+                    found[name].append((whole - own, own))
     say(f"at the end: {machine()}")
     figures = {f"{name}_us_per_token": median(cost for cost, _ in costs) for name, costs in found.items()}
-    figures["engine_us_per_token"] = median(own for costs in found.values() for _, own in costs)
+    if options.engine != "sglang":
+        figures["engine_us_per_token"] = median(own for costs in found.values() for _, own in costs)
     rows = [
         (name, figures[f"{name}_us_per_token"], " ".join(f"{cost:.1f}" for cost, _ in costs))
         for name, costs in found.items()
     ]
     table(("kind", "us a token", "turns"), rows)
-    emit("frontend", figures)
+    before = "" if options.engine == "paced" else f"{options.engine}_"
+    emit("frontend", {before + name: value for name, value in figures.items()})
+
+
+def write_model(directory: Path, engine: str) -> None:
+    """A tiny model; for vLLM with heads that its CPU build takes, and with so many ids that few answers end early."""
+    from headrace_modelkit.presets.tiny import write_tiny
+
+    write_tiny(directory, **({} if engine == "paced" else {"head_dim": 32, "vocab_size": 4096}))
+
+
+class Bare:
+    """vLLM's front end in a process of its own, with requests like the service's."""
+
+    def __init__(self, model: Path, options: argparse.Namespace) -> None:
+        load = (options.streams, options.samples, options.tokens, min(16, options.chunk))
+        self._process = subprocess.Popen(
+            [python_of("vllm"), Path(__file__).with_name("_frontend_bare.py"), model, *map(str, load)],
+            env={**os.environ, **offline(None), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=TURN_S)
+
+    def turn(self) -> float:
+        """Microseconds that its process takes for a token."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        return 1e6 * float(found["cpu_s"]) / int(found["tokens"])
 
 
 class Service:
-    """A rollout service whose engine is the paced one."""
+    """A rollout service with an engine that computes nothing, with vLLM, or with SGLang."""
 
-    def __init__(self, stack: ExitStack, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, model: Path, options: argparse.Namespace) -> None:
         from harness.services import alone
         from harness.services.by_hand import Engine, header
         from harness.services.fake_fleet import FakeFleet
         from headrace.rollout.v1 import rollout_pb2
-        from headrace_modelkit.presets.tiny import main as make_tiny
 
         self._options, self._costs = options, folder / "costs"
-        model = folder / "model"
-        make_tiny([str(model)])
-        fleet = stack.enter_context(FakeFleet())
-        flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", "cpu:0")
-        path = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
-        process = alone.Service("rollout", folder / "rollout", *flags, PYTHONPATH=path)
+        fleet = stack.enter_context(FakeFleet(heartbeat_ms=HEARTBEAT_MS))
+        devices = "cpu:0" if options.engine == "paced" else "cpu:0,cpu:1"
+        flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", devices)
+        paced = options.engine == "paced"
+        plugin = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))}
+        process = alone.Service(
+            "rollout",
+            folder / "rollout",
+            *flags,
+            python=sys.executable if paced else python_of(options.engine),
+            **(plugin if paced else offline(None)),
+        )
         stack.enter_context(process)
         fleet.grant("rollout-0", LEASE)
         self._pid = process.process.pid
         self._engine = Engine(stack.enter_context(alone.channel_to(process.address)), LEASE)
-        rollout = {
-            "engine": "paced",
-            "engine_options": {"step_s": options.step_ms / 1e3, "costs": str(self._costs)},
-            "max_concurrency": options.streams,
-        }
+        rollout = {"engine": options.engine, "max_concurrency": options.streams}
+        if paced:
+            rollout["engine_options"] = {"step_s": options.step_ms / 1e3, "costs": str(self._costs)}
+        elif options.engine == "sglang":
+            rollout["engine_options"] = {"kv_cache_tokens": 1 << 16}
         config = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout, "seed": 3}
         asked = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
         self._engine.stub.OpenRun(asked, timeout=alone.CALL_S)
         self._engine.wake()
-        install(self._engine)
+        install(self._engine, 1, "")
 
     def turn(self, turn: int, chunk: int) -> tuple[float, float]:
-        """Microseconds of a token: the service's without its engine's, and the engine's."""
+        """Microseconds of a token: the service's process, and what the paced engine's steps take of them."""
         before, own, started = self._cpu_s(), self._own_s(), time.perf_counter()
         tokens = sum(self._received(turn, chunk))
         used, own = self._cpu_s() - before, self._own_s() - own
-        rate = tokens / (time.perf_counter() - started)
-        figure = 1e6 * (used - own) / tokens
-        say(f"chunks of {chunk}: {figure:.1f} us a token, {rate:.0f} tokens/s; {machine()}")
-        return figure, 1e6 * own / tokens
+        say(f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
+        return 1e6 * used / tokens, 1e6 * own / tokens
 
     def _cpu_s(self) -> float:
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
@@ -144,21 +201,6 @@ class Service:
             for each in response.chunks:
                 segments = each.finished.segments
                 yield sum(len(part.tokens.log_probs) for part in segments if part.policy_number)
-
-
-def install(engine: Any) -> None:
-    """The model's own weights as version 1."""
-    from harness.services import alone
-    from harness.services.by_hand import header
-    from headrace.common.v1 import common_pb2
-    from headrace.rollout.v1 import rollout_pb2
-
-    asked = rollout_pb2.InstallPolicyRequest(
-        header=header(LEASE),
-        version=common_pb2.PolicyVersion(number=1),
-        files=rollout_pb2.PolicyFiles(checkpoint=""),
-    )
-    engine.stub.InstallPolicy(asked, timeout=alone.CALL_S)
 
 
 if __name__ == "__main__":

@@ -67,5 +67,8 @@ def test_the_messages_have_the_sizes_that_they_claim():
 
 
 def test_messages_of_every_kind_and_pattern_go_through_the_coordinator():
-    found = chunk_stream.headrace(dict.fromkeys(chunk_stream.SIZES, 4), steps=1)
+    with chunk_stream.services() as coordinator:
+        found = chunk_stream.headrace(coordinator, dict.fromkeys(chunk_stream.SIZES, 4), steps=1)
+        costs = chunk_stream.answers(coordinator, 16, steps=1)
     assert found.keys() == rates(1.0, 1.0).keys() and min(found.values()) > 0
+    assert costs["coordinator_us_per_answer"] / costs["coordinator_us_per_token"] == pytest.approx(192)

@@ -22,14 +22,17 @@ RUN = "runs/by-hand"
 class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
     """A FleetService on a free port; as a context manager it serves inside the block."""
 
-    def __init__(self, *, coordinator_epoch: int = 1, lease_ttl_s: int = 600) -> None:
+    def __init__(
+        self, *, coordinator_epoch: int = 1, lease_ttl_s: int = 600, heartbeat_ms: int = 200
+    ) -> None:
         self.coordinator_epoch = coordinator_epoch
         self.registered: dict[str, fleet_pb2.RegisterRequest] = {}
         self.held: dict[int, str] = {}
         self.released: set[int] = set()
         self.renews = True
         self._reports: dict[str, list[common_pb2.OpenRunReport]] = {}
-        self._lease_ttl_s = lease_ttl_s
+        self._lease_ttl_s, self._heartbeat = lease_ttl_s, Duration()
+        self._heartbeat.FromMilliseconds(heartbeat_ms)
         self._outboxes: dict[str, queue.Queue[Any]] = {}
         self._server = grpc.server(ThreadPoolExecutor(16))
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
@@ -51,7 +54,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         self.registered[request.instance] = request
         return fleet_pb2.RegisterResponse(
             coordinator_epoch=self.coordinator_epoch,
-            heartbeat_interval=Duration(nanos=200_000_000),
+            heartbeat_interval=self._heartbeat,
             lease_ttl=Duration(seconds=self._lease_ttl_s),
         )
 

@@ -299,14 +299,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.FetchTrajectoriesResponse]:
         """Trajectories that are retained, in responses of bounded size."""
         self._instance.fence.check(request.header, lease=False)
-        response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
-        for trajectory, own_size in list(self._opened(request.header).retention.fetch(request.samples)):
-            if size and size + own_size > RESPONSE_BYTES:
-                yield response
-                response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
-            response.trajectories.append(trajectory)
-            size += own_size
-        if size:
+        for response in self._opened(request.header).retention.fetch(request.samples, RESPONSE_BYTES):
             yield response
 
     async def ReleaseTrajectories(

@@ -52,9 +52,9 @@ def pairs_of(base: Weights, policy: str, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def version(base: Weights, seed: int) -> Weights:
-    """One of both policies."""
-    pairs = pairs_of(base, "", seed) | pairs_of(base, "guesser", seed + 1)
+def version(base: Weights, seed: int, own: int | None = None) -> Weights:
+    """One of both policies; `own`: the seed of the own policy's adapters, where it is another."""
+    pairs = pairs_of(base, "", seed if own is None else own) | pairs_of(base, "guesser", seed + 1)
     return adapted(replace(base, digest="of the base"), weights_of_tensors(pairs), SCALES)
 
 
@@ -81,10 +81,10 @@ def shared(request, tmp_path_factory) -> Iterator[Rig]:
     asyncio.run(engine.close())
 
 
-async def installed(rig: Rig, seed: int, **options: bool) -> Weights:
+async def installed(rig: Rig, seed: int, own: int | None = None, **options: bool) -> Weights:
     rig.number += 1
-    whole = version(weights_of_model(rig.model_a), seed)
-    await rig.engine.install(Policy(rig.number, f"of seed {seed}"), whole, **options)
+    whole = version(weights_of_model(rig.model_a), seed, own)
+    await rig.engine.install(Policy(rig.number, f"of seeds {seed}, {own}"), whole, **options)
     return whole
 
 
@@ -99,9 +99,28 @@ async def answers(rig: Rig, **options) -> dict[str, tuple[list[int], list[float]
     return {policy: (list(each.token_ids), list(each.log_probs)) for policy, each in wholes.items()}
 
 
-async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(shared):
-    for seed in (5, 7):  # the second version swaps adapters alone
-        whole = await installed(shared, seed)
+@pytest.fixture
+def loaded(shared, monkeypatch) -> list[set[str]]:
+    """Whose adapters each install has put into an engine that runs in processes of its own."""
+    found: list[set[str]] = []
+    if shared.hosted:
+        load = shared.engine._backend.load_adapters
+
+        async def noted(adapters):
+            found.append(set(adapters))
+            return await load(adapters)
+
+        monkeypatch.setattr(shared.engine._backend, "load_adapters", noted)
+    return found
+
+
+async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(shared, loaded):
+    for seed, own in (
+        (5, 5),
+        (7, 7),
+        (19, 7),
+    ):  # the second version swaps adapters alone, the third one of them
+        whole = await installed(shared, seed, own)
         for policy, (ids, log_probs) in (await answers(shared)).items():
             model = merged(shared.model_a, whole, policy)
             expected = expected_log_probs(model, PROMPT, ids, Distribution())
@@ -109,6 +128,7 @@ async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(s
             other = merged(shared.model_a, whole, "" if policy else "guesser")
             apart = expected_log_probs(other, PROMPT, ids, Distribution())
             assert max(abs(a - b) for a, b in zip(apart, log_probs, strict=True)) > 0.1
+    assert not shared.hosted or loaded == [{"", "guesser"}, {"", "guesser"}, {"guesser"}]
     scored, number = await shared.engine.score([(PROMPT, 20)], Distribution())
     own = expected_log_probs(merged(shared.model_a, whole, ""), PROMPT[:20], PROMPT[20:], Distribution())
     assert scored[0] == pytest.approx(own, abs=OFF) and number == shared.number

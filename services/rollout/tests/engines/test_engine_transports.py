@@ -186,7 +186,7 @@ async def test_memory_that_was_withdrawn_while_it_was_read_is_not_trusted(rig, t
     body = trainer.store.get(RUN, 1).body
     weights = weights_of(manifest, body, None, Withdrawn(len(body)))
     rig.number += 1
-    if device_of(rig.engine) is not None:
+    if device_of(rig.engine) is not None or rig.name == "sglang":  # SGLang reads the host's bytes alone
         await rig.engine.install(Policy(rig.number, version.digest), weights)
         await rig.serves(rig.model_a)
     else:

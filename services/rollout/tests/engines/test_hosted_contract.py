@@ -58,6 +58,16 @@ async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_versi
         assert output.whole.spans == [(number, len(answer))] and not output.stopped
 
 
+async def test_what_a_turn_of_its_loop_has_goes_out_in_one_piece(rig):
+    collector, pieces = Collector(), []
+    stream = rig.stream(collector, max_new_tokens=8, chunk_tokens=1)
+    taken = stream.sink
+    stream = replace(stream, sink=lambda outputs: (pieces.append(len(outputs)), taken(outputs)))
+    await rig.engine.submit(stream, [group(0, PROMPT, 8)])
+    ended = await collector.wait_ended(8)
+    assert len(pieces) < sum(pieces) == sum(len(each.whole.token_ids) for each in ended.values())
+
+
 @pytest.mark.parametrize("killed", ["all", "a worker"])
 async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig, tmp_path, killed):
     if killed == "all":

@@ -93,12 +93,20 @@ class Retention:
             for _, (kept, size) in sorted(self._kept.items())
         ]
 
-    def fetch(self, samples: Iterable[common_pb2.SlotKey]) -> Iterator[tuple[common_pb2.Trajectory, int]]:
-        """The trajectories of the given slots that are kept, and their bytes."""
-        for sample in samples:
-            kept = self._kept.get(_slot(sample))
-            if kept is not None:
-                yield kept
+    def fetch(
+        self, samples: Iterable[common_pb2.SlotKey], most_bytes: int
+    ) -> Iterator[rollout_pb2.FetchTrajectoriesResponse]:
+        """The trajectories of the given slots that are kept now, in responses of `most_bytes` or one trajectory."""
+        found = [self._kept[slot] for slot in map(_slot, samples) if slot in self._kept]
+        response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
+        for trajectory, own_size in found:
+            if size and size + own_size > most_bytes:
+                yield response
+                response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
+            response.trajectories.append(trajectory)
+            size += own_size
+        if size:
+            yield response
 
     def release(self, samples: Iterable[common_pb2.SlotKey]) -> None:
         """Ends retention of the given slots."""

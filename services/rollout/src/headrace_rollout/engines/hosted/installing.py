@@ -49,6 +49,8 @@ class Installer:
         self._held: tuple[Policy, Weights] | None = None
         self._base = ""
         """Digest of the weights that the engine has whole below adapters."""
+        self._beside: dict[str, tuple[object, ...]] = {}
+        """What the engine has of each adapter, by name: its scale, and its tensors with their digests."""
 
     @property
     def holds(self) -> bool:
@@ -57,7 +59,7 @@ class Installer:
 
     def forget(self) -> None:
         """Nothing is installed any more; the bytes of the last version are freed."""
-        self._held, self._base = None, ""
+        self._held, self._base, self._beside = None, "", {}
 
     async def install(self, policy: Policy, weights: Weights) -> None:
         """Puts a version in.
@@ -91,7 +93,7 @@ class Installer:
 
     async def _put(self, policy: Policy, weights: Weights) -> None:
         if not self._has_base(weights):
-            self._base = ""
+            self._base, self._beside = "", {}
             await self._put_weights(policy, weights)
             self._base = weights.digest
         if weights.beside:
@@ -99,15 +101,21 @@ class Installer:
         await self._call("reset_cache", self._backend.reset_cache())
 
     async def _put_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Those that the engine has as they are stay there."""
+        parts = {name: (each.scale, each.weights.entries) for name, each in adapters.items()}
+        changed = {name: each for name, each in adapters.items() if self._beside.get(name) != parts[name]}
+        for name in changed:
+            self._beside.pop(name, None)
         with ExitStack() as files:
-            given = {name: files.enter_context(_adapter_file(each)) for name, each in adapters.items()}
+            given = {name: files.enter_context(_adapter_file(each)) for name, each in changed.items()}
             arrived = await self._call("load_adapters", self._backend.load_adapters(given))
-        for name, adapter in adapters.items():
+        for name, adapter in changed.items():
             for entry in adapter.weights.entries:
                 if arrived.get(f"{name}/{entry.name}") != entry.digest:
                     raise BackendFailed(
                         f"tensor {entry.name} of the adapter {name!r} arrived with another digest"
                     )
+            self._beside[name] = parts[name]
 
     async def _put_weights(self, policy: Policy, weights: Weights) -> None:
         with file_of(weights) as path, ExitStack() as files:

@@ -177,6 +177,7 @@ class Requests:
         self._matchers = StopMatchers(codec)
         self._numbers = itertools.count(1)
         self._busy_since = 0.0
+        self._unsent: dict[Stream, list[TrajectoryUpdate]] = {}
 
     @property
     def living(self) -> int:
@@ -201,7 +202,7 @@ class Requests:
                 else:
                     outputs.append(trajectory.untouched(policy))
         if outputs:
-            stream.sink(outputs)
+            self._send(stream, outputs)
         self._fill()
 
     async def stop(self, keys: Sequence[SlotKey] | None, stream: Stream | None) -> int:
@@ -219,10 +220,11 @@ class Requests:
         gone = [trajectory for trajectory in self._waiting if meant(trajectory)]
         self._waiting = deque(trajectory for trajectory in self._waiting if not meant(trajectory))
         for trajectory in gone:
-            trajectory.stream.sink([trajectory.untouched(policy)])
+            self._send(trajectory.stream, [trajectory.untouched(policy)])
         stopped = [s for s in self._running.values() if meant(s.trajectory) and not s.ended]
         for sample in stopped:
-            sample.trajectory.stream.sink([sample.stop(policy)])
+            self._send(sample.trajectory.stream, [sample.stop(policy)])
+        self._send_all()
         await self._end(stopped)
         return len(gone) + len(stopped)
 
@@ -235,6 +237,7 @@ class Requests:
             if sample.task is not None:
                 sample.task.cancel()
         self._waiting.clear()
+        self._send_all()
         for stream in streams:
             stream.failed(reason)
 
@@ -256,7 +259,7 @@ class Requests:
         while policy is not None and self._waiting and len(self._running) < self._rows:
             trajectory = self._waiting.popleft()
             if not trajectory.stream.holds():
-                trajectory.stream.sink([trajectory.untouched(policy)])
+                self._send(trajectory.stream, [trajectory.untouched(policy)])
                 continue
             sample = RequestedTrajectory(trajectory, self._request(trajectory, policy))
             if not self._running:
@@ -292,7 +295,7 @@ class Requests:
                 # The engine is of use to the others: this one's group is made again, or dropped with its reason.
                 about = {"engine": self._backend.name, "prompt": sample.trajectory.key.prompt_ordinal}
                 _log.warning("the engine refused a request: %s", error, extra=about)
-                sample.trajectory.stream.sink([sample.fail(policy)])
+                self._send(sample.trajectory.stream, [sample.fail(policy)])
 
     async def _follow(self, sample: RequestedTrajectory) -> None:
         stream = sample.trajectory.stream
@@ -307,7 +310,7 @@ class Requests:
                 self._process.made_progress()
                 self._figures.sampled_tokens += len(new.token_ids)
                 if outputs := sample.take(new, policy, self._bounds.eos_ids):
-                    stream.sink(outputs)
+                    self._send(stream, outputs)
                 if sample.ended:
                     self._figures.samples += 1
                     return
@@ -315,7 +318,18 @@ class Requests:
             raise BackendFailed("its process ended")
         if not sample.ended and (policy := self._policy()) is not None:
             # Its lease is not held any more, or the engine ended it: another one goes on from here.
-            stream.sink([sample.stop(policy)])
+            self._send(stream, [sample.stop(policy)])
+
+    def _send(self, stream: Stream, outputs: Sequence[TrajectoryUpdate]) -> None:
+        """What one turn of the loop has for a stream goes out at its end, in one piece."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.setdefault(stream, []).extend(outputs)
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for stream, outputs in unsent.items():
+            stream.sink(outputs)
 
     def _left(self, sample: RequestedTrajectory, _ended: asyncio.Task[None]) -> None:
         del self._running[sample.request.request_id]

@@ -1,12 +1,15 @@
-"""From a run's settings to vLLM's AsyncEngineArgs. Imports vLLM."""
+"""From a run's settings to vLLM's AsyncEngineArgs, and to the variables that its processes read. Imports vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.devices import variables_for
 from headrace_modelkit.loading import context_limit, load_architecture
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
@@ -165,3 +168,40 @@ def whole_prefills(config: EngineConfig, options: VllmOptions, context: int) -> 
     drafted = options.speculative.tokens if options.speculative else 0
     tokens = max(CPU_BATCH_TOKENS, context, config.max_concurrency * (1 + drafted))
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+
+
+def variables_of(
+    start: Start, options: VllmOptions, *, routed_experts: bool, host: str = ""
+) -> dict[str, str]:
+    """What an engine's processes read; `host`: the address of this one, where an engine spans several."""
+    stages, hosts = options.pipeline_parallel_size, options.hosts
+    workers = max(1, parallel_size(options.tensor_parallel_size, start, stages, hosts) * stages // hosts)
+    # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
+    variables = {
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        OWNER: str(os.getpid()),
+        "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **({"VLLM_HOST_IP": host} if host else {}),
+    }
+    if all(device.type != "cuda" for device in start.devices):
+        # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables | variables_for(start.devices)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What the engine's processes inherit; this process gets its own back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

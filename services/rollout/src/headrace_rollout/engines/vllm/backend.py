@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from headrace.rollout.v1 import rollout_pb2
-from headrace_modelkit.devices import variables_for
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.vision import decode_image
@@ -41,10 +39,9 @@ from headrace_rollout.engines.hosted.backend import (
     rows_of,
 )
 from headrace_rollout.engines.hosted.hosts import version_key
-from headrace_rollout.engines.hosted.options import parallel_size
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
-from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
+from headrace_rollout.engines.vllm.arguments import engine_args, environment, variables_of
 from headrace_rollout.engines.vllm.options import VllmOptions
 from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
@@ -144,6 +141,7 @@ class VllmBackend(Backend):
         params.stop_token_ids = list(request.eos_ids)
         params.seed = request.seed if request.distribution.temperature else None
         params.stream_interval = request.interval
+        params.flat_logprobs = True  # lists of numbers: objects cost vLLM twice as much
         prompt: dict[str, Any] = {
             "prompt_token_ids": list(request.token_ids),
             "cache_salt": request.cache_salt,
@@ -157,9 +155,8 @@ class VllmBackend(Backend):
                 async for output in outputs:
                     (made,) = output.outputs
                     if made.token_ids:
-                        ids = list(made.token_ids)
                         routes = _routes(made.routed_experts, self._experts)
-                        yield Tokens(ids, _log_probs(ids, made.logprobs), routes=routes)
+                        yield Tokens(made.token_ids, made.logprobs.logprobs, routes=routes)
         except _REFUSALS as error:
             raise BackendFailed(one_line(error)) from error
 
@@ -358,50 +355,9 @@ def _routes(found: Any, experts: int) -> Routes | None:
     return Routes(rows.tobytes(), rows[0].nbytes)
 
 
-def _log_probs(ids: Sequence[int], found: Any) -> list[float]:
-    return [float(found[index][token].logprob) for index, token in enumerate(ids)]
-
-
 def _engine_cores() -> set[int]:
     """Processes of all engines of this instance; of one that is made anew, or of two in a test."""
     children = multiprocessing.active_children()
     return {
         child.pid for child in children if child.pid and child.name.startswith(("EngineCore", "VllmWorker"))
     }
-
-
-def variables_of(
-    start: Start, options: VllmOptions, *, routed_experts: bool, host: str = ""
-) -> dict[str, str]:
-    """What an engine's processes read; `host`: the address of this one, where an engine spans several."""
-    stages, hosts = options.pipeline_parallel_size, options.hosts
-    workers = max(1, parallel_size(options.tensor_parallel_size, start, stages, hosts) * stages // hosts)
-    # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
-    variables = {
-        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        OWNER: str(os.getpid()),
-        "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        **({"VLLM_HOST_IP": host} if host else {}),
-    }
-    if all(device.type != "cuda" for device in start.devices):
-        # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
-        variables["TORCHDYNAMO_DISABLE"] = "1"
-    return variables | variables_for(start.devices)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What the engine's processes inherit; this process gets its own back."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

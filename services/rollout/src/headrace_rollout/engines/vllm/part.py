@@ -16,8 +16,8 @@ from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.hosts import FILES
 from headrace_rollout.engines.hosted.processes import kill
-from headrace_rollout.engines.vllm.arguments import engine_args
-from headrace_rollout.engines.vllm.backend import capabilities, environment, variables_of
+from headrace_rollout.engines.vllm.arguments import engine_args, environment, variables_of
+from headrace_rollout.engines.vllm.backend import capabilities
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 
