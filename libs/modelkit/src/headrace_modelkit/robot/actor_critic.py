@@ -262,9 +262,7 @@ def _convolutions(channels: int, pixels: tuple[int, int], features: int) -> nn.S
     layers = nn.Sequential(*parts, nn.Flatten())
     with torch.no_grad():
         flat = layers(torch.zeros(1, channels, *pixels)).shape[1]
-    return layers.extend(
-        [_orthogonal(nn.Linear(flat, features), GAIN), nn.LayerNorm(features), nn.Tanh()]
-    )
+    return layers.extend([_orthogonal(nn.Linear(flat, features), GAIN), nn.LayerNorm(features), nn.Tanh()])
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
