@@ -63,6 +63,28 @@ def test_a_draw_depends_on_its_own_seed_alone(policy):
     assert torch.equal(greedy, policy(seen)[0]) and torch.equal(state, torch.get_rng_state())
 
 
+def test_a_clone_finds_what_is_small_in_bright_pictures():
+    """Without centred pictures, or without the norm of features, the tanh goes to its ends and nothing is learned."""
+    config = CnnConfig(
+        bounds=ActionBounds.unit(2), cameras=("front",), height=36, width=36, features=64, hidden=(32,)
+    )
+    generator = torch.Generator().manual_seed(0)
+    place_N2 = torch.randint(0, 30, (48, 2), generator=generator)
+    image = torch.full((48, 36, 36, 3), 200, dtype=torch.uint8)
+    for each, (row, column) in zip(image, place_N2.tolist(), strict=True):
+        each[row : row + 6, column : column + 6] = 100
+    seen, wanted = Observation(images={"front": image}), (place_N2 / 14.5 - 1)[:, None]
+    policy = config.build(seed=0)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = policy.imitate(seen, wanted, range(48)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+        optimizer.step()
+    assert loss < 0.25 * wanted.square().mean()
+
+
 def test_the_executed_action_is_clipped_and_scaled_and_the_drawn_one_is_scored():
     scaling = ActionScaling(BOUNDS)
     drawn = torch.tensor([[-3.0, 9.0], [-1.0, -9.0], [0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])

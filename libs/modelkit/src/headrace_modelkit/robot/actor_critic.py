@@ -211,7 +211,11 @@ class MlpPolicy(_ActorCritic):
 
 
 class CnnPolicy(_ActorCritic):
-    """`cnn`: one stack of convolutions for actor and critic."""
+    """`cnn`: one stack of convolutions for actor and critic.
+
+    Pictures are centred, and features normalised before their tanh (Yarats et al. 2021): else all of a bright picture
+    goes one way, the tanh saturates, and what is left to learn from is the state.
+    """
 
     def __init__(self, config: CnnConfig) -> None:
         super().__init__(config, config.features + config.state_size, config.state_size)
@@ -231,7 +235,7 @@ class CnnPolicy(_ActorCritic):
         for camera, image in zip(self.config.cameras, images, strict=True):
             if image.shape[-2:] != wanted:
                 raise ValueError(f"camera {camera!r} gives {tuple(image.shape[-2:])} pixels, not {wanted}")
-        features_BF: Tensor = self.encoder(torch.cat(images, 1))
+        features_BF: Tensor = self.encoder(torch.cat(images, 1) - 0.5)
         return torch.cat([features_BF, self.state(observation)], -1) if self.state_size else features_BF
 
 
@@ -254,7 +258,7 @@ def _convolutions(channels: int, pixels: tuple[int, int], features: int) -> nn.S
     layers = nn.Sequential(*parts, nn.Flatten())
     with torch.no_grad():
         flat = layers(torch.zeros(1, channels, *pixels)).shape[1]
-    return layers.extend([_orthogonal(nn.Linear(flat, features), GAIN), nn.Tanh()])
+    return layers.extend([_orthogonal(nn.Linear(flat, features), GAIN), nn.LayerNorm(features), nn.Tanh()])
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
