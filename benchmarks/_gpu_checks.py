@@ -1,6 +1,6 @@
 """What gpu_check asks of a machine, a function each: what to measure at which size, and what of it is wrong.
 
-Each gets a Bench and returns a Finding. Runs go through a fleet and the client, like a user's.
+Each gets a Bench and returns a Finding.
 """
 
 from __future__ import annotations
@@ -12,70 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
+from _gpu_bench import Bench, Finding, figures_of, missing, until, wrong_with
+
 PROBES = {"vllm": "vllm", "megatron": "megatron"}
-MISMATCH_KL = 0.02
-"""Above it the engine computes another model: bf16's rounding alone stays below 0.003 in every run so far."""
 DEVICE_GIB_A_PARAMETER = 20 / 2**30
 """Masters, moments, gradients, bf16 copy, and room for activations."""
 PARAMETERS = {"qwen2.5-7b": 7.62e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-0.5b": 0.49e9}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Figures, and what is wrong with them; `skipped`: why nothing was measured."""
-
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    skipped: str = ""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where a check runs: on `gpus` GPUs, or with 0 of them on the CPU at small sizes."""
-
-    gpus: int
-    folder: Path
-
-    @property
-    def cpu(self) -> bool:
-        """Whether this is a rehearsal, in which memory figures mean nothing."""
-        return not self.gpus
-
-    def devices(self, most: int) -> list[str]:
-        """torch's names of at most so many devices."""
-        return ["cpu"] if self.cpu else [f"cuda:{index}" for index in range(min(most, self.gpus))]
-
-    def model(self, shape: str) -> Path:
-        """A model of a shape, made once for all checks of this bench."""
-        from _run_at_size import write_model
-
-        directory = self.folder / shape
-        if not (directory / "config.json").is_file():
-            write_model(shape, directory, device="cpu" if self.cpu else "cuda:0")
-        return directory
-
-    def run(self, shape: str, during: Any = None, **size: Any) -> dict[str, float]:
-        """A run's figures."""
-        from _run_at_size import Size, run
-
-        gpus = 0 if self.cpu else size.pop("gpus", 1)
-        size.pop("gpus", None)
-        return run(Size(shape, gpus=gpus, **size), self.model(shape), during)
-
-
-def missing(module: str) -> str:
-    """Why a module's checks cannot run; empty where it is installed, here or in .envs of the checkout."""
-    if find_spec(module) is not None or (ROOT / ".envs" / module / "bin" / "python").is_file():
-        return ""
-    return f"{module} is not installed, and there is no .envs/{module}"
 
 
 def basics(bench: Bench) -> Finding:
@@ -116,7 +62,7 @@ def _collocated(bench: Bench, engine: str) -> Finding:
     large = {} if bench.cpu else {"groups": 8, "samples": 8, "tokens": 256, "context": 1024}
     more = {} if bench.cpu else {"micro_batch_tokens": 16_384}
     found = bench.run(shape, engine=engine, steps=3 if bench.cpu else 5, **large, **more)
-    wrong = _of_run(found)
+    wrong = wrong_with(found)
     if engine == "vllm" and found.get("engine_starts") != 1:
         wrong.append(f"the engine was started {found.get('engine_starts', 0):.0f} times in one run")
     if (asleep := found.get("engine_asleep_bytes", 0.0)) > ASLEEP_BYTES:
@@ -250,7 +196,7 @@ def serving(bench: Bench) -> Finding:
         options += ["--prompt", "16" if bench.cpu else "128", "--tokens", "8" if bench.cpu else "128"]
         options += ["--model", str(bench.model(shape)), "--dtype", "bfloat16"]
         options += [] if bench.cpu else ["--gpu", "0"]
-        found = _script("engines.py", "--engines", "vllm", *options)
+        found = figures_of("engines.py", "--engines", "vllm", *options)
         figures |= {f"{name}_{streams}": value for name, value in found.items() if "tokens_per_s" in name}
         figures[f"service_vs_bare_{streams}"] = ratio = found["service_vs_bare_vllm"]
         if ratio < 0.5 and not bench.cpu:
@@ -265,7 +211,7 @@ def prefixes(bench: Bench) -> Finding:
     shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
     for tokens in (128,) if bench.cpu else (2048, 8192, 16_384):
         options = ["--prompt", str(tokens), "--answer", str(tokens // 16), "--repetitions", "1"]
-        found = _script(
+        found = figures_of(
             "prefix.py", *options, "--model", str(bench.model(shape)), "--device", bench.devices(1)[0]
         )
         figures |= {f"speedup_{tokens}": found["speedup_bf16"]}
@@ -281,16 +227,16 @@ def killed_rank(bench: Bench) -> Finding:
 
     def kill(fleet: Any, run: tuple[Any, str]) -> None:
         client, name = run
-        _until(lambda: client.get(name).step >= 1, "the first step")
+        until(lambda: client.get(name).step >= 1, "the first step")
         step = client.get(name).step
         pid = next(item["pid"] for item in fleet.processes() if item["name"] == "trainer-1")
         subprocess.run(["kill", "-9", str(pid)], check=True)
         began = time.perf_counter()
-        _until(lambda: client.get(name).step > step + 1, "a step after the kill")
+        until(lambda: client.get(name).step > step + 1, "a step after the kill")
         lost["recovered_s"] = time.perf_counter() - began
 
     found = bench.run("qwen2.5-small", kill, ranks=2, steps=6, gpus=2, groups=4)
-    return Finding({**found, **lost}, tuple(_of_run(found)))
+    return Finding({**found, **lost}, tuple(wrong_with(found)))
 
 
 def megatron(bench: Bench) -> Finding:
@@ -308,7 +254,7 @@ def megatron(bench: Bench) -> Finding:
         shape = {"backend": "megatron", "backend_options": options, "ranks": count, "gpus": count}
         found = bench.run("qwen2.5-small", steps=2, groups=4, **shape)
         figures |= {f"{name}_{key}": value for key, value in found.items()}
-        wrong += [f"{name}: {problem}" for problem in _of_run(found)]
+        wrong += [f"{name}: {problem}" for problem in wrong_with(found)]
     ran = any(not isinstance(value, str) for value in figures.values())
     return Finding(figures, tuple(wrong), "" if ran else "it needs 2 GPUs, and 4 for TP2 x PP2")
 
@@ -317,7 +263,7 @@ def experts(bench: Bench) -> Finding:
     """A run of a tiny Qwen3-MoE: versions under the checkpoint's names reach an engine with fused experts."""
     engine = "transformers" if missing("vllm") else "vllm"
     found = bench.run("qwen3-moe-tiny", engine=engine, steps=3)
-    return Finding({"engine": engine, **found}, tuple(_of_run(found)))
+    return Finding({"engine": engine, **found}, tuple(wrong_with(found)))
 
 
 def simulated(bench: Bench) -> Finding:
@@ -352,16 +298,6 @@ def simulated(bench: Bench) -> Finding:
     if number > 2 and np.allclose(states[0], states[2], atol=1e-4):
         wrong.append("two seeds begin alike")
     return Finding(figures, tuple(wrong))
-
-
-def _of_run(found: Mapping[str, float]) -> list[str]:
-    """What is wrong with any run."""
-    wrong = []
-    if not found["steps_with_gradient"]:
-        wrong.append("no step had a gradient")
-    if found["worst_mismatch_kl"] > MISMATCH_KL:
-        wrong.append(f"the engine's log-probs are {found['worst_mismatch_kl']:.3g} nats off the trainer's")
-    return wrong
 
 
 async def _engines(model: Path, bench: Bench) -> list[dict[str, float]]:
@@ -405,22 +341,3 @@ def _refused_twice() -> bool:
     except Blocked:
         return True
     return False
-
-
-def _script(name: str, *options: str) -> dict[str, float]:
-    """Another benchmark's figures; RuntimeError with its last words."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name), *options], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-600:]}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["figures"]
-    return figures
-
-
-def _until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not come within {seconds:.0f} s")
-        time.sleep(0.2)

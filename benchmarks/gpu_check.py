@@ -133,7 +133,7 @@ def every(checks: Sequence[Check], gpus: int, device: str, limit_s: float) -> in
 
 def why_not(check: Check, gpus: int, left_s: float) -> str:
     """Why a check cannot run; empty where it can. A rehearsal has as many processors as it takes."""
-    from _gpu_checks import missing
+    from _gpu_bench import missing
 
     if left_s < LEAST_S:
         return f"no time is left: {left_s:.0f} s"
@@ -189,13 +189,14 @@ def tail(words: Any) -> dict[str, str]:
 def one(name: str, gpus: int, folder: Path) -> int:
     """Runs one check in this process, and prints what it found as the last line."""
     import _gpu_checks as checks
+    from _gpu_bench import Bench
 
     # `every` ends what is late so: what the check has opened is closed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # What libraries print on standard output goes to standard error.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    found = getattr(checks, name)(checks.Bench(gpus, folder))
+    found = getattr(checks, name)(Bench(gpus, folder))
     status = "skipped" if found.skipped else "failed" if found.problems else "passed"
     told: dict[str, Any] = {"status": status, "figures": found.figures}
     if reason := "; ".join(found.problems) or found.skipped:

@@ -101,7 +101,7 @@ _UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name,
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
-# Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
+# Parts that share the machine come first, long ones before short ones, so that the lanes end together. Flows keep
 # less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
 # kills and stops fleets waits for silences of many heartbeats. An engine starts on one core, and a megatron group meets
 # on it. Environments and images are made before the parts that use them.
@@ -157,8 +157,10 @@ NIGHTLY = [
         *("-m", "headrace_simulation", "--leaders-die", "--seeds", "1000"),
         timeout_s=7200,
     ),
-    _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
+    _tests("nightly", "integration_tests", "cli/tests", "benchmarks/tests", "-m", "nightly", timeout_s=14400),
     _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
+    _tests("nightly-rollout", "services/rollout/tests", "-m", "nightly", timeout_s=1800),
+    _tests("nightly-reward", "services/reward/tests", "-m", "nightly", timeout_s=600),
     _tests("nightly-simulator", "services/simulator/tests", "-m", "nightly", timeout_s=600),
     _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),

@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "load.py"
 
 
+@pytest.mark.nightly  # test_every_script starts it
 @pytest.mark.timeout(300)
 def test_two_ranks_load_and_save_a_small_model():
     command = [sys.executable, str(SCRIPT), "--small"]

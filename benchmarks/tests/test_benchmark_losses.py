@@ -30,6 +30,7 @@ def test_paths_that_compute_something_else_are_refused():
         losses.agree({"headrace": turn(), "verl": turn(), "trl": turn(norm_weight=3.01)})
 
 
+@pytest.mark.nightly  # test_every_script starts it; test_a_path_that_fails_is_named runs a turn
 def test_our_path_runs_and_its_gradient_depends_on_the_seed():
     python = Path(sys.executable)
     first, again, other = (

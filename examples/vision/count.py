@@ -13,12 +13,16 @@ SIDE = 8
 
 
 class Count:
-    """A picture, an answer, what it was worth with the next picture, and another answer."""
+    """A picture, an answer, what it was worth with the next picture, and another answer.
+
+    What is no number ends it, unless it is `patient`: a model with random weights learns so to say numbers first.
+    """
 
     images = True  # its messages have images: a run whose model reads none is refused as it is submitted
 
-    def __init__(self, most: int = 3) -> None:
-        self._most = most
+    def __init__(self, most: int = 3, patient: bool = False) -> None:
+        self._most, self._patient = most, patient
+        self._numbers = [str(number) for number in range(1, most + 1)]
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The first picture."""
@@ -28,11 +32,13 @@ class Count:
     def step(self, message: Mapping[str, str]) -> tuple[list[dict[str, Any]], float, bool]:
         """What an answer is worth, and the second picture."""
         said, rest = message["content"][:1], message["content"][1:]
-        right = said == str(self._count)
-        reward = float(right) - 0.1 * len(rest)  # whatever is said beside the number
         self._turn += 1
+        right, number = said == str(self._count), said in self._numbers
+        reward = float(right) - 0.1 * len(rest)  # whatever is said beside the number
+        if not number:
+            reward = -0.5 if said else -1.0
         told = "yes" if right else "no"
-        if self._turn == 2:
+        if self._turn == 2 or not (number or self._patient):
             return [{"role": "user", "content": told}], reward, True
         return [self._show(told)], reward, False
 

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.crowd import CrowdServer
+from harness.crowd_files import VIEWS, everything
 from harness.processes import ROOT
 
 NAMES = (os.environ.get("CHROMIUM", "chromium"), "chromium-browser", "google-chrome")
 PATIENCE_MS = 120_000  # names a hang: two slow cores run a fleet meanwhile
 TEST_S = 400
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 # The environment of its own has Playwright alone; everything else comes from the tests' environment.
 sys.path += [str(path) for path in (ROOT / ".envs/browser").glob("lib/python3.*/site-packages")]
 
@@ -73,3 +76,38 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert not complaints
+
+
+@pytest.fixture(scope="session")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrowdServer]:
+    """Made-up runs in every state, ten thousand more, and two evaluations."""
+    with everything(tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture
+def opened(open_page: Callable[..., Any]) -> Callable[..., Any]:
+    """Opens one of VIEWS at a server, and returns its page once it is drawn."""
+
+    def make(server: CrowdServer, view: str, **options: Any) -> Any:
+        path, mark = VIEWS[view]
+        page = open_page(f"{server.url}/{path}", **options)
+        page.locator(mark).first.wait_for()
+        return page
+
+    return make
+
+
+@pytest.fixture
+def inaccessible() -> Callable[[Any], list[tuple[str, list[str]]]]:
+    """What axe-core finds gravely wrong with a page, which was opened with `bypass_csp`."""
+
+    def check(page: Any) -> list[tuple[str, list[str]]]:
+        page.add_script_tag(path=AXE)
+        return [
+            (each["id"], [node["html"][:200] for node in each["nodes"][:3]])
+            for each in page.evaluate("async () => (await axe.run()).violations")
+            if each["impact"] in ("serious", "critical")
+        ]
+
+    return check

@@ -1,33 +1,14 @@
-"""Every view over made-up runs: hostile text, tokens, many runs, small screens, the keyboard, axe-core."""
+"""Every view over made-up runs: many runs, small screens, the keyboard, axe-core."""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
-from harness.crowd import (
-    Crowd,
-    CrowdServer,
-    write_conversations,
-    write_episodes,
-    write_timeline,
-    write_trajectories,
-)
+from harness.crowd import Crowd, CrowdServer
+from harness.crowd_files import MANY, RUNS, VIEWS
 from harness.waiting import wait_for
 
-AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;\u202e{{7*7}}"
-RUNS = [
-    ("live-1", "RUNNING"),
-    ("queued-1", "QUEUED"),
-    ("done-1", "SUCCEEDED"),
-    ("failed-1", "FAILED"),
-    ("talk-1", "SUCCEEDED"),
-    ("robot-1", "SUCCEEDED"),
-]
-MANY = 10_000
 SPEC = {
     "name": "sums",
     "model": {"path": "owner/model"},
@@ -36,38 +17,6 @@ SPEC = {
 }
 CUT = """[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)
     .map((each) => each.getAttribute('aria-label'))"""
-VIEWS = {
-    "runs": ("#/runs", ".runs tbody tr"),
-    "run": ("#/runs/live-1", ".chart"),
-    "timeline": ("#/runs/done-1/timeline", ".lanes"),
-    "trajectories": ("#/runs/done-1/trajectories", ".trajectory"),
-    "proof": ("#/runs/done-1/proof", "table"),
-    "spec": ("#/runs/done-1/spec", "pre"),
-    "fleet": ("#/fleet", ".devices li"),
-    "compare": ("#/compare?runs=done-1,failed-1", ".chart"),
-    "submit": ("#/submit", ".section"),
-    "evaluations": ("#/evaluations", "tbody tr"),
-    "evaluation": ("#/evaluations/eval-0", ".trajectory"),
-    "evaluations compared": ("#/evaluations?compare=eval-0,eval-1", ".trajectory"),
-}
-
-
-@pytest.fixture(scope="module")
-def crowd(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data") / "runs"
-    (directory.parent / "logs").mkdir()
-    lines = [{"level": "info", "message": "ready"}, {"level": "error", "message": "<b>CUDA error</b>"}]
-    (directory.parent / "logs" / "rollout-0.log").write_text("\n".join(map(json.dumps, lines)))
-    write_trajectories(directory / "done-1", 12, 64, HOSTILE)
-    write_timeline(directory / "done-1", 120)
-    write_conversations(directory / "talk-1", HOSTILE)
-    write_episodes(directory / "robot-1", HOSTILE)
-    write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
-    for number in range(2):
-        write_trajectories(directory / f"eval-{number}", 1, 48, HOSTILE, better=number)
-    many = [(f"many-{number}", "SUCCEEDED") for number in range(MANY)]
-    with CrowdServer(Crowd([*RUNS, *many], ["eval-0", "eval-1"]), directory) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -76,126 +25,18 @@ def guarded(tmp_path_factory):
         yield server
 
 
-def opened(open_page, server, view, **options):
-    path, mark = VIEWS[view]
-    page = open_page(f"{server.url}/{path}", **options)
-    page.locator(mark).first.wait_for()
-    return page
-
-
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_accessible_small_and_fits_a_phone(crowd, open_page, view):
+def test_a_view_is_accessible_small_and_fits_a_phone(crowd, opened, inaccessible, view):
     for width, theme in ((1280, "light"), (390, "dark")):
-        page = opened(open_page, crowd, view, width=width, color_scheme=theme, bypass_csp=True)
-        page.add_script_tag(path=AXE)
-        found = page.evaluate("async () => (await axe.run()).violations")
-        grave = [
-            (each["id"], [node["html"][:200] for node in each["nodes"][:3]])
-            for each in found
-            if each["impact"] in ("serious", "critical")
-        ]
-        assert not grave, (width, theme, grave)
+        page = opened(crowd, view, width=width, color_scheme=theme, bypass_csp=True)
+        assert inaccessible(page) == [], (width, theme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("document.querySelectorAll('*').length") <= 2000
         assert page.evaluate(CUT) == [], "no table is cut"
 
 
-def test_hostile_text_stays_text(crowd, open_page):
-    page = opened(open_page, crowd, "trajectories")
-    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-    page.locator(".trajectory summary").first.click()
-    answer = page.locator(".trajectory .answer").first
-    answer.wait_for()
-    assert answer.text_content() == HOSTILE
-    assert page.locator("main img, main script").count() == 0
-    page.goto(f"{crowd.url}/#/runs/%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E")
-    page.get_by_text("there is no run <img").wait_for()
-
-
-@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
-def test_a_conversation_shows_who_said_what_and_a_tools_text_stays_text(crowd, open_page, width, theme):
-    page = open_page(
-        f"{crowd.url}/#/runs/talk-1/trajectories", width=width, color_scheme=theme, bypass_csp=True
-    )
-    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-    page.locator(".trajectory summary").first.click()
-    said = page.locator(".talk").first.locator("> li")
-    said.nth(4).wait_for()
-    whos = said.locator(".who").all_inner_texts()
-    assert [" ".join(who.split()) for who in whos] == [
-        "system given, no loss",
-        "user given, no loss",
-        "assistant, turn 1 reward -0.25 24 tokens with loss, version 1",
-        "tool given, no loss",
-        "assistant, turn 2 reward 1 6 tokens with loss, version 1",
-    ]
-    assert said.nth(3).locator("pre").text_content() == HOSTILE
-    assert page.locator("main img, main script").count() == 0
-    assert said.nth(2).locator(".call").inner_text() == 'calls calculator {"expression": "17 * 23"}'
-    assert said.nth(2).locator(".token").count() > 3 and said.nth(4).locator(".token").count() > 1
-    assert said.nth(3).locator(".token").count() == 0, "what was given has no log-probs"
-    assert "TERMINATED" in page.locator(".trajectory .body").first.inner_text()
-    page.add_script_tag(path=AXE)
-    found = page.evaluate("async () => (await axe.run()).violations")
-    grave = [(each["id"], each["nodes"][0]["html"][:200]) for each in found
-             if each["impact"] in ("serious", "critical")]  # fmt: skip
-    assert not grave, (width, theme, grave)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if directory := os.environ.get("PICTURES"):
-        page.screenshot(path=f"{directory}/conversation-{width}-{theme}.png", full_page=True)
-
-
-def test_tokens_are_coloured_over_the_text(crowd, open_page):
-    page = opened(open_page, crowd, "trajectories")
-    page.locator(".trajectory summary").first.click()
-    colours = page.get_by_role("group", name="Colour tokens by").first
-    answer = page.locator(".trajectory .answer").first
-    seen = []
-    for name, says in (
-        ("log-prob", "lowest -4.6 nats"),
-        ("advantage", "made"),
-        ("version", "version 11: 10 tokens"),
-    ):
-        colours.get_by_label(name, exact=True).check()
-        assert says in colours.inner_text()
-        assert answer.text_content() == HOSTILE, "no token is lost, and none is cut in a character"
-        pieces = answer.locator(".token")
-        seen.append(pieces.evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)"))
-    by_log_prob, by_advantage, by_version = seen
-    assert len(set(by_log_prob)) > 3
-    assert len(by_advantage) == 1 and len(by_version) == 2
-    page.get_by_text("Its group side by side").first.click()
-    page.locator(".side article").nth(3).wait_for()
-
-
-def test_a_robots_episodes_are_told_in_words_of_robots(crowd, open_page):
-    page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories?order=oldest")
-    lines = page.locator(".trajectory summary")
-    lines.nth(2).wait_for()
-    found = lines.all_inner_texts()
-    assert "episode succeeded after 12 steps, return 0.96" in found[0] and "24 actions" in found[0]
-    assert "did not succeed after 24 steps" in found[1] and "lost: its process was killed" in found[2]
-    lines.first.click()
-    shown = page.locator(".trajectory .body").first.inner_text()
-    assert "Log-prob of each action" in shown and "Actions\n24" in shown
-    assert not {"Answer", "Reference", "Tokens"} & set(shown.split())
-
-
-def test_trajectories_are_found_by_text_and_their_rewards_shown_by_step(crowd, open_page):
-    page = opened(open_page, crowd, "trajectories")
-    heat = page.locator(".heat")
-    heat.hover(position={"x": 3, "y": 3})
-    page.get_by_text("Step 1: 16 trajectories with a reward from 0.688 to 0.75").wait_for()
-    page.get_by_label("Text in prompt").fill("q70: <IMG")
-    page.get_by_role("button", name="Show", exact=True).click()
-    page.get_by_text("4 trajectories on page 1").wait_for()
-    page.get_by_label("Nothing from").select_option("exact")
-    page.get_by_role("button", name="Show", exact=True).click()
-    page.get_by_text("No trajectory matches.").wait_for()
-
-
-def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
-    page = opened(open_page, crowd, "fleet")
+def test_logs_of_an_instance_are_shown_by_level(crowd, opened):
+    page = opened(crowd, "fleet")
     page.get_by_label("Instance", exact=True).select_option("rollout-0")
     page.get_by_text("The newest 2 lines of rollout-0").wait_for()
     page.get_by_label("Least level").select_option("error")
@@ -205,8 +46,8 @@ def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
     page.get_by_text("in containers see").wait_for()
 
 
-def test_an_instance_is_drained_after_a_question(crowd, open_page):
-    page = opened(open_page, crowd, "fleet")
+def test_an_instance_is_drained_after_a_question(crowd, opened):
+    page = opened(crowd, "fleet")
     page.get_by_role("button", name="Drain rollout-0").click()
     page.get_by_role("dialog").get_by_role("button", name="Back").click()
     assert crowd.crowd.drained == []
@@ -216,8 +57,8 @@ def test_an_instance_is_drained_after_a_question(crowd, open_page):
     assert crowd.crowd.drained == ["rollout-0"]
 
 
-def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, open_page):
-    page = opened(open_page, crowd, "run")
+def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, opened):
+    page = opened(crowd, "run")
     places = page.locator(".flow li")
     wait_for(lambda: places.first.locator("b").inner_text() == "14", "the counts of the step in hand")
     assert places.locator("b").all_inner_texts() == ["14", "18", "6", "8", "16"]
@@ -228,9 +69,9 @@ def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, open_page):
     assert not page.locator(".flow").is_visible()
 
 
-def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_page):
+def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, opened):
     """After 41 steps of 64 samples a rewind at step 20 stands at 1,280; both pages fit two screens."""
-    page = opened(open_page, crowd, "run")
+    page = opened(crowd, "run")
     said = page.locator(".constant").inner_text()
     assert "learning rate 1.00e-5" in said and "clipped 0" in said and "Worst" not in said
     titles = page.locator(".chart h3").all_inner_texts()
@@ -253,8 +94,8 @@ def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, open_
     assert page.evaluate("document.documentElement.scrollHeight") <= 2 * 900
 
 
-def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, open_page):
-    page = opened(open_page, crowd, "submit")
+def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, opened):
+    page = opened(crowd, "submit")
     page.get_by_role("button", name="Edit as YAML").click()
     page.locator("#text").fill(json.dumps(SPEC))
     page.get_by_role("button", name="Check and preview").click()
@@ -264,7 +105,7 @@ def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, ope
     assert plan.locator("tbody tr").count() == 4
 
 
-def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path):
+def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path, opened):
     """A page of 50 updates, at most two behind: by hand 50, 49 and 48 of them have tokens of each lag."""
     with CrowdServer(Crowd([("ahead-1", "SUCCEEDED")]), tmp_path) as server:
         page = open_page(f"{server.url}/#/runs/ahead-1/proof")
@@ -277,67 +118,8 @@ def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, 
             ["2 steps", "96,000", "16.2 %"],
         ]
         assert "0.66 in the mean" in panel.inner_text()
-    page = opened(open_page, crowd, "proof")
+    page = opened(crowd, "proof")
     assert page.get_by_role("heading", name="Staleness").count() == 0
-
-
-def test_evaluations_are_chosen_and_compared_item_by_item(crowd, open_page):
-    """Of twelve items each third got a reward that is one higher."""
-    page = opened(open_page, crowd, "evaluations")
-    for name in ("eval-0", "eval-1"):
-        page.get_by_label(f"Compare {name}").check()
-    page.get_by_role("link", name="Compare 2").click()
-    page.get_by_text("4 items got other rewards").wait_for()
-    cells = page.get_by_role("region", name="Differences").locator("tbody td").all_inner_texts()
-    assert [cell.strip() for cell in cells] == [
-        "0.5", "0.6", "+0.1", "−0.05 to +0.25", "3", "1", "8", "0.625",
-    ]  # fmt: skip
-    page.locator(".trajectory summary").first.click()
-    page.locator(".trajectory .side article").nth(1).wait_for()
-    assert page.locator(".trajectory .side article").count() == 2
-    assert page.locator("main img, main script").count() == 0, "hostile text is no markup"
-
-
-def test_an_evaluation_shows_its_figures_and_answers_and_is_a_run_too(crowd, open_page):
-    page = opened(open_page, crowd, "evaluation")
-    figures = page.get_by_role("region", name="Figures", exact=True).locator("tbody tr").all_inner_texts()
-    assert [row.split()[0] for row in figures] == ["greedy", "pass@4"] and "0.4 to 0.7" in figures[0]
-    assert page.get_by_role("region", name="Figures by task").locator("tbody tr").count() == 2
-    page.get_by_label("Step", exact=True).fill("1")
-    page.get_by_role("button", name="Show", exact=True).click()
-    page.wait_for_url("**/#/evaluations/eval-0?step=1")
-    page.locator(".trajectory").first.wait_for()
-    page.get_by_role("link", name="Events and timeline").click()
-    page.wait_for_url("**/#/runs/eval-0")
-
-
-def test_an_episode_is_watched_step_by_step(crowd, open_page):
-    """Also where the browser does not play H.264, as here: the slider moves what is said and what the plots mark."""
-    page = opened(open_page, crowd, "evaluation")
-    watch = page.get_by_role("button", name="Watch item 1, sample 0")
-    watch.click()
-    said = page.locator(".episode .says")
-    said.get_by_text("Step 0 of 5, chunk 1: the start; action 0, -0.5").wait_for()
-    assert page.locator(".episode video").get_attribute("src").startswith("blob:")
-    slider = page.get_by_label("Step, of 5 actions")
-    slider.fill("3")
-    said.get_by_text("Step 3 of 5, chunk 2: reward 0.25, return 0.25; action 0.3, -0.5").wait_for()
-    slider.press("End")
-    said.get_by_text("Step 5 of 5, chunk 3: reward 1, return 1.25, success; the end").wait_for()
-    assert page.locator(".episode .chart").count() == 2
-    watch.click()
-    page.locator(".episode").wait_for(state="detached")
-
-
-def test_a_training_episode_is_watched_among_the_runs_trajectories(crowd, open_page):
-    page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories")
-    page.locator(".trajectory").first.wait_for()
-    page.get_by_role("button", name="Watch step 3, item 1, sample 0").click()
-    page.locator(".episode .says").get_by_text("Step 0 of 5, chunk 1: the start; action 0, -0.5").wait_for()
-    assert page.locator(".episode .chart").count() == 2
-    page.goto(f"{crowd.url}/#/runs/done-1/trajectories")
-    page.locator(".trajectory").first.wait_for()
-    assert page.get_by_role("heading", name="Videos").count() == 0
 
 
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):
@@ -355,8 +137,8 @@ def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded,
     fresh.locator(".runs tbody tr").first.wait_for()
 
 
-def test_ten_thousand_runs_are_paged_searched_and_filtered(crowd, open_page):
-    page = opened(open_page, crowd, "runs")
+def test_ten_thousand_runs_are_paged_searched_and_filtered(crowd, opened):
+    page = opened(crowd, "runs")
     rows = page.locator(".runs tbody tr")
     page.get_by_text(f"of {MANY + len(RUNS):,} runs, page 1").wait_for()
     assert rows.count() == 50
@@ -374,21 +156,8 @@ def test_ten_thousand_runs_are_paged_searched_and_filtered(crowd, open_page):
     assert rows.count() == 1, "the filter survives a reload"
 
 
-def test_a_hundred_thousand_trajectories_are_sorted_and_paged(crowd, open_page):
-    page = open_page(f"{crowd.url}/#/runs/many-0/trajectories?order=best")
-    rows = page.locator(".trajectory")
-    rows.first.wait_for()
-    assert rows.count() == 25 and "0.75" in rows.first.inner_text()
-    page.get_by_role("button", name="Next").click()
-    page.get_by_text("page 2").wait_for()
-    page.locator("#step").fill("1563")
-    page.get_by_role("button", name="Show").click()
-    page.locator(".trajectory", has_text="step 1563").first.wait_for()
-    assert page.evaluate("document.querySelectorAll('*').length") <= 2000
-
-
-def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, open_page):
-    page = opened(open_page, crowd, "runs")
+def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, opened):
+    page = opened(crowd, "runs")
     timing = json.loads(
         page.evaluate("JSON.stringify(performance.getEntriesByName('first-contentful-paint'))")
     )
@@ -415,8 +184,8 @@ def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, ope
     page.get_by_role("dialog").wait_for(state="hidden")
 
 
-def test_a_timeline_is_walked_zoomed_and_read_as_a_table(crowd, open_page):
-    page = opened(open_page, crowd, "timeline")
+def test_a_timeline_is_walked_zoomed_and_read_as_a_table(crowd, opened):
+    page = opened(crowd, "timeline")
     page.get_by_text("Steps 101 to 120").wait_for()
     page.locator(".lanes").focus()
     told = page.locator(".told")

@@ -57,7 +57,11 @@ def test_cartpole_is_trained_and_judged_by_its_return(fleet: Fleet):
     run = fleet.succeed(fleet.submit(spec("mlp", "CartPole-v1", "ppo")))
     found = audit(fleet, run)
     assert len(found.trained) == STEPS * BATCH
-    assert all(step.figures["log_prob_mismatch_max"] < 1e-5 for step in fleet.client.metrics(run.id))
+    for step in fleet.client.metrics(run.id):
+        assert step.figures["log_prob_mismatch_max"] < 1e-5
+        # Both are on one host: a reset and as many steps as were learned of, at least, and none of them by gRPC.
+        assert step.figures["operations_by_socket"] >= BATCH + step.tokens
+        assert "operations_by_grpc" not in step.figures
     for view in run.evaluations:
         assert view.measure == "return" and "never says success" in view.note
         assert view.episodes == {"return": view.score, "steps": view.score}, "each action has a reward of 1"

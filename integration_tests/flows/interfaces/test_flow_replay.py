@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness.processes import ROOT, clean_environment
 
-AHEAD = 20
+AHEAD = 8
 """Steps between the question and the step that is recorded: it must not have begun."""
 
 
@@ -50,7 +50,7 @@ def replay(*arguments: str | Path, **environment: str) -> tuple[int, dict[str, A
 
 def test_a_recorded_step_comes_out_the_same_in_each_service_alone(fleet, spec_of, tmp_path):
     # Otherwise an answer's log-probs are rounded by who is decoded beside it, and that is a matter of time.
-    run = fleet.submit(spec_of(steps=1000, checkpoint__interval_steps=15, deterministic=True))
+    run = fleet.submit(spec_of(steps=1000, checkpoint__interval_steps=6, deterministic=True))
     step = fleet.reach(run, 1).step + AHEAD
     fleet.client.record(run.id, step)
     file = tmp_path / "step.recording"

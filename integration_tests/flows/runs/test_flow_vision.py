@@ -57,7 +57,8 @@ def counting(model: Path) -> dict[str, Any]:
     folder = ROOT / "examples" / "vision"
     spec: dict[str, Any] = yaml.safe_load((folder / "count.yaml").read_text(encoding="utf-8"))
     spec["model"]["path"] = str(model)
-    spec["environment"] |= {"tasks": [f"{folder / 'count.py'}:Count"], "count": 8}
+    options = {"patient": True}  # random weights say no number
+    spec["environment"] |= {"tasks": [f"{folder / 'count.py'}:Count"], "count": 8, "options": options}
     spec["reward"] = {"scorers": [{"name": f"{folder / 'count.py'}:reward"}]}
     spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
     spec["sampling"]["max_new_tokens"] = 8  # long enough for some turns to end by themselves
@@ -72,6 +73,8 @@ def test_an_environment_shows_pictures_in_two_turns(fleet: Fleet, digits: Path, 
     found = audit(fleet, fleet.succeed(run := fleet.submit(counting(digits / "model"))))
     worst = max(item.log_prob_mismatch_mean for item in found.live)
     assert worst < 1e-3, "the trainer sees what the engine saw"
+    for step in fleet.client.metrics(run.id):
+        assert step.figures["operations_by_socket"] > 0 and "operations_by_grpc" not in step.figures
     talks = [each.messages for each in fleet.client.trajectories(run.id, limit=48)]
     for first, _, second, *_ in talks:
         assert first.content == "?<image>" and second.content in ("yes<image>", "no<image>")

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.rules import problems_of
-from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.api.submission.submission import Evaluated, Submission
 from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.suites import open_suite
+from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, sentence
 from headrace_schema.spec import RunSpec
 
@@ -30,6 +32,7 @@ ENGINES = {
 }
 BOTH = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": ENGINES})
 GPUS = replace(BOTH, devices=["h/gpu:0", "h/gpu:1"])
+SPAN = "rollout.engine_options.tensor_parallel_size"
 ONE = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": {"engines": frozenset({"transformers"})}})
 
 
@@ -71,3 +74,15 @@ def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str,
     }
     found = problems_of(submission_of(RunSpec.model_validate(spec), fleet))
     return {item.key: sentence(item) for item in found}
+
+
+def spans(size, **rollout):
+    """A section whose engine spans GPUs, the problems of which are at SPAN."""
+    return {"rollout": {"engine": "vllm", "engine_options": {"tensor_parallel_size": size}, **rollout}}
+
+
+def evaluated(spec, fleet, **sampling):
+    """An evaluation of `copy_digits` that samples so, carried out by a run of `spec`."""
+    model, suite = {"path": "owner/model"}, {"name": "items", "options": {"source": "copy_digits"}}
+    asked = EvaluationSpec.model_validate({"model": model, "suite": suite, "sampling": sampling})
+    return Submission(spec, fleet, evaluated=Evaluated(asked, open_suite(**suite), "owner/model"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from headrace_coordinator.api.reading.reads import Reads
-from headrace_coordinator.api.reading.videos import steps_of
+from headrace_coordinator.api.recordings import steps_of
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.videos import read_episode

@@ -7,6 +7,8 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
+from headrace_coordinator.fleet.instance_client import CallRefused
+from headrace_coordinator.run.step import learning
 from headrace_coordinator.run.step.learning import MESSAGE_BYTES, learn_requests
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Trajectories, Trajectory
@@ -114,6 +116,20 @@ async def test_a_settled_trajectory_carries_message_reward_and_oldest_version(at
     assert settled.trajectory == attempt.trajectories[7, 1].received
     assert (settled.reward, settled.masked) == (7.5, True)
     assert settled.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
+
+
+def test_images_of_a_group_that_do_not_travel_are_named(attempt, monkeypatch):
+    attempt.context.workers.leader = SimpleNamespace(incarnation="trainer-0")
+    group = trainer_pb2.SettledGroup(prompt_ordinal=3)
+    for digest in "ab":
+        group.images.add(digest=digest, data=bytes(10))
+    monkeypatch.setattr(learning, "MOST_GROUP_IMAGE_BYTES", 20)
+    assert learning._image_bytes(attempt, group) == 20
+    monkeypatch.setattr(learning, "MOST_GROUP_IMAGE_BYTES", 19)
+    with pytest.raises(
+        CallRefused, match=r"environment\.tasks: the images of 2 messages of group 3 have 20 bytes"
+    ):
+        learning._image_bytes(attempt, group)
 
 
 async def test_messages_are_kept_up_to_a_budget_and_until_they_are_released(attempt):

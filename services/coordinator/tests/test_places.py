@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, plan_grant
-from headrace_coordinator.domain.devices.places import machines, named_devices
+from headrace_coordinator.domain.devices.places import engine_groups, machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.instance_client import WorkerClient
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
-from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.devices.assignment import PlacementError, assign_devices, default_devices
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore

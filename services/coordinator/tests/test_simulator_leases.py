@@ -9,7 +9,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import SIMULATE
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.simulators.leases import seats, sides
+from headrace_coordinator.run.devices.beside import seats, sides
 from headrace_schema.rules.acting import apart
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec

@@ -2,7 +2,7 @@
 
 import pytest
 from admission_parts import admit_all, fleet, submit
-from headrace_coordinator.domain.devices.wanted import instances_wanted
+from headrace_coordinator.domain.devices.demand import instances_wanted
 
 
 def last_step(run, **shares):

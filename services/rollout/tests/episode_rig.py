@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,18 +78,49 @@ WALKER = {"kind": "mlp", "bounds": {"low": [-1.0] * 2, "high": [1.0] * 2}, "stat
 SIMULATOR_HEADER = common_pb2.CommandHeader(run=RUN, coordinator_epoch=1, open_id=1)
 
 
-class SimulatorProcess:
-    """`python -m headrace_simulator` in a directory of its own, with the environments of ROBOTS in robots.py."""
+# A simulator that dies with half of an answer written to the socket of its host.
+HALF = """
+import os
+import signal
 
-    def __init__(self, directory: Path) -> None:
+from headrace_servicekit.rpc.local import LocalStream, frame
+
+whole, answers = LocalStream.write, iter(range({answers}))
+
+
+async def write(self, body):
+    if len(body) == 16 or next(answers, None) is not None:  # 16: the ticket
+        return await whole(self, body)
+    half = frame(body)[: 4 + len(body) // 2]
+    assert os.write(self._writer.get_extra_info("socket").fileno(), half) == len(half)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+LocalStream.write = write
+"""
+
+
+class SimulatorProcess:
+    """`python -m headrace_simulator` in a directory of its own, with the environments of ROBOTS in robots.py.
+
+    It ends with half of its answer after so many `answers`, if given.
+    """
+
+    def __init__(self, directory: Path, *, answers: int | None = None) -> None:
         self.shm_dir = directory / "shm"
         (directory / "robots.py").write_text(ROBOTS)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        command = [sys.executable, "-m", "headrace_simulator", "--listen", self.address]
+        run = "import runpy; runpy.run_module('headrace_simulator', run_name='__main__', alter_sys=True)"
+        dies = HALF.format(answers=answers) if answers is not None else ""
+        command = [sys.executable, "-c", f"{dies}\n{run}", "--listen", self.address]
         command += ["--shm-dir", str(self.shm_dir), "--data-dir", str(directory / "data")]
         self._process = subprocess.Popen(command, cwd=directory, stderr=subprocess.DEVNULL)
+
+    def ended(self) -> int:
+        """What it ended with."""
+        return self._process.wait(30)
 
     def kill(self) -> None:
         """Ends it as a crash does."""
@@ -171,6 +203,8 @@ class EpisodeCall:
     lost: list[str] = field(default_factory=list)
     videos: dict[int, bytes] = field(default_factory=dict)
     revoked: bool = False
+    figures: Counter[str] = field(default_factory=Counter)
+    """Sums of the values of its stages."""
 
     async def assign(self, groups) -> None:
         await self.call.write(rollout_pb2.RunEpisodesRequest(assign=rollout_pb2.AssignGroups(groups=groups)))
@@ -188,6 +222,8 @@ class EpisodeCall:
                     self.trajectories[key] = chunk.finished
                 self.partials += response.partials
                 self.lost += response.lost_pools
+                for stage in response.stages:
+                    self.figures.update(stage.values)
                 self.videos |= {video.sample.prompt_ordinal: video.content for video in response.videos}
                 self.revoked = response.revoked
 

@@ -10,6 +10,7 @@ from endpoint_desk import user
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_rollout.conversations import conversation
 from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream
 from headrace_rollout.wire import fill_trajectory
 from headrace_schema.sections.generating import ModelSection
@@ -110,6 +111,16 @@ async def test_images_that_are_not_read_are_refused_by_name(desk, codec, message
     session, speaker = desk.open("ab", codec=codec)
     error = await desk.refused(session, {"messages": [message]})
     assert error["message"].startswith(words) and not speaker.asked
+
+
+async def test_images_of_a_conversation_have_a_size_together(desk, codec, monkeypatch):
+    monkeypatch.setattr(conversation, "MOST_PROMPT_IMAGE_BYTES", len(png(1)) + len(png(2)))
+    session, speaker = desk.open("ab", "cd", codec=codec)
+    opened = [seen("which?", png(1), png(2))]
+    said = (await desk.said(session, opened))["message"]
+    await desk.said(session, [*opened, said, seen("and?", png(1))])  # a file counts once
+    error = await desk.refused(session, {"messages": [*opened, said, seen("and?", png(3))]})
+    assert "and those of a conversation" in error["message"] and len(speaker.asked) == 2
 
 
 async def test_a_model_that_reads_no_images_is_named(desk):

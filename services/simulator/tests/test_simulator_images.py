@@ -10,6 +10,7 @@ from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.tool_calls import Call
 from headrace_simulator.backends.conversation.calls import Limits, Tool, answers
+from headrace_simulator.child import conversations
 from headrace_simulator.child.conversations import Conversations
 from headrace_simulator.child.episodes import Raised
 from PIL import Image
@@ -58,6 +59,13 @@ def test_images_become_files_with_marks_where_they_stand():
     assert [each.digest for each in message.images] == [digest_bytes(each.data) for each in message.images]
     (plain,) = begun(Shows("<image> is text")).messages
     assert plain.content == "<image> is text" and not plain.images
+
+
+def test_what_one_call_returns_has_a_size(monkeypatch):
+    monkeypatch.setattr(conversations, "MOST_IMAGE_BYTES", 3 * len(file(image())) - 1)
+    assert len(begun(Shows([part(image())] * 2)).messages[0].images) == 2
+    with pytest.raises(Raised, match=r"the images of one reset have .* make them smaller"):
+        begun(Shows([part(image())] * 3))
 
 
 class Silent(Shows):

@@ -16,12 +16,15 @@ from headrace_simulator.backends.conversation.calls import ServiceLost
 
 OK, LOST = simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 SERVER = '''
+import io
 import os
 import sys
 import time
 
 import anyio
+import PIL.Image
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("test")
 
@@ -57,6 +60,13 @@ async def floods() -> str:
 @server.tool()
 async def long() -> str:
     return "x" * 10_000
+
+
+@server.tool()
+async def photo() -> list:
+    written = io.BytesIO()
+    PIL.Image.new("RGB", (4, 4)).save(written, "PNG")
+    return ["taken", Image(data=written.getvalue(), format="png")]
 
 
 @server.tool()
@@ -147,6 +157,17 @@ def test_tools_of_a_server_are_listed_and_called_side_by_side(server):
     slow = call("slow", seconds=1.0)
     found = answers(environment, slow * 4 + call("add", a=1, b=2) + call("calculator", expression="1 + 1"))
     assert found == ["waited"] * 4 + ["3", "2"] and time.monotonic() - begun < 3.9
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_images_of_a_server_are_seen_where_that_is_asked(server, images):
+    environment = talk(tools=[], mcp=[server], images=images)
+    (seen,) = answers(environment, call("photo"))
+    if not images:
+        assert seen == "taken\n[image]"
+        return
+    text, image = seen
+    assert text == {"type": "text", "text": "taken"} and image["image"].startswith(b"\x89PNG")
 
 
 def test_a_broken_call_is_a_message(server):

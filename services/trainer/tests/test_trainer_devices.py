@@ -21,7 +21,7 @@ from headrace_modelkit.tensor_files import slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
-from headrace_trainer.backends.fsdp import models
+from headrace_trainer.backends.fsdp import backend
 from headrace_trainer.backends.shared import model as shared_model
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.group import device, group
@@ -90,8 +90,8 @@ def on_leased(make_backend, monkeypatch):
 
 
 def test_a_micro_batch_goes_to_the_leased_device(on_leased, sequences, monkeypatch):
-    packed = models.pack([sequences(1)], shared=True)
-    monkeypatch.setattr(models, "pack", lambda rows, **_: packed)
+    packed = backend.pack([sequences(1)], shared=True)
+    monkeypatch.setattr(backend, "pack", lambda rows, **_: packed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = on_leased._pack([sequences(1)])
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]

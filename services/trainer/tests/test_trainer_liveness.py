@@ -23,15 +23,10 @@ from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.group.liveness import Liveness
 from headrace_trainer.group.meeting import Member, check_alike, own_facts
+from two_ranks_parts import free_port
 
 pytestmark = pytest.mark.timeout(120)
 SILENT_S = 1.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Child:

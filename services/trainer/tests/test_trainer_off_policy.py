@@ -17,8 +17,7 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
 from headrace_trainer.algorithms._base import TokenBatch
-from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
-from headrace_trainer.algorithms.episodes._registry import build_episode_algorithm
+from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS, build_episode_algorithm
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import staleness_figures

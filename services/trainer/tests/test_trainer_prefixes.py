@@ -14,7 +14,7 @@ from headrace_trainer.backends.fsdp.attending.prefixes import (
     attends_along_paths,
     shares_prefixes,
 )
-from headrace_trainer.backends.fsdp.models import FsdpModels
+from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing
 from headrace_trainer.learning.packing import Attends, pack
@@ -152,7 +152,7 @@ def test_rows_one_after_another_give_the_plain_gradient(
     groups = [sequences(seed) for seed in range(3)]
     found = []
     for attends in (Attends.SEGMENTS, Attends.CHEAPEST):
-        monkeypatch.setattr(FsdpModels, "_attends", attends)
+        monkeypatch.setattr(FsdpBackend, "_attends", attends)
         backend = make_backend(trainer={"shared_prefix": shared})
         batch = backend._pack([[sequence] for group in groups for sequence in group])
         assert (batch.segments is not None) is (attends is Attends.SEGMENTS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
 
 import grpc
 import numpy as np
@@ -15,6 +13,7 @@ from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from rank_processes import RankProcess, end
+from two_ranks_parts import address_of, free_port
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -40,20 +39,14 @@ def process(tmp_path_factory):
 async def other(process, tmp_path, make_config, trainer_client):
     """A client of the second trainer, in no trainer group."""
     _, port_file = process
-    end = time.monotonic() + 240
-    while not await asyncio.to_thread(port_file.exists):
-        assert time.monotonic() < end, "the trainer did not start"
-        await asyncio.sleep(0.05)
-    async with dial(await asyncio.to_thread(port_file.read_text), token=None) as channel:
+    async with dial(await address_of(port_file), token=None) as channel:
         found = trainer_client(channel, tmp_path / "run", make_config)
         yield found
         await found.close_run()
 
 
 def rendezvous() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 async def regroup(leader, others, generation, number):

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from headrace_servicekit.weights.transfer import byte_transports, receive_weight
 from headrace_servicekit.weights.transports import Links
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
+from two_ranks_parts import address_of, form, free_port, train, until_lease, weights
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -56,20 +56,6 @@ def processes(spawn):
     return [spawn("zero"), spawn("one")]
 
 
-async def address_of(port_file: Path) -> str:
-    end = time.monotonic() + 240
-    while not await asyncio.to_thread(port_file.exists):
-        assert time.monotonic() < end, "the trainer did not start"
-        await asyncio.sleep(0.05)
-    return await asyncio.to_thread(port_file.read_text)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 async def pair(processes, tmp_path, make_config, trainer_client):
     """Leader and follower, not yet in a trainer group, with the follower's process."""
@@ -81,35 +67,6 @@ async def pair(processes, tmp_path, make_config, trainer_client):
         await leader.close_run()
         if processes[1][0].lives:
             await follower.close_run()
-
-
-async def form(leader, follower, config, generation=1):
-    rendezvous = f"127.0.0.1:{free_port()}"
-    for rank in (leader, follower):
-        await rank.open_run(config)
-    await asyncio.gather(
-        leader.join(generation, 0, 2, rendezvous), follower.join(generation, 1, 2, rendezvous)
-    )
-
-
-async def train(client, make_settled, settled_digest, version, count):
-    """Steps whose groups need several rounds; the replies."""
-    replies = []
-    for _ in range(count):
-        groups = [make_settled(100 * version.ordinal + p, version=version) for p in range(3)]
-        number = version.number + 1
-        await client.begin(version.ordinal, 1, version.number, number)
-        await client.learn(version.ordinal, 1, groups)
-        reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
-        await client.record(version.ordinal, 1, number)
-        replies.append(reply)
-        version = reply.version
-    return replies
-
-
-async def weights(client, number) -> np.ndarray:
-    await client.publish(number)
-    return np.frombuffer(await client.body(number), dtype=np.float32)
 
 
 async def test_a_rank_alone_fails_at_its_deadline(client, make_config):
@@ -347,16 +304,6 @@ async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
         leader.restore(single.checkpoint.name, 240), follower.restore(single.checkpoint.name, 240)
     )
     assert back.version.digest == again[0].version.digest
-
-
-async def until_lease(follower, *, holds: bool) -> None:
-    """The follower's process has heard the signal: it refuses by its lease, or by its rank."""
-    async with asyncio.timeout(120):
-        while True:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await follower.begin(0, 1, 1, 2)
-            if (reason_of(caught.value) == "NOT_LEADER") is holds:
-                return
 
 
 async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(

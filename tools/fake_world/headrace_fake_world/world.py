@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from headrace_modelkit import lora
-from headrace_trainer.backends.fsdp import experts, models
+from headrace_trainer.backends.fsdp import backend, experts
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST
 from headrace_trainer.backends.shared import exchange
 from headrace_trainer.group.group import TrainerGroup
@@ -159,7 +159,7 @@ def _data_that_moves(mode: FakeTensorMode) -> Iterator[None]:
 @contextmanager
 def _packed(mode: FakeTensorMode) -> Iterator[None]:
     """Packs rows with real tensors, whose shapes hang on tokens, and goes on with fake ones."""
-    untyped: Any = models
+    untyped: Any = backend
     plain = untyped.pack
 
     def pack(*rows: Any, **options: Any) -> MicroBatch:

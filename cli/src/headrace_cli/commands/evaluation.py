@@ -215,7 +215,7 @@ def save_videos(
 def _check_rerun(rrd: bool) -> None:
     if not rrd:
         return
-    from headrace_cli.recordings import can_write
+    from headrace_cli.rerun_files import can_write
 
     if not can_write():
         raise CommandError("--rrd needs rerun-sdk: pip install 'headrace[rerun]'")
@@ -230,7 +230,7 @@ def _save_videos(client: Client, evaluation: str, directory: Path, rrd: bool) ->
             file, content = directory / Path(video.name).name, client.video(evaluation, video.name)
             file.write_bytes(content)
             if rrd:
-                from headrace_cli.recordings import write_rrd
+                from headrace_cli.rerun_files import write_rrd
 
                 episode = client.episode(evaluation, video.name)
                 write_rrd(file.with_suffix(".rrd"), episode, content, name=f"{evaluation}-{file.stem}")

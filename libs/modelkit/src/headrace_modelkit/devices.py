@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace_modelkit import kfd
-from headrace_modelkit.nvml import Nvml, NvmlMissing
+from headrace_modelkit.gpu_memory import Nvml, NvmlMissing, used_by_kfd
 
 
 class DeviceNotSeen(Exception):
@@ -56,7 +55,7 @@ def process_bytes(devices: Sequence[torch.device], pids: Sequence[int]) -> int |
     So it is without NVML, and in a container whose process ids are not the host's: none of `pids` is listed then.
     """
     if torch.version.hip is not None:
-        return kfd.used_by([_plain(driver_name(device)) for device in devices], pids)
+        return used_by_kfd([_plain(driver_name(device)) for device in devices], pids)
     try:
         nvml = Nvml.open()
         listed: list[dict[int, int]] = [nvml.processes(driver_name(device)) for device in devices]

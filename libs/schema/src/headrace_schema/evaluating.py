@@ -24,7 +24,6 @@ from headrace_schema.sections.running import LimitsSection, SchedulingSection
 from headrace_schema.sections.scoring import RewardSection
 
 MODE = re.compile(r"greedy|(avg|pass|maj)@([1-9][0-9]{0,5})")
-MAX_ANSWERS = 2**20
 
 
 class SuiteSection(Section):

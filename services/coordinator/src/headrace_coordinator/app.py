@@ -14,8 +14,7 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
-from headrace_coordinator.api.reading.videos import Videos
-from headrace_coordinator.api.recordings import Recordings
+from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.run_changes import RunChanges
 from headrace_coordinator.api.submission.submissions import Submissions

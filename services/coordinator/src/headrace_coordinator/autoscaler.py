@@ -1,6 +1,6 @@
 """Follows what runs want: sets the number of instances of a kind, within bounds. Off unless bounds are given.
 
-What is wanted is `domain.devices.wanted`; who starts processes, containers or pods is a supervisor.
+What is wanted is `domain.devices.demand`; who starts processes, containers or pods is a supervisor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace_coordinator.domain.devices.wanted import instances_wanted
+from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.store.event_log import EventLog
 
 LOOK_S = 5.0

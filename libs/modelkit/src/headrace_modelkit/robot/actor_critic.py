@@ -98,10 +98,8 @@ class MlpConfig(_ActorCriticConfig):
         return self.state_size
 
     @override
-    def build(self, seed: int) -> MlpPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return MlpPolicy(self)
+    def policy(self) -> type[MlpPolicy]:
+        return MlpPolicy
 
 
 class CnnConfig(_ActorCriticConfig):
@@ -123,10 +121,8 @@ class CnnConfig(_ActorCriticConfig):
         return self.state_size
 
     @override
-    def build(self, seed: int) -> CnnPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return CnnPolicy(self)
+    def policy(self) -> type[CnnPolicy]:
+        return CnnPolicy
 
 
 class _ActorCritic(RobotPolicy):

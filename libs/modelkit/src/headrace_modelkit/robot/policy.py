@@ -7,7 +7,7 @@ action is a token where the policy draws tokens. Knows no environment, no wire a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -129,9 +129,15 @@ class PolicyConfig(Section, ABC):
         of the other, the newest last."""
         return 1
 
-    @abstractmethod
     def build(self, seed: int) -> RobotPolicy:
-        """The policy with random weights, drawn from a seed; changes no random state of the process."""
+        """The policy in eval mode, its random weights drawn from a seed; changes no random state of the process."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.policy()(self).eval()
+
+    @abstractmethod
+    def policy(self) -> Callable[[Any], RobotPolicy]:
+        """The class of the policy, which is made of this configuration."""
 
     def prompt_ids(self, tokenizer: Any, instruction: str) -> tuple[int, ...]:
         """The ids that it reads for an instruction, by a tokenizer of transformers."""

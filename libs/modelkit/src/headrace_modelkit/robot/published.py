@@ -93,59 +93,83 @@ def renamed(
     return found
 
 
-# LeRobot's config.json
+@dataclass(frozen=True)
+class LeRobot:
+    """A checkpoint of LeRobot: what its config.json, its weights and its statistics say of any family."""
 
+    stated: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    statistics: Statistics
+    wanted: Wanted
 
-def lerobot_cameras(stated: Mapping[str, Any], wanted: Wanted) -> tuple[str, ...]:
-    """Names of the cameras: those chosen, or all that the checkpoint states, without what stands before each.
+    @classmethod
+    def of(cls, directory: Path, wanted: Wanted, left_out: Mapping[str, Any] | None = None) -> LeRobot:
+        """Reads it; `left_out` is what a config.json may not say. Raises ModelNotReadable, OSError, SafetensorError."""
+        tensors = read_tensors(directory)
+        stated = {**(left_out or {}), **read_json(directory / "config.json")}
+        return cls(stated, tensors, read_statistics(directory, tensors, wanted), wanted)
 
-    A camera that is left out is an empty one, which no position attends to. Raises ModelNotReadable.
-    """
-    named = [
-        name.removeprefix(IMAGES)
-        for name, feature in stated.get("input_features", {}).items()
-        if feature.get("type") == "VISUAL" and ".empty_camera_" not in name
-    ]
-    chosen = tuple(wanted.chosen.get("cameras") or named)
-    if not chosen:
-        raise ModelNotReadable("config.json states no cameras; name them with --cameras")
-    return chosen
+    @property
+    def inputs(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the policy reads, by name."""
+        found: Mapping[str, Mapping[str, Any]] = self.stated.get("input_features", {})
+        return found
 
+    def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ModelNotReadable where a key has none of these values; the first counts where it is left out."""
+        for key, known in supported.items():
+            if (value := self.stated.get(key, known[0])) not in known:
+                raise ModelNotReadable(f"config.json: {key} {value!r} is not supported, only {known[0]!r}")
 
-def feature_size(stated: Mapping[str, Any], key: str) -> int:
-    """Numbers of a state or an action, as config.json states them; 0 where it does not."""
-    features = {**stated.get("input_features", {}), **stated.get("output_features", {})}
-    shape = (features.get(key) or {}).get("shape") or [0]
-    return int(shape[0])
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras: those chosen, or all that the checkpoint states, without what stands before each.
 
+        A camera that is left out is an empty one, which no position attends to. Raises ModelNotReadable.
+        """
+        named = [
+            name.removeprefix(IMAGES)
+            for name, feature in self.inputs.items()
+            if feature.get("type") == "VISUAL" and ".empty_camera_" not in name
+        ]
+        chosen = tuple(self.wanted.chosen.get("cameras") or named)
+        if not chosen:
+            raise ModelNotReadable("config.json states no cameras; name them with --cameras")
+        return chosen
 
-def lerobot_bounds(stated: Mapping[str, Any], statistics: Statistics, key: str) -> ActionBounds:
-    """What normalises a state (STATE, ENVIRONMENT) or un-normalises actions (ACTION). Raises ModelNotReadable."""
-    names = {ACTION: "ACTION", ENVIRONMENT: "ENV"}
-    mode = stated.get("normalization_mapping", {}).get(names.get(key, "STATE"), "IDENTITY")
-    found = statistics.get(key)
-    if not found:
-        if not (size := feature_size(stated, key)):
+    def bounds(self, key: str) -> ActionBounds:
+        """What normalises a state (STATE, ENVIRONMENT) or un-normalises actions (ACTION). Raises ModelNotReadable."""
+        names = {ACTION: "ACTION", ENVIRONMENT: "ENV"}
+        mode = self.stated.get("normalization_mapping", {}).get(names.get(key, "STATE"), "IDENTITY")
+        if found := self.statistics.get(key):
+            return bounds_by(str(mode), found, key, LEROBOT_QUANTILE)
+        feature = {**self.inputs, **self.stated.get("output_features", {})}.get(key) or {}
+        if not (size := int((feature.get("shape") or [0])[0])):
             raise ModelNotReadable(
                 f"the checkpoint has no statistics of {key!r}; give its data set's meta/stats.json by --statistics"
             )
         return identity(size)
-    return bounds_by(str(mode), found, key, LEROBOT_QUANTILE)
 
+    def pictures(self, cameras: tuple[str, ...]) -> dict[str, Any]:
+        """Fields of what a policy sees that reads one size: height, width, and how pixels are normalised.
 
-def lerobot_pixels(
-    stated: Mapping[str, Any], statistics: Statistics, cameras: tuple[str, ...]
-) -> dict[str, Any]:
-    """How pixels are normalised. Raises ModelNotReadable where cameras differ."""
-    if stated.get("normalization_mapping", {}).get("VISUAL", "MEAN_STD") == "IDENTITY":
-        return {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
-    own = [statistics.get(camera) or statistics.get(camera.replace(".", "_")) for camera in cameras]
-    found = [each for each in own if each]
-    if any(each != found[0] for each in found):
-        raise ModelNotReadable(
-            "the statistics of its cameras differ; give a file in which they are one by --statistics"
+        Raises ModelNotReadable where cameras differ.
+        """
+        feature = self.inputs.get(IMAGES + cameras[0]) or self.inputs.get(cameras[0]) or {}
+        _, height, width = feature.get("shape") or (3, 0, 0)
+        fields = {"height": int(height), "width": int(width)}
+        if self.stated.get("normalization_mapping", {}).get("VISUAL", "MEAN_STD") == "IDENTITY":
+            return {**fields, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
+        own = [
+            self.statistics.get(camera) or self.statistics.get(camera.replace(".", "_")) for camera in cameras
+        ]
+        found = [each for each in own if each]
+        if any(each != found[0] for each in found):
+            raise ModelNotReadable(
+                "the statistics of its cameras differ; give a file in which they are one by --statistics"
+            )
+        return fields | (
+            {f"image_{name}": tuple(found[0][name]) for name in ("mean", "std")} if found else {}
         )
-    return {f"image_{name}": tuple(found[0][name]) for name in ("mean", "std")} if found else {}
 
 
 def identity(size: int) -> ActionBounds:

@@ -89,8 +89,6 @@ class RunState(msgspec.Struct):
     state: str = QUEUED
     reason: str = "submitted"
     intent: str = RUN
-    intent_author: str = "user"
-    intent_reason: str = ""
     grant: Grant | None = None
     queued_at: float = 0.0
     admitted_at: float = 0.0
@@ -111,7 +109,6 @@ class RunState(msgspec.Struct):
     rewound_steps: int = 0
     evaluated: list[str] = []
     last_checkpoint: int = 0
-    last_checkpoint_at: float = 0.0
     export_path: str = ""
     origin_checkpoint: str = ""
     """Name of the checkpoint of another run that this one began with."""
@@ -198,8 +195,7 @@ class RunState(msgspec.Struct):
         self.totals.apply(event, ledger.shape)
         match event:
             case ev.RunIntentChanged():
-                self.intent, self.intent_author = event.intent, event.author
-                self.intent_reason = event.reason
+                self.intent = event.intent
             case ev.RunStateChanged():
                 self._move(event)
             case ev.RunAdmitted():
@@ -241,7 +237,7 @@ class RunState(msgspec.Struct):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
                 del self.evaluated[:-EVALUATED_KEPT]
             case ev.CheckpointSaved():
-                self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
+                self.last_checkpoint = event.number
                 self.checkpoints.append((event.name, event.number))
                 del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
             case ev.EvaluationProgressed() if self.evaluation:

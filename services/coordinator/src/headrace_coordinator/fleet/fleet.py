@@ -19,7 +19,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.deaths import Deaths
-from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown
+from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown, WorkerClient
 from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.online import OnlineSessions
 from headrace_coordinator.fleet.sessions import (
@@ -30,7 +30,6 @@ from headrace_coordinator.fleet.sessions import (
     Session,
     Supervisor,
 )
-from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 

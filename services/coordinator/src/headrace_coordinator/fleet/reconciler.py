@@ -11,9 +11,8 @@ import logging
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.fleet.sessions import OpenReport
-from headrace_coordinator.fleet.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
 SHARED = ("reward", "simulator")

@@ -12,6 +12,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace_servicekit.kinds import KINDS, kind_name
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import (
@@ -33,16 +34,9 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import ForeignInstance, InstanceUsage, Supervisor, open_reports
 
 log = logging.getLogger(__name__)
-KINDS = {
-    pb.SERVICE_KIND_ROLLOUT: "rollout",
-    pb.SERVICE_KIND_TRAINER: "trainer",
-    pb.SERVICE_KIND_SIMULATOR: "simulator",
-    pb.SERVICE_KIND_REWARD: "reward",
-}
 MAX_NAMES = 4096
 MAX_CAPABILITY = 65_536
 MAX_REASON = 500
-NUMBERS = {name: number for number, name in KINDS.items()}
 Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
 Result = Callable[[str, str], None]
 
@@ -63,7 +57,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         state = InstanceState(
             instance=request.instance,
             incarnation=request.incarnation,
-            kind=KINDS[request.kind],
+            kind=kind_name(request.kind),
             host=request.host,
             address=request.address,
             devices=list(request.devices),
@@ -189,7 +183,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 supervisor = Supervisor(
                     host=message.host,
                     send=send,
-                    scalable=frozenset(KINDS[kind] for kind in table.scalable_kinds if kind in KINDS),
+                    scalable=frozenset(filter(None, map(kind_name, table.scalable_kinds))),
                     incarnations=frozenset(process.incarnation for process in table.processes),
                 )
                 for process in table.processes:
@@ -221,7 +215,7 @@ def _check_registration(request: pb.RegisterRequest) -> None:
     for field in ("instance", "incarnation", "host"):
         check_name(field, getattr(request, field), optional=field == "host")
     check_enum("kind", pb.ServiceKind, request.kind)
-    if request.kind not in KINDS:
+    if not kind_name(request.kind):
         raise invalid("kind", "is missing")
     if request.address:
         split_address(check_name("address", request.address))
@@ -280,7 +274,7 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
         instance, incarnation, reason = body
         return pb.SuperviseResponse(kill=pb.Kill(instance=instance, incarnation=incarnation, reason=reason))
     request_id, kind, count = body
-    return pb.SuperviseResponse(scale=pb.Scale(request_id=request_id, kind=NUMBERS[kind], count=count))
+    return pb.SuperviseResponse(scale=pb.Scale(request_id=request_id, kind=KINDS[kind], count=count))
 
 
 def _usage(beat: pb.Heartbeat) -> InstanceUsage:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import msgspec
 from headrace_schema.resources.overviews import RewardsView
@@ -25,7 +25,6 @@ SCANS_KEPT = 12
 """Files whose lines are cached. A file that grows is read again; a rotated one is not."""
 LISTS_KEPT = 4
 Order = Literal["oldest", "newest", "best", "worst"]
-ORDERS: tuple[str, ...] = get_args(Order)
 
 
 class PageTokenError(ValueError):

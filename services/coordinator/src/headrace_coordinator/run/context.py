@@ -23,13 +23,12 @@ from headrace_coordinator.domain.run_states import WORK
 from headrace_coordinator.domain.runs import RunState, evaluation_key, next_action
 from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import WorkerClient
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.run.devices.leasing import WorkerLeases
-from headrace_coordinator.run.devices.lending import Lending
-from headrace_coordinator.run.devices.placement import Placement
-from headrace_coordinator.run.modality import modality_of
+from headrace_coordinator.run.devices.placement import Lending, Placement
+from headrace_coordinator.run.modality import Asked, modality_of
 from headrace_coordinator.run.recording import StepRecording
 from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.moving.tail import Tail
@@ -222,7 +221,7 @@ class RunContext:
 
     def prompt(self, prompt: int, *, record: bool = False) -> rollout.Prompt:
         """The prompt of a prompt ordinal; `record` has its episodes recorded."""
-        return self.modality.prompt(self.item(prompt), record=record)
+        return self.modality.prompt(self.item(prompt), Asked(record=record))
 
     def images(self, prompt: int) -> list[common.Image]:
         """The images of a prompt, as its trainer gets them."""

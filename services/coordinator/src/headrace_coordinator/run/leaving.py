@@ -14,9 +14,8 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.fleet.reconciler import SHARED
-from headrace_coordinator.fleet.worker_client import WorkerClient
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import converge, form_trainer_group, settle_commit

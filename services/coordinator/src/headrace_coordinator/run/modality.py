@@ -45,6 +45,21 @@ class Sampling:
     """Whether an episode ends with its first success."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How an item is asked, where that differs from training."""
+
+    prefill: str | None = None
+    """In place of data.prompt.prefill."""
+    record: bool = False
+    """Whether a video of the episode is wanted."""
+    dataset: Dataset | None = None
+    """Renders the prompt of other data than the run's."""
+
+
+AS_TRAINED = Asked()
+
+
 class Modality(ABC):
     """A run of texts, of episodes, or of conversations; what is done here is done for a run without simulators."""
 
@@ -58,19 +73,8 @@ class Modality(ABC):
     """Whether prompts have images."""
 
     @abstractmethod
-    def prompt(
-        self,
-        item: DataItem,
-        prefill: str | None = None,
-        *,
-        record: bool = False,
-        dataset: Dataset | None = None,
-    ) -> rollout.Prompt:
-        """The prompt of an item, or where its episode begins.
-
-        `prefill` stands in for data.prompt.prefill; `record` asks for a video of the episode; `dataset`
-        renders the prompt of other data than the run's.
-        """
+    def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
+        """The prompt of an item, or where its episode begins."""
 
     @abstractmethod
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
@@ -112,15 +116,8 @@ class Texts(Modality):
         self.has_images = dataset.has_images
 
     @override
-    def prompt(
-        self,
-        item: DataItem,
-        prefill: str | None = None,
-        *,
-        record: bool = False,
-        dataset: Dataset | None = None,
-    ) -> rollout.Prompt:
-        content = (dataset or self._dataset).prompt(item, prefill=prefill)
+    def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
+        content = (asked.dataset or self._dataset).prompt(item, prefill=asked.prefill)
         if content.chat is None:
             return rollout.Prompt(text=content.text or "")
         messages = [common.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
@@ -147,14 +144,7 @@ class Online(Texts):
         self._workers = workers
 
     @override
-    def prompt(
-        self,
-        item: DataItem,
-        prefill: str | None = None,
-        *,
-        record: bool = False,
-        dataset: Dataset | None = None,
-    ) -> rollout.Prompt:
+    def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
         return rollout.Prompt(episode=rollout.EpisodeStart(task=ONLINE, seed=_seed(item)))
 
     @override
@@ -175,15 +165,8 @@ class Episodes(Modality):
         self._dataset = dataset
 
     @override
-    def prompt(
-        self,
-        item: DataItem,
-        prefill: str | None = None,
-        *,
-        record: bool = False,
-        dataset: Dataset | None = None,
-    ) -> rollout.Prompt:
-        start = rollout.EpisodeStart(**item.metadata, record=record)
+    def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
+        start = rollout.EpisodeStart(**item.metadata, record=asked.record)
         if said := self._pools.instruction(start.task):
             start.instruction = self._dataset.prompt(replace(item, question=said)).text or ""
         return rollout.Prompt(episode=start)
@@ -232,14 +215,7 @@ class Conversations(Episodes):
     """Conversations of a language model with environments that simulators hold."""
 
     @override
-    def prompt(
-        self,
-        item: DataItem,
-        prefill: str | None = None,
-        *,
-        record: bool = False,
-        dataset: Dataset | None = None,
-    ) -> rollout.Prompt:
+    def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
         start = rollout.EpisodeStart(
             task=str(item.metadata.get("task") or self._tasks[0]),
             seed=_seed(item),

@@ -10,13 +10,12 @@ from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.demand import demand_of
-from headrace_coordinator.domain.devices.engine_hosts import engine_groups
+from headrace_coordinator.domain.devices.places import engine_groups
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown, WorkerClient
+from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.leasing import WorkerLeases
-from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.run.modality import Modality
 from headrace_coordinator.run.step.scoring.streams import ScoreStreams
 from headrace_coordinator.run.workers.clients import RewardClient

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.episodes import Bodies
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.rpc.local import nearest
+from headrace_servicekit.rpc.local import LocalCall, nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
-from headrace_rollout.wire import invalid
+from headrace_rollout.wire import duration_of, invalid
 
 if TYPE_CHECKING:
     from headrace_rollout.robot.model import Decision
@@ -194,10 +195,12 @@ class Pool:
         blobs: BlobReader,
         step_timeout_s: float,
         asked: BusyTime | None = None,
+        operations: Counter[str] | None = None,
     ) -> None:
         self.name, self.address, self.task = message.pool, message.address, message.task
         self.step_timeout_s = step_timeout_s
         self.asked = asked or BusyTime()
+        self._sent: Counter[str] = Counter() if operations is None else operations
         self.reason = ""
         self.lost = asyncio.Event()
         self.environments = [Environment(self, index) for index in range(message.count)]
@@ -297,6 +300,7 @@ class Pool:
             self.lose(f"{self.name} at {self.address} ended its stream")
 
     async def _write(self, call: Any) -> None:
+        way = "socket" if isinstance(call, LocalCall) else "grpc"
         while True:
             operations = [await self._operations.get()]
             while not self._operations.empty():
@@ -308,6 +312,7 @@ class Pool:
                 pool_incarnation=self._message.pool_incarnation,
                 operations=operations,
             )
+            self._sent[way] += len(operations)
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -320,6 +325,8 @@ class Pools:
     def __init__(self, blobs: BlobReader, token: str | None, step_timeout_s: float) -> None:
         self.asked = BusyTime()
         """Times in which some environment was asked to do something."""
+        self.operations: Counter[str] = Counter()
+        """What they were asked, by the way that it went: `socket` of the host, or `grpc`."""
         self._blobs, self._token, self._step_timeout_s = blobs, token, step_timeout_s
         self._pools: dict[tuple[str, str, str], Pool] = {}
 
@@ -330,7 +337,9 @@ class Pools:
         for message in messages:
             key = (message.address, message.pool, message.pool_incarnation)
             if key not in self._pools:
-                self._pools[key] = Pool(message, self._token, self._blobs, self._step_timeout_s, self.asked)
+                self._pools[key] = Pool(
+                    message, self._token, self._blobs, self._step_timeout_s, self.asked, self.operations
+                )
             self._pools[key].under(message.header)
             found.append(self._pools[key])
         return found
@@ -340,6 +349,22 @@ class Pools:
         for pool in self._pools.values():
             await pool.close()
         await self._blobs.close()
+
+
+class SimulateStage:
+    """The stage `simulate` as a stream tells it, with each of its messages."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._told_s, self._told = pools.asked.seconds, pools.operations.copy()
+
+    def tell(self, stages: Any) -> None:
+        """Adds what was asked of the run's environments since the message before."""
+        seconds, operations = self._pools.asked.seconds, self._pools.operations.copy()
+        stage = stages.add(stage="simulate", wall_time=duration_of(seconds - self._told_s))
+        for way, count in (operations - self._told).items():
+            stage.values[f"operations_by_{way}"] = count
+        self._told_s, self._told = seconds, operations
 
 
 def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:

@@ -62,20 +62,15 @@ class RobotEngine(ThreadedHolder):
         self.views = Views(policy, environment)
         self._model = RobotModel(policy, dtype, devices[0] if devices else HOST)
         super().__init__(self._model, "policy")
-        self._pools = Pools(blobs, token, environment.step_timeout_s)
+        self.pools = Pools(blobs, token, environment.step_timeout_s)
         self._runners: set[EpisodeRunner] = set()
         self._pass_s = math.inf
-
-    @property
-    def stage_seconds(self) -> dict[str, float]:
-        """Seconds in which the policy computed, and in which some environment was at work, since it was built."""
-        return {"act": self.figures.policy_s, "simulate": self._pools.asked.seconds}
 
     def run_episodes(self, plan: Plan, pools: Sequence[rollout_pb2.EnvironmentPool]) -> EpisodeRunner:
         """Begins to serve a stream; `leave` ends it. Pools are used from stream to stream."""
         runner = EpisodeRunner(
             plan,
-            self._pools.of(pools),
+            self.pools.of(pools),
             lambda rows: self._decide(rows, plan.policy_number),
         )
         self._runners.add(runner)
@@ -108,7 +103,7 @@ class RobotEngine(ThreadedHolder):
     @override
     async def close(self) -> None:
         """Pools stay open at their simulators."""
-        await self._pools.close()
+        await self.pools.close()
         await super().close()
 
     def _go_on(self) -> None:

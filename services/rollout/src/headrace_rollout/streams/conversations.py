@@ -12,10 +12,11 @@ from headrace_rollout.conversations.runner import ConversationPlan, Conversation
 from headrace_rollout.endpoint.runner import AgentRunner
 from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.samples import SlotKey
+from headrace_rollout.environments.pool import SimulateStage
 from headrace_rollout.runs.opened import ConversationRun
 from headrace_rollout.streams.base import Serving
 from headrace_rollout.streams.generation import Generation, Produced
-from headrace_rollout.wire import duration_of, invalid, refusals
+from headrace_rollout.wire import invalid, refusals
 
 
 class ConversationStream(Generation):
@@ -49,7 +50,7 @@ class ConversationStream(Generation):
             )
             rewards = run.config.agent_rewards
             self._runner = AgentRunner(plan, run.engine, pools, serving.endpoint, terms, rewards=rewards)
-        self._asked, self._told_s = run.pools.asked, run.pools.asked.seconds
+        self._simulate = SimulateStage(run.pools)
 
     @override
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
@@ -74,9 +75,7 @@ class ConversationStream(Generation):
     def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
         response = super()._respond(outputs)
         if response is not None:
-            now = self._asked.seconds
-            response.stages.add(stage="simulate", wall_time=duration_of(now - self._told_s))
-            self._told_s = now
+            self._simulate.tell(response.stages)
         return response
 
 

@@ -16,7 +16,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.environments.pool import Pool
+from headrace_rollout.environments.pool import Pool, SimulateStage
 from headrace_rollout.robot.runner import EndedEpisode, EpisodeSample, Plan
 from headrace_rollout.runs.opened import RobotRun
 from headrace_rollout.streams.base import SampleStream, Serving
@@ -45,7 +45,7 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
             until_success=opening.until_success,
         )
         self._runner = run.engine.run_episodes(plan, opening.pools)
-        self._told = run.engine.stage_seconds
+        self._simulate, self._acted_s = SimulateStage(run.engine.pools), run.engine.figures.policy_s
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         samples = list(samples_of(request.groups, greedy=self._greedy, encode=self._encode))
@@ -80,14 +80,11 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
         said = response.chunks or response.partials or response.lost_pools or response.revoked
         if not said:
             return None
-        self._tell_stages(response)
+        acted_s = self._engine.figures.policy_s
+        response.stages.add(stage="act", wall_time=duration_of(acted_s - self._acted_s))
+        self._acted_s = acted_s
+        self._simulate.tell(response.stages)
         return response
-
-    def _tell_stages(self, response: rollout_pb2.RunEpisodesResponse) -> None:
-        now = self._engine.stage_seconds
-        for stage, seconds in now.items():
-            response.stages.add(stage=stage, wall_time=duration_of(seconds - self._told[stage]))
-        self._told = now
 
     def _add(self, response: rollout_pb2.RunEpisodesResponse, output: EndedEpisode) -> None:
         sample = output.sample

@@ -41,12 +41,8 @@ class Transition:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-class SimulatedEnvironment(Protocol):
-    """One environment. It may raise anything: the service then makes a new one.
-
-    It may have an attribute `knobs` beside these: a Knob by each name that a variant may use, such as
-    "execution.gravity" or "vision.lighting".
-    """
+class Described(Protocol):
+    """What one environment takes and shows."""
 
     @property
     def observation_spaces(self) -> list[ArraySpace]:
@@ -67,6 +63,14 @@ class SimulatedEnvironment(Protocol):
     def instruction(self) -> str:
         """What the task asks for, in words; empty where the environment has none."""
         ...
+
+
+class SimulatedEnvironment(Described, Protocol):
+    """One environment. It may raise anything: the service then makes a new one.
+
+    It may have an attribute `knobs` beside these: a Knob by each name that a variant may use, such as
+    "execution.gravity" or "vision.lighting".
+    """
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None
@@ -99,28 +103,8 @@ class Start:
     init_state: int | None = None
 
 
-class VectorEnvironment(Protocol):
+class VectorEnvironment(Described, Protocol):
     """Environments that one call steps, numbered from 0. It may raise anything: the service then makes a new one."""
-
-    @property
-    def observation_spaces(self) -> list[ArraySpace]:
-        """Space of each named observation of one environment."""
-        ...
-
-    @property
-    def action_space(self) -> ArraySpace:
-        """Space of one environment's action."""
-        ...
-
-    @property
-    def init_state_count(self) -> int:
-        """As of a SimulatedEnvironment."""
-        ...
-
-    @property
-    def instruction(self) -> str:
-        """As of a SimulatedEnvironment."""
-        ...
 
     def reset(self, starts: Mapping[int, Start]) -> Mapping[int, tuple[Observation, Mapping[str, Any]]]:
         """Starts episodes in some environments; those of the others go on, and a seed decides its own alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,14 @@ from headrace_simulator.backends.base import (
 from headrace_simulator.child.agents import Agents
 from headrace_simulator.child.conversations import Conversations
 from headrace_simulator.child.episodes import Episodes, Raised, Rules, Shelf, call, written
-from headrace_simulator.child.output import bound_output
 from headrace_simulator.child.together import Together
 from headrace_simulator.child.variants import Variant, split, varied
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
 
+MOST_BYTES = 1 << 20
+"""Of what other people's code prints, as much is passed on; the rest is dropped."""
+_PIECE = 1 << 16
 _TOGETHER_S = 0.005
 """Outcomes of a batch that come within this time are one answer. The parent's limits have more room than that."""
 
@@ -236,6 +239,29 @@ def catalogue() -> list[tuple[str, str]]:
 
 def _fault(field: str, message: str) -> Message:
     return Kind.FAULT, json.dumps({"field": field, "message": message}).encode()
+
+
+def bound_output(most_bytes: int = MOST_BYTES) -> None:
+    """From now on, of what this process and its children print, the first `most_bytes` go where all of it went.
+
+    What comes behind them is read and dropped, so that nothing that prints ever waits, and no log fills a disk.
+    """
+    passed_on, (reader, writer) = os.dup(2), os.pipe()
+    os.set_inheritable(passed_on, False)
+    for printed in (1, 2):
+        os.dup2(writer, printed)
+    os.close(writer)
+    threading.Thread(target=_pass_on, args=(reader, passed_on, most_bytes), daemon=True).start()
+
+
+def _pass_on(reader: int, to: int, left: int) -> None:
+    while piece := os.read(reader, _PIECE):
+        if left <= 0:
+            continue
+        os.write(to, piece[:left])
+        left -= len(piece)
+        if left <= 0:
+            os.write(to, b"\n[what this process prints from here on is left out]\n")
 
 
 if __name__ == "__main__":

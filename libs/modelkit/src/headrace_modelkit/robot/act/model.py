@@ -79,10 +79,8 @@ class ActConfig(PolicyConfig):
         return self
 
     @override
-    def build(self, seed: int) -> ActPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return ActPolicy(self).eval()
+    def policy(self) -> type[ActPolicy]:
+        return ActPolicy
 
 
 class ActPolicy(RobotPolicy):

@@ -12,18 +12,12 @@ from headrace_modelkit.robot.policy import RobotPolicy
 from headrace_modelkit.robot.published import (
     ACTION,
     ENVIRONMENT,
-    IMAGES,
     OLD_STATISTICS,
     STATE,
+    LeRobot,
     Wanted,
     config_of,
     filled,
-    lerobot_bounds,
-    lerobot_cameras,
-    lerobot_pixels,
-    read_json,
-    read_statistics,
-    read_tensors,
     renamed,
 )
 
@@ -36,10 +30,10 @@ COUNTS = (
     "n_vae_encoder_layers",
     "kl_weight",
 )
-SUPPORTED = {
-    "temporal_ensemble_coeff": None,
-    "replace_final_stride_with_dilation": False,
-    "n_obs_steps": 1,
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "temporal_ensemble_coeff": (None,),
+    "replace_final_stride_with_dilation": (False, None),
+    "n_obs_steps": (1, None),
 }
 UNUSED = ("model.vae_encoder_pos_enc", *OLD_STATISTICS)
 
@@ -51,28 +45,20 @@ def recognises(stated: Mapping[str, Any]) -> bool:
 
 def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
-    stated = read_json(directory / "config.json")
-    for key, known in SUPPORTED.items():
-        if (value := stated.get(key, known) or known) != known:
-            raise ModelNotReadable(f"config.json: {key} {value!r} is not supported, only {known!r}")
-    if ENVIRONMENT in stated.get("input_features", {}):
+    found = LeRobot.of(directory, wanted)
+    found.check(SUPPORTED)
+    if ENVIRONMENT in found.inputs:
         raise ModelNotReadable(f"config.json: {ENVIRONMENT} is not supported; give images")
-    tensors = read_tensors(directory)
-    statistics = read_statistics(directory, tensors, wanted)
-    cameras = lerobot_cameras(stated, wanted)
-    _, height, width = (stated["input_features"].get(IMAGES + cameras[0]) or {}).get("shape") or (3, 0, 0)
-    reads_state = STATE in stated.get("input_features", {})
+    cameras = found.cameras()
     fields = {
         "kind": "act",
         "cameras": cameras,
-        "height": int(height),
-        "width": int(width),
-        **lerobot_pixels(stated, statistics, cameras),
-        "horizon": int(stated.get("chunk_size", 100)),
-        "chunk_length": int(stated.get("n_action_steps", 100)),
-        "bounds": lerobot_bounds(stated, statistics, ACTION),
-        "state": lerobot_bounds(stated, statistics, STATE) if reads_state else None,
-        **{name: stated[name] for name in (*SAME, *COUNTS) if name in stated},
+        **found.pictures(cameras),
+        "horizon": int(found.stated.get("chunk_size", 100)),
+        "chunk_length": int(found.stated.get("n_action_steps", 100)),
+        "bounds": found.bounds(ACTION),
+        "state": found.bounds(STATE) if STATE in found.inputs else None,
+        **{name: found.stated[name] for name in (*SAME, *COUNTS) if name in found.stated},
     }
     config: ActConfig = config_of(ActConfig, fields, wanted)
-    return filled(config.build(seed=0), renamed(tensors, (), unused=lambda name: name.startswith(UNUSED)))
+    return filled(config.build(seed=0), renamed(found.tensors, (), lambda name: name.startswith(UNUSED)))

@@ -129,10 +129,8 @@ class DiffusionConfig(PolicyConfig):
         return self
 
     @override
-    def build(self, seed: int) -> DiffusionPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return DiffusionPolicy(self).eval()
+    def policy(self) -> type[DiffusionPolicy]:
+        return DiffusionPolicy
 
 
 class DiffusionPolicy(RobotPolicy):

@@ -13,18 +13,12 @@ from headrace_modelkit.robot.policy import RobotPolicy
 from headrace_modelkit.robot.published import (
     ACTION,
     ENVIRONMENT,
-    IMAGES,
     OLD_STATISTICS,
     STATE,
+    LeRobot,
     Wanted,
     config_of,
     filled,
-    lerobot_bounds,
-    lerobot_cameras,
-    lerobot_pixels,
-    read_json,
-    read_statistics,
-    read_tensors,
     renamed,
 )
 from headrace_modelkit.robot.scaling import ActionBounds
@@ -34,7 +28,7 @@ SAME = (
     *("spatial_softmax_num_keypoints", "use_separate_rgb_encoder_per_camera", "down_dims", "kernel_size"),
     *("n_groups", "diffusion_step_embed_dim", "use_film_scale_modulation"),
 )
-DEFAULTS = {"n_obs_steps": 2, "n_action_steps": 8, "horizon": 16, "noise_scheduler_type": "DDPM"}
+LEFT_OUT = {"n_obs_steps": 2, "n_action_steps": 8, "horizon": 16, "noise_scheduler_type": "DDPM"}
 """What the config.json of first checkpoints leaves out."""
 
 
@@ -45,25 +39,22 @@ def recognises(stated: Mapping[str, Any]) -> bool:
 
 def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
-    stated = {**DEFAULTS, **read_json(directory / "config.json")}
-    tensors = read_tensors(directory)
-    statistics = read_statistics(directory, tensors, wanted)
-    seen = stated.get("input_features", {})
-    moments = int(stated["n_obs_steps"])
-    states = [lerobot_bounds(stated, statistics, STATE)]
-    pictures = any(feature.get("type") == "VISUAL" for feature in seen.values())
-    cameras = lerobot_cameras(stated, wanted) if pictures else ()
-    if ENVIRONMENT in seen:
+    found = LeRobot.of(directory, wanted, left_out=LEFT_OUT)
+    stated, moments = found.stated, int(found.stated["n_obs_steps"])
+    cameras = found.cameras() if any(each.get("type") == "VISUAL" for each in found.inputs.values()) else ()
+    states = [found.bounds(STATE)]
+    if ENVIRONMENT in found.inputs:
         if cameras:
             raise ModelNotReadable(f"config.json: {ENVIRONMENT} beside images is not supported")
-        states.append(lerobot_bounds(stated, statistics, ENVIRONMENT))
+        states.append(found.bounds(ENVIRONMENT))
     fields: dict[str, Any] = {
         "kind": "diffusion",
         "cameras": cameras,
+        **(found.pictures(cameras) if cameras else {}),
         "n_obs_steps": moments,
         "channels": 3 * moments,
         "chunk_length": int(stated["n_action_steps"]),
-        "bounds": lerobot_bounds(stated, statistics, ACTION),
+        "bounds": found.bounds(ACTION),
         "state": ActionBounds(
             low=tuple(low for own in states for low in own.low) * moments,
             high=tuple(high for own in states for high in own.high) * moments,
@@ -76,15 +67,8 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         },
         **{name: stated[name] for name in SAME if stated.get(name) is not None},
     }
-    if cameras:
-        _, height, width = (seen.get(IMAGES + cameras[0]) or seen.get(cameras[0]) or {}).get("shape") or (
-            3,
-            0,
-            0,
-        )
-        fields |= {"height": int(height), "width": int(width), **lerobot_pixels(stated, statistics, cameras)}
     config: DiffusionConfig = config_of(DiffusionConfig, fields, wanted)
-    return filled(config.build(seed=0), renamed(tensors, (), unused=_unused))
+    return filled(config.build(seed=0), renamed(found.tensors, (), _unused))
 
 
 def _unused(name: str) -> bool:

@@ -87,10 +87,8 @@ class OpenVlaConfig(PolicyConfig):
         return ids if space in (None, tokenizer.unk_token_id) or ids[-1:] == (space,) else (*ids, space)
 
     @override
-    def build(self, seed: int) -> OpenVlaPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return OpenVlaPolicy(self) if self.kind == "openvla" else OpenVlaOftPolicy(self)
+    def policy(self) -> type[OpenVlaPolicy]:
+        return OpenVlaPolicy if self.kind == "openvla" else OpenVlaOftPolicy
 
 
 class OpenVlaPolicy(RobotPolicy):

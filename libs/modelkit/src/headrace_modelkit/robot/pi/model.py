@@ -81,10 +81,8 @@ class PiConfig(FlowPolicyConfig):
         return self
 
     @override
-    def build(self, seed: int) -> PiPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return (Pi0Policy(self) if self.kind == "pi0" else Pi05Policy(self)).eval()
+    def policy(self) -> type[PiPolicy]:
+        return Pi0Policy if self.kind == "pi0" else Pi05Policy
 
     @override
     def prompt_ids(self, tokenizer: Any, instruction: str) -> tuple[int, ...]:

@@ -23,16 +23,12 @@ from headrace_modelkit.robot.published import (
     OLD_STATISTICS,
     OPENPI_QUANTILE,
     STATE,
+    LeRobot,
     Statistics,
     Wanted,
     bounds_by,
     config_of,
     filled,
-    lerobot_bounds,
-    lerobot_cameras,
-    read_json,
-    read_statistics,
-    read_tensors,
     renamed,
 )
 from headrace_modelkit.robot.scaling import ActionBounds
@@ -71,8 +67,9 @@ def recognises(stated: Mapping[str, Any]) -> bool:
 
 def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
-    stated = read_json(directory / "config.json")
-    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(directory).items()}
+    found = LeRobot.of(directory, wanted)
+    stated = found.stated
+    tensors = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     kind = "pi05" if "time_mlp_in.weight" in tensors else "pi0"
     if stated.get("use_proprioceptive_memory") or stated.get("use_visual_memory"):
         raise ModelNotReadable("config.json: memory of observations (use_…_memory) is not supported")
@@ -85,7 +82,7 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         "model": published_sizes(stated, tensors),
         "chunk_length": int(stated.get("n_action_steps") or stated.get("action_horizon") or 50),
         "flow": {"steps": int(stated.get("num_inference_steps", 10))},
-        **_statistics(stated, read_statistics(directory, tensors, wanted), kind, wanted),
+        **_statistics(found, kind),
     }
     if kind == "pi05":
         fields["words"] = StateWords.of(read_tokenizer(wanted.base or directory))
@@ -147,16 +144,14 @@ def own_names(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     return found
 
 
-def _statistics(
-    stated: Mapping[str, Any], statistics: Statistics, kind: str, wanted: Wanted
-) -> dict[str, Any]:
+def _statistics(found: LeRobot, kind: str) -> dict[str, Any]:
     """Bounds of actions and states, and cameras. openpi normalises π0 by mean and deviation, π0.5 by quantiles."""
-    if "type" in stated:
-        cameras = lerobot_cameras(stated, wanted)
-        bounds = {key: lerobot_bounds(stated, statistics, key) for key in (ACTION, STATE)}
+    if "type" in found.stated:
+        cameras = found.cameras()
+        bounds = {key: found.bounds(key) for key in (ACTION, STATE)}
     else:
-        cameras = tuple(wanted.chosen.get("cameras") or OPENPI_CAMERAS)
-        bounds = {key: _openpi_bounds(statistics, key, kind) for key in (ACTION, STATE)}
+        cameras = tuple(found.wanted.chosen.get("cameras") or OPENPI_CAMERAS)
+        bounds = {key: _openpi_bounds(found.statistics, key, kind) for key in (ACTION, STATE)}
     return {"cameras": cameras, "bounds": bounds[ACTION], "state": bounds[STATE]}
 
 

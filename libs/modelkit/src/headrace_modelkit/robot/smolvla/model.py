@@ -96,11 +96,8 @@ class SmolVlaConfig(FlowPolicyConfig):
         return super().prompt_ids(tokenizer, text)
 
     @override
-    def build(self, seed: int) -> SmolVlaPolicy:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            policy = SmolVlaPolicy(self)
-        return policy.eval()
+    def policy(self) -> type[SmolVlaPolicy]:
+        return SmolVlaPolicy
 
 
 class SmolVlaPolicy(FlowPolicy):

@@ -17,14 +17,11 @@ from headrace_modelkit.robot.published import (
     ACTION,
     OLD_STATISTICS,
     STATE,
+    LeRobot,
     Wanted,
     config_of,
     filled,
-    lerobot_bounds,
-    lerobot_cameras,
     read_json,
-    read_statistics,
-    read_tensors,
     renamed,
 )
 from headrace_modelkit.robot.smolvla.model import SmolVlaConfig
@@ -46,16 +43,12 @@ def recognises(stated: Mapping[str, Any]) -> bool:
 
 def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
-    stated = read_json(directory / "config.json")
-    for key, known in SUPPORTED.items():
-        if (value := stated.get(key, known[0])) not in known:
-            raise ModelNotReadable(f"config.json: {key} {value!r} is not supported, only {known[0]!r}")
-    tensors = read_tensors(directory)
-    statistics = read_statistics(directory, tensors, wanted)
-    found = own_names(tensors)
+    found = LeRobot.of(directory, wanted)
+    found.check(SUPPORTED)
+    stated, tensors = found.stated, own_names(found.tensors)
     fields = {
         "kind": "smolvla",
-        "vlm": _vlm(stated, wanted, found),
+        "vlm": _vlm(stated, wanted, tensors),
         "horizon": int(stated.get("chunk_size", 50)),
         "chunk_length": int(stated.get("n_action_steps", 50)),
         "action_width": int(stated.get("max_action_dim", 32)),
@@ -65,12 +58,12 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         "min_period": float(stated.get("min_period", 4e-3)),
         "max_period": float(stated.get("max_period", 4.0)),
         "flow": {"steps": int(stated.get("num_steps", 10))},
-        "cameras": lerobot_cameras(stated, wanted),
-        "bounds": lerobot_bounds(stated, statistics, ACTION),
-        "state": lerobot_bounds(stated, statistics, STATE),
+        "cameras": found.cameras(),
+        "bounds": found.bounds(ACTION),
+        "state": found.bounds(STATE),
     }
     config: SmolVlaConfig = config_of(SmolVlaConfig, fields, wanted)
-    return filled(config.build(seed=0), found)
+    return filled(config.build(seed=0), tensors)
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,10 +33,9 @@ from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
 from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
-from headrace_coordinator.api.http.routes.recordings import recording_routes
+from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
-from headrace_coordinator.api.http.routes.videos import video_routes
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator

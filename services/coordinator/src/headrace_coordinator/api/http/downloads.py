@@ -8,12 +8,16 @@ import tarfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 
 from headrace_coordinator.api.refusal import Refused
 
 MEDIA_TYPE = "application/x-tar"
+TAR_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {}}, "description": "The tar file."}
+}
 PIECE = 1 << 20
 _END = bytes(2 * tarfile.BLOCKSIZE)
 

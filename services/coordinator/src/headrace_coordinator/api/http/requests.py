@@ -1,11 +1,11 @@
-"""What routes read from a request: bodies within a limit, keys, pages. Knows no resource."""
+"""What routes read from a request: bodies within a limit, keys, pages of lists. Knows no resource."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
@@ -136,3 +136,48 @@ def _finite(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_finite(item) for item in value.values())
     return all(_finite(item) for item in value) if isinstance(value, list) else True
+
+
+Item = TypeVar("Item")
+
+
+def foreign_token(token: str) -> Refused:
+    """The refusal of a token that this list did not give, or whose entry is gone."""
+    reason = f"{token[:40]!r} names no entry of this list"
+    return invalid([problem("page_token", reason, "take next_page_token of a page, or begin without one")])
+
+
+def page(
+    items: Sequence[Item],
+    key: Callable[[Item], str],
+    size: int,
+    token: str,
+    wanted: Callable[[Item], bool] = lambda _: True,
+) -> tuple[list[Item], str]:
+    """(entries, token of the next page) of the `wanted` entries of a list whose entries have unique keys.
+
+    A token stays valid when its entry is wanted no more.
+    """
+    start = 0
+    if token:
+        last = next((index for index, item in enumerate(items) if key(item) == token), None)
+        if last is None:
+            raise foreign_token(token)
+        start = last + 1
+    found = [item for item in items[start:] if wanted(item)]
+    shown = found[:size]
+    return shown, key(shown[-1]) if len(found) > size else ""
+
+
+def place_of(token: str) -> int:
+    """The position that a token of a list of past entries names; -1 before the first."""
+    if not token:
+        return -1
+    if not (token.isascii() and token.isdigit() and len(token) < 20):
+        raise foreign_token(token)
+    return int(token)
+
+
+def token_of(place: int | str | None) -> str:
+    """The token of the next page; empty at the end."""
+    return "" if place is None else str(place)

@@ -19,12 +19,12 @@ from headrace_coordinator.api.reading.curves import read_spark
 from headrace_coordinator.api.reading.presenters import flow_view, run_summary_view, run_view
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.domain.devices.leases import LeaseTable
-from headrace_coordinator.domain.devices.wanted import instances_wanted
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.fleet.sessions import InstanceUsage
-from headrace_coordinator.run.endpoint_key import endpoint_key
 from headrace_coordinator.scheduler import Scheduler
 from headrace_coordinator.store.event_log import EventLog
 
@@ -163,7 +163,7 @@ class Reads:
         return run_summary_view(run, spark)
 
     def instances_wanted(self) -> dict[str, int]:
-        """How many instances of each kind the runs of now could use; see `domain.devices.wanted`."""
+        """How many instances of each kind the runs of now could use."""
         return instances_wanted(self._event_log.state)
 
     def run_states(self) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import problem
@@ -23,9 +22,6 @@ from headrace_coordinator.projections.transcripts import Answer, Key, read_answe
 from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.suites import open_suite
-
-if TYPE_CHECKING:
-    pass
 
 SCORE = "score"
 """Mean reward of all answers: what any two evaluations have."""

@@ -13,8 +13,7 @@ from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.fleet_view import FleetView
-from headrace_coordinator.api.submission.hardware_defaults import gpus_of
+from headrace_coordinator.api.submission.fleet_view import FleetView, gpus_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.demand import devices_each
 from headrace_coordinator.domain.devices.places import named_devices

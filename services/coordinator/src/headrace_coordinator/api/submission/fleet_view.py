@@ -1,4 +1,4 @@
-"""What there is to run on, and which engine a run takes of it.
+"""What there is to run on, which engine a run takes of it, and the defaults that its hardware decides.
 
 Pure but for one read: a local model's config.json.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace_schema.gpu_defaults import Default, Gpus, gpu_defaults
 from headrace_schema.model_size import local_config, text_config
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
 
-from headrace_coordinator.domain.devices.leases import BUILT_IN
+from headrace_coordinator.domain.devices.leases import BUILT_IN, is_gpu
 from headrace_coordinator.domain.devices.places import named_devices
 
 AUTO = "auto"
@@ -144,3 +145,18 @@ def model_type(path: str) -> str:
     """The family of a local model, by its configuration; empty where `text_config` is."""
     found = local_config(path).get("model_type")
     return found if isinstance(found, str) else ""
+
+
+def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Default]:
+    """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
+    if spec.workflow == "embodied" or not has_gpus(spec, fleet):
+        return []
+    return gpu_defaults(spec, engine, text_config(spec.model.path), gpus_of(spec, fleet))
+
+
+def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
+    """Those that a run may generate on: the ones it names, or all."""
+    named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
+    sizes = [fleet.gpu_bytes.get(device, 0) for device in named or fleet.devices if is_gpu(device)]
+    seen = [count for count in (len(named), max(fleet.rollouts_see, default=0)) if count]
+    return Gpus(min(sizes, default=0), min(seen, default=0))

@@ -23,8 +23,7 @@ from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import in_users_keys, opening, other_kind
 from headrace_coordinator.run.workers.clients import RewardClient, SimulatorClient

@@ -16,8 +16,7 @@ from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunV
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.approximate import correction
-from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine
-from headrace_coordinator.api.submission.hardware_defaults import hardware_defaults
+from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine, hardware_defaults
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.suites import Suite

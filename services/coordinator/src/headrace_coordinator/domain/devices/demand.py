@@ -1,4 +1,4 @@
-"""What a run needs before it can start, and how it uses its devices. Knows no instance and no other run."""
+"""What a run needs before it can start, how it uses its devices, and how many instances all runs could use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import all_gpus
+from headrace_coordinator.domain.run_states import RUN
 from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.state import State
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -122,3 +124,30 @@ def section_of(
         update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer}
         | {key: value for key, value in chosen.items() if value}
     )
+
+
+BUSY, IDLE = 0.6, 0.1
+"""Shares of a step that a stage takes from which a kind that all runs share has one more, or one fewer."""
+SHARED = {"reward": "score", "simulator": "simulate"}
+"""Kinds of which a run uses as many as there are, and the stage that they work on."""
+
+
+def instances_wanted(state: State) -> dict[str, int]:
+    """Count by kind. Rollouts and trainers: what specs ask for, of runs that wait too.
+
+    Of kinds that runs share: one more than there are while their stage takes most of some run's step, one fewer while
+    it takes next to nothing.
+    """
+    demands = [(run, demand_of(run)) for run in state.active_runs() if run.intent == RUN]
+    wanted = {
+        "rollout": sum(demand.rollouts + demand.decoders for _, demand in demands),
+        "trainer": sum(demand.trainers + demand.helpers for _, demand in demands),
+    }
+    users = {"reward": demands, "simulator": [each for each in demands if each[1].simulator]}
+    for kind, stage in SHARED.items():
+        views = [run.totals.last_step for run, _ in users[kind] if run.totals.last_step]
+        shares = [view["stage_s"].get(stage, 0.0) / max(view["wall_s"], 1e-9) for view in views]
+        there = sum(each.kind == kind and not each.draining for each in state.instances.values())
+        change = (max(shares) > BUSY) - (max(shares) < IDLE) if shares else 0
+        wanted[kind] = max(1, there + change) if users[kind] else 0
+    return wanted

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
-from headrace_coordinator.domain.devices.engine_hosts import engine_groups
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.places import (
     device_order,
     devices_seen,
+    engine_groups,
     hosts_of,
     machines,
     named_devices,

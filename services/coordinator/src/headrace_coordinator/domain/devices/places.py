@@ -1,4 +1,4 @@
-"""Which instances share a machine, and which devices a spec's names mean. Knows no run and no lease.
+"""Which instances share a machine or make one engine, and which devices a spec's names mean. Knows no run and no lease.
 
 Two containers have different hosts and may see the same devices: they are on one machine.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from headrace_schema.sections.running import EVERY
 
@@ -68,3 +69,41 @@ def device_order(device: str) -> tuple[str, int, str]:
     """Sorts device names by their index: cpu:2 comes before cpu:10."""
     stem, _, index = device.rpartition(":")
     return (stem, int(index), "") if index.isdigit() else (device, 0, "")
+
+
+class OnHost(Protocol):
+    """A rollout instance, by its process and its host."""
+
+    incarnation: str
+    host: str
+
+
+Member = TypeVar("Member", bound=OnHost)
+
+
+def engine_groups(
+    instances: Sequence[Member], hosts: int, known: Iterable[Sequence[str]] = ()
+) -> list[list[Member]]:
+    """Groups of `hosts` instances on different hosts, in their order; what makes no whole group is left out.
+
+    `known`: groups by incarnations, which stay as they are while all their members are there.
+    """
+    if hosts == 1:
+        return [[each] for each in instances]
+    there = {each.incarnation: each for each in instances}
+    whole = [group for group in known if len(group) == hosts and {*group} <= there.keys()]
+    groups = [[there[who] for who in group] for group in whole]
+    taken = {each.incarnation for group in groups for each in group}
+    open_groups: list[list[Member]] = []
+    for instance in instances:
+        if instance.incarnation in taken:
+            continue
+        fitting = (group for group in open_groups if instance.host not in {each.host for each in group})
+        group = next(fitting, None)
+        if group is None:
+            open_groups.append(group := [])
+        group.append(instance)
+        if len(group) == hosts:
+            open_groups.remove(group)
+            groups.append(group)
+    return groups

@@ -21,7 +21,7 @@ from headrace_coordinator.domain.devices.places import (
     machines,
     named_devices,
 )
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 
 SEVERAL = "rollout.engine_options.tensor_parallel_size, own_devices"

@@ -1,6 +1,6 @@
 """The leases of a run's workers: which devices each is to have, and how they take and release them.
 
-Who is to have devices when is decided in `placement` and `lending`.
+Who is to have devices when is decided in `placement`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from headrace.common.v1 import common_pb2 as common
 
 from headrace_coordinator.domain.devices.leases import GENERATE, HELD, SCORE, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.intervals import Interval
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.assignment import assign_devices
-from headrace_coordinator.run.simulators.leases import ScorerLeases, SimulatorLeases
+from headrace_coordinator.run.devices.beside import ScorerLeases, SimulatorLeases
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient

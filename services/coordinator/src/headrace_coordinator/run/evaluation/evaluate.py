@@ -33,13 +33,13 @@ from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused,
 from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.modality import Sampling
+from headrace_coordinator.run.modality import Asked, Sampling
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.trajectories import failure_of, said, sampled, told
-from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.clients import Published, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.waits import WaitTimeout
 
@@ -71,6 +71,10 @@ class Questions:
     """Renders their prompts; None: the run's own."""
     videos: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Theirs, by (index of the item, sample), as they come."""
+
+    def asked(self, index: int) -> Asked:
+        """How one item is asked."""
+        return Asked(self.prefill, index in self.recorded, self.dataset)
 
 
 async def answer(
@@ -112,12 +116,12 @@ async def _drive(
         async for response in worker.generate(opening, assignments, limit):
             for chunk in response.chunks:
                 if chunk.HasField("finished"):
-                    done[_key(chunk.finished.sample)] = chunk.finished
+                    done[slot_key(chunk.finished.sample)] = chunk.finished
             if response.revoked:
                 worker.lost_lease()
             modality.takes_losses(worker, response)
             if isinstance(response, rollout.RunEpisodesResponse):
-                questions.videos.update({_key(video.sample): video.content for video in response.videos})
+                questions.videos.update({slot_key(video.sample): video.content for video in response.videos})
         modality.ended(worker, well=True)
         await modality.recover(worker)
     except InstanceDown as fault:
@@ -136,12 +140,7 @@ async def _assignments(
     groups = [
         rollout.GroupAssignment(
             prompt_ordinal=index,
-            prompt=context.modality.prompt(
-                questions.items[index],
-                questions.prefill,
-                record=index in questions.recorded,
-                dataset=questions.dataset,
-            ),
+            prompt=context.modality.prompt(questions.items[index], questions.asked(index)),
             samples=[
                 rollout.SampleAssignment(sample_index=sample, attempt=1)
                 for sample in range(questions.samples)
@@ -152,10 +151,6 @@ async def _assignments(
     ]
     for message in by_size(rollout.AssignGroups(groups=groups)):
         yield message
-
-
-def _key(sample: common.SlotKey) -> tuple[int, int]:
-    return sample.prompt_ordinal, sample.sample_index
 
 
 class TooFewAnswers(Exception):
@@ -182,7 +177,7 @@ async def judge(
             made.append(score_item(item, each, sampled(each)[0], evaluation=True))
     if "group" in context.spec.reward.give:
         groups = defaultdict[int, list[str]](list)
-        for asked in sorted(made, key=lambda asked: _key(asked.sample)):
+        for asked in sorted(made, key=lambda asked: slot_key(asked.sample)):
             groups[asked.sample.prompt_ordinal].append(asked.completion)
         for asked in made:
             asked.group.extend(groups[asked.sample.prompt_ordinal])
@@ -190,7 +185,7 @@ async def judge(
         for asked, text in zip(made, settle_successes([each.completion for each in made]), strict=True):
             asked.completion = text
     found += await score_all(context.staffing, made)
-    return {_key(score.sample): score for score in found}
+    return {slot_key(score.sample): score for score in found}
 
 
 def why_unmade(answer: common.Trajectory) -> str:
@@ -246,7 +241,7 @@ async def evaluate(
     scores = await judge(context, items, answers)
     counted, failures = list[common.Trajectory](), list[str]()
     for each in answers:
-        score = scores[_key(each.sample)]
+        score = scores[slot_key(each.sample)]
         if score.status == reward.SCORE_STATUS_OK:
             counted.append(each)
         else:
@@ -299,11 +294,11 @@ def _view(
     answers: Sequence[common.Trajectory],
     by_slot: Mapping[tuple[int, int], reward.ScoreResult],
 ) -> EvaluationView:
-    scores = [by_slot[_key(answer.sample)] for answer in answers]
+    scores = [by_slot[slot_key(answer.sample)] for answer in answers]
     parts: dict[str, float] = defaultdict(float)
     examples: list[dict[str, Any]] = []
     for answer in answers:
-        score = by_slot[_key(answer.sample)]
+        score = by_slot[slot_key(answer.sample)]
         for name, value in score.parts.items():
             parts[name] += value / len(answers)
         if answer.sample.sample_index == 0 and len(examples) < EXAMPLES:

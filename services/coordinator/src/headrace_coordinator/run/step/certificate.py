@@ -141,6 +141,7 @@ def step_view(
         figures={
             **response.figures,
             **weight_figures(context.workers.rollouts),
+            **timer.figures,
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )

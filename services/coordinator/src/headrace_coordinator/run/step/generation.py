@@ -238,6 +238,8 @@ class Generation:
             seconds = metrics.wall_time.ToNanoseconds() / 1e9
             devices = () if metrics.stage == "simulate" else worker.devices
             self._timer.add(metrics.stage, (now - seconds, now), devices)
+            for name, value in metrics.values.items():
+                self._timer.figures[name] += value
 
     def _time_prefills(self, worker: RolloutClient, response: rollout.GenerateResponse) -> None:
         """Prompts are computed within generate, where the engine tells it apart."""

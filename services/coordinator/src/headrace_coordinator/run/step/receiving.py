@@ -22,7 +22,7 @@ from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.scoring.rewards import Rewards
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Shown, Trajectory, failure_of, sampled
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Receiver:
         """Samples that were stopped (a drain, a late or revoked lease) go on from their prefix elsewhere."""
         stopped: list[Slot] = []
         for partial in partials:
-            key = (partial.sample.prompt_ordinal, partial.sample.sample_index)
+            key = slot_key(partial.sample)
             slot = self._ledger.slot(*key)
             mine = slot is not None and (slot.holder, slot.attempt) == (worker.incarnation, partial.attempt)
             if slot is None or not mine or slot.state != ASSIGNED:
@@ -106,7 +106,7 @@ class Receiver:
     def _accepted(self, message: common.Trajectory) -> Trajectory | None:
         """The trajectory with its slot; None for a repetition, and for one that the slot refuses."""
         digest, size = digest_and_size(message)
-        slot = self._ledger.slot(message.sample.prompt_ordinal, message.sample.sample_index)
+        slot = self._ledger.slot(*slot_key(message.sample))
         if slot is None or digest != message.body_digest or accepts(slot, message.attempt, digest):
             self._attempt.refused += 1
             return None

@@ -1,4 +1,6 @@
-"""One step: as many attempts as it takes, then the commit, the record and its checks."""
+"""One step: as many attempts as it takes, each from open slots to groups that are accumulated or dropped; then the
+commit, the record and its checks.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,16 @@ from headrace_coordinator.domain.ledger.compact import Drops, compact_drops
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.step.attempt import Attempt
 from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view
-from headrace_coordinator.run.step.learning import AttemptLost, MessagesLost, identities, under_lease
+from headrace_coordinator.run.step.learning import (
+    AttemptLost,
+    Learning,
+    MessagesLost,
+    identities,
+    under_lease,
+)
+from headrace_coordinator.run.step.moving.borrowing import Borrowing, Sharing
+from headrace_coordinator.run.step.moving.helping import Helping
 from headrace_coordinator.run.step.pipeline import Pipeline
 from headrace_coordinator.run.workers.clients import Published
 
@@ -33,6 +42,90 @@ FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
 
 class RunFailed(Exception):
     """The run cannot go on; the message is for its user."""
+
+
+class Attempt:
+    """Generates and learns, at once or one after the other, as the placement says."""
+
+    def __init__(self, pipeline: Pipeline, *, may_help: bool) -> None:
+        """`may_help`: helpers may learn a part of it."""
+        context = pipeline.context
+        spec, placement = context.spec, context.placement
+        # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
+        # whole batch at the commit does its infer pass of each group as that comes.
+        waits = spec.deterministic or spec.graph.whole_batch
+        self._batched = waits or context.waits_for_batch
+        self._streams = placement.streams and not waits
+        self._joins = self._streams and placement.hybrid
+        self._context = context
+        self._ledger = context.state.ledger
+        self._timer = pipeline.timer
+        self._clock = context.event_log.monotonic
+        self._pipeline = pipeline
+        self._state = pipeline.begin(streams=self._streams)
+        self._learning = Learning(self._state)
+        self._helping = Helping(self._state, wanted=may_help and not self._batched)
+        self._borrowing = Borrowing(self._state)
+        self._sharing = Sharing(context)
+
+    async def run(self) -> None:
+        """Works until every group is accumulated or dropped. Raises `MessagesLost` or `AttemptLost`.
+
+        1. Rollouts generate, reward instances score, and whole groups settle.
+        2. The trainer group learns groups as they settle, or all of them once it has the devices; helpers learn beside.
+        3. The helpers' gradients are added, and the trainer group learns what is left.
+        """
+        tail, helping, borrowing = self._context.tail, self._helping, self._borrowing
+        if helping.wanted or borrowing.wanted:
+            tail.begin(self._clock())
+        if self._streams:
+            await gather_all(self._generate(), self._learn(), helping.run())
+        else:
+            await gather_all(self._generate(), helping.run(), self._sharing.run(), borrowing.run())
+            began = self._clock()
+            await self._switch_to_trainers()
+            tail.switched(self._clock() - began)
+            await self._begin()
+        tail.end(moved=helping.moved or borrowing.moved)
+        await helping.contribute()
+        if self._state.groups.collect() or not self._streams:
+            await self._learning.run()
+        devices = sum(len(worker.devices) for worker in self._context.workers.trainers)
+        tail.learned(self._learning.seconds, self._learning.tokens, devices)
+        await self._context.event_log.flush()
+        if unsettled := self._ledger.unsettled():
+            raise CallRefused("coordinator", "INTERNAL", f"groups {unsettled} were lost in the step")
+
+    async def _generate(self) -> None:
+        await self._pipeline.fill()
+        self._state.complete()
+        self._sharing.close()
+        if self._joins and await self._pipeline.spent() and (self._state.groups.backlog or self._batched):
+            await self._switch_to_trainers()
+        self._state.groups.go_on()
+
+    async def _learn(self) -> None:
+        await self._borrowing.run()
+        await self._begin()
+        await self._learning.run()
+
+    async def _switch_to_trainers(self) -> None:
+        index = self._ledger.index
+        # Rollouts that make answers of the next steps keep their devices.
+        idle = not (self._state.ahead and (index.waiting or index.assigned))
+        with self._timer.stage("switch"):
+            await self._context.placement.hand_devices_to_trainers(complete=idle)
+
+    async def _begin(self) -> None:
+        """Opens the attempt at the trainer group, once what it begins with is durable."""
+        ledger, lineage = self._ledger, self._context.state.lineage
+        await self._context.event_log.flush()
+        await self._context.snapshot_taken()
+        leader = self._context.workers.leader
+        await under_lease(
+            self._context,
+            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
+        )
 
 
 class Step:

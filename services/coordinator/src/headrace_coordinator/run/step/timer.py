@@ -1,4 +1,4 @@
-"""Where the time of a step goes: intervals by stage and device."""
+"""Where the time of a step goes: intervals by stage and device, and what its stages say beside."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class StepTimer:
     def restart(self) -> None:
         """Forgets every interval: the next step begins now."""
         self._started = self._clock()
+        self.figures: defaultdict[str, float] = defaultdict(float)
+        """Sums of what stages tell of themselves, by name."""
         self._stages: dict[str, list[Interval]] = defaultdict(list)
         self._devices: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
         self._rests: dict[str, list[Interval]] = defaultdict(list)

@@ -21,7 +21,7 @@ from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 
@@ -167,7 +167,7 @@ class Trajectories(dict[SlotKey, Trajectory]):
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for message in await producer.fetch(missing) if missing else ():
-                slot = wanted[message.sample.prompt_ordinal, message.sample.sample_index]
+                slot = wanted[slot_key(message.sample)]
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found

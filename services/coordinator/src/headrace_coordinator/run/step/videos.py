@@ -13,6 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.projections.videos import Recording, Video, keep_within, write_recordings
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.workers.clients import slot_key
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,12 @@ async def write_videos(
     environment = context.spec.environment
     if environment is None or environment.videos is None:
         return
-    finished = {_key(chunk.sample): chunk.finished for chunk in response.chunks if chunk.HasField("finished")}
+    finished = {
+        slot_key(chunk.sample): chunk.finished for chunk in response.chunks if chunk.HasField("finished")
+    }
     recordings = []
     for video in response.videos:
-        prompt, sample = key = _key(video.sample)
+        prompt, sample = key = slot_key(video.sample)
         if (trajectory := finished.get(key)) is None or (told := told_of(trajectory.completion_text)) is None:
             continue
         shown = Video.of(
@@ -60,7 +63,3 @@ def episode_of(trajectory: common.Trajectory) -> bytes:
         for name in [name for name, tensor in tensors.items() if tensor.WhichOneof("body") == "blob"]:
             del tensors[name]
     return kept.SerializeToString()
-
-
-def _key(sample: common.SlotKey) -> tuple[int, int]:
-    return sample.prompt_ordinal, sample.sample_index

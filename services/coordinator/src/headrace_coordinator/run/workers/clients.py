@@ -17,8 +17,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.sections.scoring import RewardSection
 from typing_extensions import override
 
-from headrace_coordinator.fleet.instance_client import InstanceClient
-from headrace_coordinator.fleet.worker_client import CLOSE_S, LOAD_S, QUICK_S, WorkerClient
+from headrace_coordinator.fleet.instance_client import CLOSE_S, LOAD_S, QUICK_S, InstanceClient, WorkerClient
 from headrace_coordinator.waits import Waits
 
 SlotKey = tuple[int, int]
@@ -58,6 +57,11 @@ def in_parts(pieces: Iterable[S]) -> Iterator[list[S]]:
 def sample_key(slot: SlotKey) -> common.SlotKey:
     """(prompt ordinal, sample index) as the contracts' key."""
     return common.SlotKey(prompt_ordinal=slot[0], sample_index=slot[1])
+
+
+def slot_key(sample: common.SlotKey) -> SlotKey:
+    """(prompt ordinal, sample index) of the contracts' key."""
+    return sample.prompt_ordinal, sample.sample_index
 
 
 @dataclass

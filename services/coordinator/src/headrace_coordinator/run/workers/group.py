@@ -19,8 +19,7 @@ from headrace_coordinator.domain.devices.leases import REVOKING
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.workers.clients import RewardClient, SimulatorClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace_coordinator.domain.devices.engine_hosts import engine_groups
+from headrace_coordinator.domain.devices.places import engine_groups
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.workers.clients import WatchedInstanceClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
-from headrace_coordinator.fleet.worker_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
+from headrace_coordinator.fleet.instance_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
 from headrace_coordinator.run.workers.clients import Published, SlotKey, in_parts, sample_key
 
 Opening = rollout.GenerateOpen | rollout.RunEpisodesOpen

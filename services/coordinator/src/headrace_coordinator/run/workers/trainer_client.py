@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
-from headrace_coordinator.fleet.worker_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
+from headrace_coordinator.fleet.instance_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
 from headrace_coordinator.run.workers.clients import Published
 
 

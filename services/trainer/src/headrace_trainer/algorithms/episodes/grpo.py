@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from headrace_modelkit.robot.policy import Level
-from typing_extensions import override
-
-from headrace_trainer.algorithms._base import Barrier, Passes
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
-from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
+from headrace_trainer.algorithms.episodes._terms import EpisodeTerms
 from headrace_trainer.algorithms.episodes.plugins import EpisodeGrpoOptions
 from headrace_trainer.algorithms.functional.advantages.episodes import until_success_mask
 from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
 from headrace_trainer.algorithms.group_relative.grpo import Grpo
 
 
-class EpisodeGrpo(Grpo):
+class EpisodeGrpo(EpisodeTerms, Grpo):
     """The loss is `Grpo`'s; every action of an episode has the episode's advantage."""
 
     options: EpisodeGrpoOptions
-
-    def __init__(self, options: EpisodeGrpoOptions) -> None:
-        super().__init__(options)
-
-    @property
-    def level(self) -> Level:
-        """By the option."""
-        return self.options.level
-
-    @property
-    def barrier(self) -> Barrier:
-        """The whole step."""
-        return Barrier.BATCH
-
-    @property
-    def passes(self) -> Passes:
-        """By the options."""
-        return episode_passes(self.options)
-
-    @override
-    def denominator(self, tokens: float, sequences: float) -> float:
-        return unit_denominator(self.aggregation, tokens, sequences)
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:
         """Group-relative, with `normalize_std` divided by the spread; without it centred alone."""

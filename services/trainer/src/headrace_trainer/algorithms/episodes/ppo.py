@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_modelkit.robot.policy import Level
-from typing_extensions import override
-
-from headrace_trainer.algorithms._base import Barrier, Passes
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
-from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
+from headrace_trainer.algorithms.episodes._terms import EpisodeTerms
 from headrace_trainer.algorithms.episodes.plugins import EpisodePpoOptions
 from headrace_trainer.algorithms.functional.advantages.episodes import (
     action_advantages,
@@ -18,32 +14,10 @@ from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
 
 
-class EpisodePpo(Ppo):
+class EpisodePpo(EpisodeTerms, Ppo):
     """The loss is `Ppo`'s; the advantages are those of the environment's rewards."""
 
     options: EpisodePpoOptions
-
-    def __init__(self, options: EpisodePpoOptions) -> None:
-        super().__init__(options)
-
-    @property
-    def level(self) -> Level:
-        """By the option."""
-        return self.options.level
-
-    @property
-    def barrier(self) -> Barrier:
-        """The whole step."""
-        return Barrier.BATCH
-
-    @property
-    def passes(self) -> Passes:
-        """By the options."""
-        return episode_passes(self.options)
-
-    @override
-    def denominator(self, tokens: float, sequences: float) -> float:
-        return unit_denominator(self.aggregation, tokens, sequences)
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:
         """GAE over chunks. Below a chunk, an action has no part in what the chunk earned before it."""

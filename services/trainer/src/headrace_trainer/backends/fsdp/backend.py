@@ -1,36 +1,62 @@
-"""One rank of a model that learns with FSDP2: gradients, contributions, commits. Knows no steps and no wire.
+"""One rank of a run that learns with FSDP2: models laid out, sharded and computed; gradients, contributions, commits.
 
-Gradients of micro-batches are added up unnormalised in fp32 and divided by the step's denominator when it is
-known, so the order and the packing in which groups come do not matter.
+Knows no steps and no wire. Gradients of micro-batches are added up unnormalised in fp32 and divided by the step's
+denominator when it is known, so the order and the packing in which groups come do not matter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
 
 import torch
+from headrace_modelkit.critic import Critic, hidden_size
+from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.lora import standing_in
+from headrace_modelkit.products import use_fp32_products
+from headrace_modelkit.vision import ImageReader, load_images
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    VALUES,
+    Algorithm,
+)
 from headrace_trainer.backends._base import (
     HelpingBackend,
     PrivateGradient,
+    ReferenceFacts,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.models import FsdpModels
+from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.fsdp.reference import Reference
+from headrace_trainer.backends.fsdp.sharded import float_what_learns
+from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
+from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.fit import CRITIC
+from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.backends.shared.model import LossOf
+from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.samples import Rows
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
+from headrace_trainer.learning.planning import Costs
+from headrace_trainer.learning.samples import Rows, Sequence
 
 
-class FsdpBackend(FsdpModels, HelpingBackend):
-    """One rank of a run whose model is divided by fully_shard."""
+class FsdpBackend(FsdpState, HelpingBackend):
+    """Policy, critic and reference of a run, divided by fully_shard; `Backend` has what each method promises."""
 
     def __init__(
         self,
@@ -40,8 +66,170 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         options: FsdpOptions | None = None,
     ) -> None:
         super().__init__(config, algorithm, ranks, options)
+        # A rank without work still takes part in every collective of the round.
+        nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
+        self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
+        self._policy_shares_prefixes = self._policy_along_paths = False
+        self._images: ImageReader | None = None
+        """What reads the images of prompts, where the model takes any."""
+        self._square_nodes = math.inf
+        """Length at which attention costs as much as all else."""
+        self._reference: Reference | None = None
+        self._initial_adapters: dict[str, Tensor] | None = None
+        """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
         self._contributed: dict[str, Tensor] = {}
         """Shards of what helpers have added to the step's gradient."""
+
+    @property
+    @override
+    def replicas(self) -> int:
+        """Each rank computes with whole layers, and with whole rows unless ranks divide them."""
+        return self._ranks.world_size // self._options.context_parallel
+
+    @property
+    @override
+    def replica(self) -> int:
+        return self._ranks.rank // self._options.context_parallel
+
+    @property
+    def speaks(self) -> bool:  # type: ignore[override]
+        """The ranks that divide rows have the figures of all of them."""
+        return self._ranks.rank % self._options.context_parallel == 0
+
+    @property
+    @override
+    def shares_prefixes(self) -> bool:
+        """Both models must follow a tree's mask."""
+        return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
+
+    @property
+    @override
+    def costs(self) -> Costs:
+        return Costs(self._square_nodes, padded=self._attends is not Attends.SEGMENTS)
+
+    @property
+    @override
+    def reference(self) -> ReferenceFacts | None:
+        if self._reference is not None:
+            return self._reference.facts
+        return self._base_facts[1] if self._base_facts and self._initial_adapters is not None else None
+
+    @property
+    @override
+    def reference_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in (self._initial_adapters or {}).values())
+        return self._reference.size_bytes if self._reference is not None else own
+
+    @override
+    def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
+        bodies = [model] if critic is None or critic.body is None else [model, critic.body]
+        for module in [model, critic] if critic else [model]:
+            float_what_learns(module)
+        if self.layout.checkpointing:
+            for body in bodies:
+                untyped: Any = body
+                untyped.gradient_checkpointing_enable({"use_reentrant": False})
+                body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        for body in bodies:
+            use_fp32_products(body, self._ranks.device)
+            if self._options.compile:
+                _compile_layers(body)
+        # 24 D² products a layer and token against 2 D for each token before it.
+        self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
+        self._images = load_images(self._config.model)
+        self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
+        self._policy_along_paths = attends_along_paths(self._config, bodies)
+        self._routing = take_routers(model)
+        self._expert_shape = expert_shape(model.config)
+        policy = Policy(model, critic, self._routing)
+        policy.context = self._context
+        self._model = ShardedModel(
+            policy,
+            [layer for body in bodies for layer in layers_of(body)],
+            self._ranks,
+            None if self._lora else self._dtype,
+            layout=self.layout,
+            experts=self._expert_mesh(),
+        )
+        self._optimizer = self._new_optimizer()
+        self._dirty = False
+
+    @property
+    def _context(self) -> ContextGroup | None:
+        size = self._options.context_parallel
+        return ContextGroup(self._ranks, size) if size > 1 else None
+
+    def _expert_mesh(self) -> ExpertMesh | None:
+        size = self._options.expert_parallel
+        return ExpertMesh(self._ranks, size) if size > 1 else None
+
+    def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
+        anchor = torch.zeros((), device=self._ranks.device)
+        found: Forward = self._sharded.policy(batch, anchor, self._config.sampling.temperature, values=values)
+        return found
+
+    @override
+    def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
+        batch = self._pack(rows)
+        known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
+        if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
+            raise invalid("the run has no reference model: no option of its algorithm needs one")
+        if VALUES in names and VALUES not in known:
+            raise invalid("the run has no critic: its algorithm needs none")
+        computed: dict[str, Tensor | None] = {}
+        if known.intersection(names):
+            with torch.no_grad():
+                log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
+            computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
+        if REFERENCE_LOG_PROBS in names:
+            computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
+        return {name: found_K for name in names if (found_K := computed[name]) is not None}
+
+    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
+        if self._reference is not None:
+            return self._reference.log_probs(batch)
+        initial = self._initial_adapters or {}
+        placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
+        with torch.no_grad(), standing_in(self._sharded.model, placed):
+            return self._forward(batch.unforced(), values=False)[0]
+
+    @property
+    @override
+    def _critic_names(self) -> frozenset[str]:
+        return frozenset(self._sharded.critic_names)
+
+    @property
+    @override
+    def _has_weights(self) -> bool:
+        return self._model is not None
+
+    @override
+    def _park(self) -> None:
+        if self._reference is not None:
+            self._reference.park()
+
+    def _pack(self, rows: Rows) -> MicroBatch:
+        batch = pack(
+            rows or self._dummy,
+            shared=self.shares_prefixes,
+            attends=self._attends,
+            multiple=self._options.context_parallel,
+            experts=self._expert_shape,
+            images=self._images,
+        )
+        if (context := self._context) is not None:
+            batch = context.divided(batch)
+        return (batch if rows else batch.uncounted()).to(self._ranks.device)
+
+    @property
+    def _attends(self) -> Attends:
+        """What the attention of all models that see a micro-batch can be told."""
+        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+            return Attends.MASK
+        divided = self._options.context_parallel > 1
+        return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
+
+    # --- gradients
 
     @override
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -137,3 +325,9 @@ class FsdpBackend(FsdpModels, HelpingBackend):
         self._dirty = True
         torch.autograd.backward(loss)
         return True
+
+
+def _compile_layers(body: PreTrainedModel) -> None:
+    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
+    for layer in layers_of(body):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from headrace_modelkit.robot.directory import (
     learning_policy,
     open_policy,
 )
-from headrace_modelkit.robot.policy import ACTIONS, Evaluation
+from headrace_modelkit.robot.policy import ACTIONS, Evaluation, Observation
 from headrace_modelkit.tensor_files import Tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,16 +24,51 @@ from typing_extensions import override
 
 from headrace_trainer.backends._base import MicroReport, ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.sharded import ShardedBackend, float_what_learns
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.sharding import Root, ShardedModel
 from headrace_trainer.backends.robot.backend import CRITIC, RobotBackend
 from headrace_trainer.backends.robot.episodes import Chunks
-from headrace_trainer.backends.robot.root import Drawn, RobotRoot, Shown
 from headrace_trainer.backends.shared.distributing import open_alike, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_weights
 from headrace_trainer.learning.samples import LentPictures
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.policy import RobotPolicy
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Chunks that were drawn, to be scored."""
+
+    observation: Observation
+    sampled: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Actions of demonstrations, to be imitated; as `RobotPolicy.imitate` takes them."""
+
+    observation: Observation
+    actions_BHA: Tensor
+    seeds: Many[int]
+
+
+class RobotRoot(Root):
+    """A robot policy. fully_shard hangs on a module's forward, and knows tensors only where they lie in a tuple."""
+
+    def __init__(self, policy: RobotPolicy) -> None:
+        super().__init__()
+        self.model, self.critic = policy, None
+
+    def forward(self, asked: Drawn | Shown | None, anchor: Tensor) -> tuple[Tensor, ...]:
+        """(log-probs, entropies, values) of chunks that were drawn; the losses of those that were shown."""
+        if asked is None:
+            return (anchor * 1.0,)
+        if isinstance(asked, Shown):
+            losses_BH: Tensor = self.model.imitate(asked.observation, asked.actions_BHA, asked.seeds)
+            return (losses_BH.clone(),)
+        found = self.model.evaluate(asked.observation, asked.sampled)
+        # No views: fully_shard's hook on one is lost where it is written to.
+        return found.log_probs_BCA.clone(), found.entropy_BCA.clone(), found.values_B.clone()
 
 
 class ShardedRobot(RobotBackend, ShardedBackend):

@@ -14,17 +14,18 @@ from headrace_schema.resources.evaluations import (
 )
 
 from headrace_coordinator.api.http.errors import invalid
-from headrace_coordinator.api.http.pagination import foreign_token, token_of
 from headrace_coordinator.api.http.requests import (
     Flag,
     GivenKey,
     PageSize,
     PageToken,
     body_of,
+    foreign_token,
     key_or_new,
     keyed_response,
     known_parameters,
     read_model,
+    token_of,
     view_response,
 )
 

@@ -29,7 +29,6 @@ from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.http.errors import invalid
-from headrace_coordinator.api.http.pagination import page
 from headrace_coordinator.api.http.requests import (
     STATE_FILTER,
     GivenKey,
@@ -40,6 +39,7 @@ from headrace_coordinator.api.http.requests import (
     keyed_response,
     known_parameters,
     known_states,
+    page,
     read_model,
     view_response,
 )

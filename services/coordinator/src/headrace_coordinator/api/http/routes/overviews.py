@@ -18,13 +18,15 @@ from headrace_schema.resources.overviews import (
 )
 from headrace_schema.resources.views import RunPlanView
 
-from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
 from headrace_coordinator.api.http.requests import (
     PageSize,
     PageToken,
     States,
+    foreign_token,
     known_parameters,
     known_states,
+    place_of,
+    token_of,
     view_response,
 )
 from headrace_coordinator.api.refusal import Refused

@@ -24,9 +24,8 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
-from headrace_coordinator.api.http.downloads import MEDIA_TYPE, folder_answer
+from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
 from headrace_coordinator.api.http.errors import invalid
-from headrace_coordinator.api.http.pagination import foreign_token, page, place_of, token_of
 from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
     JSON,
@@ -36,11 +35,15 @@ from headrace_coordinator.api.http.requests import (
     PageToken,
     States,
     body_of,
+    foreign_token,
     key_or_new,
     keyed_response,
     known_parameters,
     known_states,
+    page,
+    place_of,
     read_model,
+    token_of,
     view_response,
 )
 from headrace_coordinator.api.refusal import Refused
@@ -57,9 +60,6 @@ DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 Code = Annotated[str, Query(description="of a link that POST /v1/links makes, in place of the token")]
-TAR_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPE: {}}, "description": "The tar file."}
-}
 
 
 class EvaluationListView(BaseModel):

@@ -28,7 +28,7 @@ from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.ledger.slot_index import SETTLED
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.devices.lending import rank_devices
+from headrace_coordinator.run.devices.placement import rank_devices
 from headrace_coordinator.run.step.learning import Requests, identities, learn_requests, learned, messages_of
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.workers.rollout_client import RolloutClient

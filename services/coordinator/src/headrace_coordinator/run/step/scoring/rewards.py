@@ -19,7 +19,7 @@ from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
 from headrace_coordinator.run.step.scoring.scoring import Scoring, score_item
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Trajectory
-from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 
 
 class Rewards:
@@ -91,7 +91,7 @@ class Rewards:
         assert self._flow is not None
         final: list[reward.ScoreResult] = []
         for result in results:
-            key, stage = _key(result), result.stage or self._main
+            key, stage = slot_key(result.sample), result.stage or self._main
             if key not in self._parts:  # Its group was dropped, and its step has ended.
                 self._attempt.refused += 1
                 continue
@@ -131,7 +131,7 @@ class Rewards:
         """Notes final rewards, in any order, and settles or drops the groups that are complete with them."""
         attempt, touched = self._attempt, dict[int, None]()
         for result in results:
-            key = _key(result)
+            key = slot_key(result.sample)
             slot, trajectory = attempt.ledger.slot(*key), attempt.trajectories.get(key)
             if slot is None or trajectory is None or slot.attempt != result.attempt or slot.state != FINISHED:
                 attempt.refused += 1
@@ -214,7 +214,3 @@ def turns_problem(result: reward.ScoreResult, trajectory: Trajectory) -> str:
 def added_up(several: list[list[float]]) -> list[float]:
     """Rewards by turn of several stages, turn by turn. Stages that tell none leave theirs to the last turn."""
     return [sum(of_turn) for of_turn in zip_longest(*several, fillvalue=0.0)]
-
-
-def _key(result: reward.ScoreResult) -> SlotKey:
-    return result.sample.prompt_ordinal, result.sample.sample_index

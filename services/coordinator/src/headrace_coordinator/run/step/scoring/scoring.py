@@ -15,6 +15,7 @@ from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.scoring.streams import Question, ScoreStream, now
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.workers.clients import slot_key
 
 SCORER_RETRIES = 2
 UNAVAILABLE_S = 2.0
@@ -267,7 +268,7 @@ class Scoring:
 
 
 def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:
-    return (message.sample.prompt_ordinal, message.sample.sample_index, message.stage)
+    return *slot_key(message.sample), message.stage
 
 
 async def score_all(staffing: Staffing, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:

@@ -17,8 +17,7 @@ from typing_extensions import override
 from headrace_coordinator.domain.devices.leases import REVOKING, SCORE, SIMULATE, Lease, LeaseRequest
 from headrace_coordinator.domain.devices.places import device_order, hosts_of, machines, named_devices
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.instance_client import InstanceDown
-from headrace_coordinator.fleet.worker_client import WorkerClient
+from headrace_coordinator.fleet.instance_client import InstanceDown, WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 
 Seats = dict[str, tuple[str, ...]]

@@ -1,0 +1,255 @@
+"""What a run on GPUs gets without being asked: engine, spans, shares of memory, corrections; and what never fits."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from headrace_coordinator.api.submission.approximate import drafted
+from headrace_coordinator.api.submission.submission import Submission
+from submission_parts import BOTH, FLEET, GPUS, SPAN, evaluated, problems, spans, spec_of
+
+
+def decided(fleet, **sections):
+    submission = Submission(spec_of(**sections), fleet)
+    return submission.settled, submission.note
+
+
+def test_a_run_on_gpus_needs_no_option(tmp_path):
+    spec, note = decided(GPUS)
+    assert (spec.rollout.engine, spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens) == (
+        "vllm",
+        256,
+        2048,
+    )
+    assert "rollout.engine: auto takes vllm: it is installed and the run has GPUs" in note
+    assert (
+        "rollout.max_concurrency: 256 (the model's size is not known here; the cache admits what fits)"
+        in note
+    )
+    assert "trainer.micro_batch_tokens: 2048 (the model's size is not known here)" in note
+    again, _ = decided(GPUS, **{name: spec.model_dump()[name] for name in ("rollout", "trainer")})
+    assert again.rollout == spec.rollout, "a fork keeps what was decided"
+
+
+def test_what_a_spec_names_stays_and_cpus_keep_their_defaults():
+    named = {
+        "rollout": {"engine": "transformers", "max_concurrency": 8},
+        "trainer": {"micro_batch_tokens": 512},
+    }
+    spec, note = decided(GPUS, **named)
+    assert (spec.rollout.max_concurrency, spec.trainer.micro_batch_tokens, note) == (8, 512, "")
+    assert spec.rollout.engine == "transformers"
+    cpus, note = decided(replace(BOTH, devices=["h/cpu:0", "h/cpu:1"]))
+    assert (cpus.rollout.engine, cpus.rollout.max_concurrency, note) == ("transformers", 64, "")
+    assert cpus.trainer.micro_batch_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "checkpointing", "tokens"),
+    [(896, 24, False, 16_384), (3584, 28, False, 4096), (3584, 28, True, 16_384), (8192, 80, False, 2048)],
+)
+def test_a_forward_on_a_gpu_is_as_large_as_its_activations_allow(
+    tmp_path, width, layers, checkpointing, tokens
+):
+    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, _ = decided(GPUS, model={"path": str(tmp_path)}, trainer={"gradient_checkpointing": checkpointing})
+    assert spec.trainer.micro_batch_tokens == tokens
+
+
+CARDS = replace(
+    BOTH,
+    devices=[f"h/gpu:{n}" for n in range(8)],
+    instances={"rollout": 8, "trainer": 8, "reward": 1},
+    rollouts_see=[8] * 8,
+    gpu_bytes={f"h/gpu:{n}": 80 * 2**30 for n in range(8)},
+)
+QWEN_72B = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 29568,
+    "vocab_size": 152064,
+}
+QWEN_7B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    """`model_of(shape)`: the section of a local model whose configuration says so."""
+
+    def make(shape, name="model"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+        (tmp_path / name / "model.safetensors").touch()
+        return {"path": str(tmp_path / name), "max_context": 4096}
+
+    return make
+
+
+def test_a_model_that_one_gpu_does_not_hold_spans_as_many_as_it_needs(model_of):
+    """72.7 billion parameters in bfloat16 are 135.4 GiB."""
+    spec, note = decided(CARDS, model=model_of(QWEN_72B))
+    options = spec.rollout.engine_options
+    assert options == {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 4}
+    assert "weights of 135.4 GiB leave room for keys and values on so many GPUs of 80 GiB" in note
+    assert "123.8 GiB of keys and values hold 372 sequences of 1088 tokens" in note, "320 KiB a token"
+    assert spec.rollout.max_concurrency == 256
+    smaller, _ = decided(CARDS, model=model_of(QWEN_7B))
+    assert "tensor_parallel_size" not in smaller.rollout.engine_options
+    assert smaller.rollout.max_concurrency == 512
+
+
+def test_memory_decides_the_share_of_an_engine_and_the_size_of_a_forward(model_of):
+    small = replace(CARDS, gpu_bytes={**CARDS.gpu_bytes, "h/gpu:3": 24 * 2**30})
+    spec, note = decided(small, model=model_of(QWEN_7B))
+    assert spec.rollout.engine_options == {"gpu_memory_utilization": 0.85, "tensor_parallel_size": 2}
+    assert "it leaves 3.6 of 24 GiB to contexts and a trainer that waits" in note
+    assert (
+        spec.trainer.micro_batch_tokens,
+        decided(CARDS, model=model_of(QWEN_7B))[0].trainer.micro_batch_tokens,
+    ) == (
+        2048,
+        4096,
+    )
+    named, _ = decided(CARDS, rollout={"engine": "vllm", "engine_options": {"gpu_memory_utilization": 0.5}})
+    assert named.rollout.engine_options == {"gpu_memory_utilization": 0.5}
+    ours, _ = decided(small, model=model_of(QWEN_7B), placement={"rollout": ["gpu:0"], "trainer": ["gpu:1"]})
+    assert "tensor_parallel_size" not in ours.rollout.engine_options, (
+        "the small card is not among those named"
+    )
+
+
+def test_weights_that_do_not_fit_name_the_sizes_that_do(model_of):
+    big = {"model": model_of(QWEN_72B)}
+    found = problems({**big, **spans(1)}, CARDS)[SPAN]
+    assert (
+        "weights of 135.4 GiB are wanted on 1 GPU, of each of which the engine takes 72.0 of 80 GiB" in found
+    )
+    assert found.endswith("set one of 2, 4, 8")
+    assert problems({**big, **spans(2)}, CARDS) == {}
+    two = replace(CARDS, gpu_bytes=dict.fromkeys(CARDS.devices, 24 * 2**30), rollouts_see=[2] * 8)
+    found = problems({**big, "rollout": {"engine": "vllm"}}, two)[SPAN]
+    assert found.endswith("take GPUs with more memory, or a smaller model")
+    halved = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1, "quantization": "fp8"}}
+    assert problems({**big, "rollout": halved}, CARDS) == {}, "a byte each"
+
+
+TIS = frozenset({'grpo={"properties": {"correction": {}}}', "own={}"})
+QUANTISING = replace(
+    GPUS,
+    capabilities={
+        **BOTH.capabilities,
+        "trainer": {
+            **BOTH.capabilities["trainer"],
+            "algorithms": frozenset({"grpo", "own"}),
+            "algorithm_features": frozenset({"grpo:off_policy"}),
+            "algorithm_options": TIS,
+        },
+    },
+)
+
+
+def quantising(**more):
+    return {"rollout": {"engine": "vllm", "engine_options": {"quantization": "fp8"}}, **more}
+
+
+def test_a_quantised_rollout_is_corrected_for_and_says_so():
+    spec, note = decided(QUANTISING, **quantising())
+    assert spec.algorithm.options["correction"] == "truncate"
+    assert "correction: truncate (the engine computes with fp8 weights, and the trainer without)" in note
+    for options in ({"correction": "mask"}, {"old_log_probs": "engine"}):
+        spec, note = decided(QUANTISING, **quantising(algorithm={"options": options}))
+        assert spec.algorithm.options == options and "correction" not in note
+    kept = {"engine": "vllm", "engine_options": {"engine_args": {"kv_cache_dtype": "fp8"}}}
+    assert "fp8 keys and values" in decided(QUANTISING, rollout=kept)[1]
+    assert "correction" not in decided(QUANTISING)[0].algorithm.options
+
+
+def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where_it_rounds(model_of):
+    lora, policies = {"lora": {"rank": 64}}, {"guesser": {}}
+    roles = {
+        "environment": {
+            "backend": "conversation",
+            "tasks": ["a.py:A"],
+            "roles": {"guesser": {"policy": "guesser"}},
+        }
+    }
+    run = {"workflow": "agentic", "model": model_of(QWEN_7B), "policies": policies, **roles, "trainer": lora}
+    engine = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1}}
+    each, note = decided(CARDS, **run, rollout=engine)
+    assert "36.4 GiB of keys and values" in note and "beside the weights of 2 policies" in note
+    assert "correction" not in each.algorithm.options
+    _, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
+    assert "49.4 GiB of keys and values" in note
+    assert "beside one base (14.2 GiB) and adapters of 2 (1.20 GiB)" in note
+    corrected = decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})
+    assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
+
+
+def test_what_asks_for_exact_answers_of_a_quantised_rollout_is_refused(model_of):
+    key = "rollout.engine_options.quantization"
+    exact = quantising(model={"path": "owner/model", "dtype": "float32"})
+    assert "set model.dtype: bfloat16" in problems(exact, QUANTISING)[key]
+    none = quantising(algorithm={"options": {"correction": "none"}})
+    assert "leave it out (truncate then)" in problems(none, QUANTISING)["algorithm.options.correction"]
+    assert problems(quantising(algorithm={"name": "own"}), QUANTISING)[key].endswith("one of grpo")
+    assert "deterministic" in problems(quantising(deterministic=True), QUANTISING)
+    int8 = {"engine": "vllm", "engine_options": {"quantization": "int8"}}
+    dense = problems({"model": model_of(QWEN_7B), "rollout": int8}, QUANTISING)
+    assert "int8 is of experts alone" in dense[key]
+    experts = model_of({**QWEN_7B, "num_experts": 8, "moe_intermediate_size": 64})
+    assert problems({"model": experts, "rollout": int8}, QUANTISING) == {}
+
+
+def drafting(**speculative):
+    return {"rollout": {"engine": "vllm", "engine_options": {"speculative": speculative}}}
+
+
+def test_drafts_go_with_what_they_can(model_of):
+    assert problems(drafting(method="ngram"), QUANTISING) == {}
+    assert "correction" not in decided(QUANTISING, **drafting(method="ngram"))[0].algorithm.options
+    replay = {**drafting(method="ngram"), "algorithm": {"options": {"routing_replay": True}}}
+    assert "drafted tokens" in problems(replay, QUANTISING)["algorithm.options.routing_replay"]
+    small = model_of({**QWEN_7B, "vocab_size": 32000}, "small")["path"]
+    with_draft = {"model": model_of(QWEN_7B), **drafting(method="draft", model=small)}
+    found = problems(with_draft, QUANTISING)["rollout.engine_options.speculative.model"]
+    assert "a vocabulary of 32000 tokens" in found and "one of 152064" in found
+    assert (
+        problems({"model": model_of(QWEN_7B), **drafting(method="draft", model="owner/small")}, QUANTISING)
+        == {}
+    )
+
+
+def test_what_a_spec_names_and_is_not_there_is_refused(model_of):
+    gone = problems(drafting(method="draft", model="/nowhere/small"), QUANTISING)
+    assert "rollout.engine_options.speculative.model" in gone
+    parallel = {"engine": "vllm", "engine_options": {"engine_args": {"enable_expert_parallel": True}}}
+    found = problems({"model": model_of(QWEN_7B), "rollout": parallel}, QUANTISING)
+    assert "no experts to divide" in found["rollout.engine_options.engine_args.enable_expert_parallel"]
+
+
+def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
+    def refused(engine, **sampling):
+        options = {"speculative": {"method": "ngram"}}
+        spec = spec_of(rollout={"engine": engine, "engine_options": options})
+        return [each.key for each in drafted(evaluated(spec, FLEET, **sampling))]
+
+    both = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}
+    assert refused("vllm", **both) == ["sampling.min_p"]
+    assert refused("sglang", **both) == ["sampling.top_p", "sampling.min_p"]
+    assert refused("vllm", temperature=0.7, top_p=0.9) == []
+
+
+def test_heads_that_an_installed_engine_does_not_take_leave_the_built_in_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
+    spec, note = decided(GPUS, model={"path": str(tmp_path)})
+    assert spec.rollout.engine == "transformers" and "heads have 16 numbers" in note

@@ -1,0 +1,66 @@
+"""Two ranks, each in a process of its own, asked over gRPC: where they are, their group, steps, weights, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from headrace_servicekit.rpc.errors import reason_of
+
+
+async def address_of(port_file: Path) -> str:
+    end = time.monotonic() + 240
+    while not await asyncio.to_thread(port_file.exists):
+        assert time.monotonic() < end, "the trainer did not start"
+        await asyncio.sleep(0.05)
+    return await asyncio.to_thread(port_file.read_text)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def form(leader, follower, config, generation=1):
+    rendezvous = f"127.0.0.1:{free_port()}"
+    for rank in (leader, follower):
+        await rank.open_run(config)
+    await asyncio.gather(
+        leader.join(generation, 0, 2, rendezvous), follower.join(generation, 1, 2, rendezvous)
+    )
+
+
+async def train(client, make_settled, settled_digest, version, count):
+    """Steps whose groups need several rounds; the replies."""
+    replies = []
+    for _ in range(count):
+        groups = [make_settled(100 * version.ordinal + p, version=version) for p in range(3)]
+        number = version.number + 1
+        await client.begin(version.ordinal, 1, version.number, number)
+        await client.learn(version.ordinal, 1, groups)
+        reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
+        await client.record(version.ordinal, 1, number)
+        replies.append(reply)
+        version = reply.version
+    return replies
+
+
+async def weights(client, number) -> np.ndarray:
+    await client.publish(number)
+    return np.frombuffer(await client.body(number), dtype=np.float32)
+
+
+async def until_lease(follower, *, holds: bool) -> None:
+    """The follower's process has heard the signal: it refuses by its lease, or by its rank."""
+    async with asyncio.timeout(120):
+        while True:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await follower.begin(0, 1, 1, 2)
+            if (reason_of(caught.value) == "NOT_LEADER") is holds:
+                return
