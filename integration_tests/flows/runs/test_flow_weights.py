@@ -39,7 +39,7 @@ def broadcast_changes(steps):
 
 @pytest.mark.nightly
 def test_each_rank_of_a_trainer_sends_its_part(own_fleet, spec_of):
-    with own_fleet("--trainer", "2") as fleet:
+    with own_fleet("--trainer", "2", "--devices", "cpu:0,cpu:1,cpu:2") as fleet:
         fleet.ready("trainer-0", "trainer-1")
         weights = BROADCAST | {"publish": "ranks"}
         run = fleet.succeed(fleet.submit(spec_of(**CHANGES | {"weights": weights, "trainer__ranks": 2})))

@@ -38,8 +38,18 @@ def test_gpus_leave_the_affinity_alone():
     assert bind_cpu(["h/gpu:0"]) == len(before) and os.sched_getaffinity(0) == before
 
 
-def test_a_core_that_is_not_there_is_refused():
-    with pytest.raises(ServiceError, match="4095"):
+def test_a_slot_beyond_the_hosts_cores_shares_one(monkeypatch):
+    last = max(os.sched_getaffinity(0))
+    monkeypatch.setattr("os.cpu_count", lambda: last + 1)
+    bound = list[set[int]]()
+    monkeypatch.setattr("os.sched_setaffinity", lambda thread, cores: bound.append(cores))
+    assert bind_cpu([f"h/cpu:{2 * last + 1}", f"h/cpu:{last}"]) == 1, "one core, one thread"
+    assert bound[0] == {last}
+
+
+def test_a_core_that_a_container_may_not_use_is_refused(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8192)
+    with pytest.raises(ServiceError, match=r"cores \[4095\].*leave --devices out"):
         bind_cpu(["h/cpu:4095"])
 
 

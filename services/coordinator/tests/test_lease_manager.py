@@ -5,11 +5,13 @@ import asyncio
 import pytest
 from headrace_coordinator.api.reading.reads import instance_views
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import LeaseRequest
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
@@ -193,3 +195,20 @@ async def test_what_a_holder_may_keep_follows_from_its_runs_engine(lease_manager
     log.post(ev.LeaseGranted(at=0, epoch=2, incarnation="a", run="r", stage="generate", devices=[gpu]))
     lease_manager.fleet.lease_manager.released("a", 2, used_bytes=2**30)
     assert (gpu in log.state.table.quarantined) is doubted and 2 not in log.state.table.leases
+
+
+async def test_who_does_not_take_devices_is_named_with_its_reason(lease_manager):
+    log, manager = lease_manager.event_log, lease_manager.fleet.lease_manager
+    log.state.runs["r"] = RunState("r", {}, "", SlotLedger(2, 2), Lineage(), 0.0)
+    refusal = "2 GPUs were leased and this process sees 1"
+
+    def refuse(command, grant):
+        if command == "grant":
+            manager.held("a", grant.epoch, refusal)
+
+    lease_manager.fleet.attach("a", refuse)
+    writing = asyncio.ensure_future(log.run())
+    acquiring = manager.acquire([LeaseRequest("a", "r", "generate", ("h/cpu:1",))], 9)
+    with pytest.raises(InstanceDown, match=r"did not take h/cpu:1: refused: 2 GPUs were leased .* sees 1"):
+        await acquiring
+    writing.cancel()

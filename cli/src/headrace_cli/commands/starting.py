@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -109,13 +110,19 @@ def pythons_of(engine: str, sim: str, backend: str) -> dict[str, str]:
 
 
 def device_names(text: str) -> list[str]:
-    """What --devices names. Raises CommandError."""
+    """What --devices names; says which share a core. Raises CommandError."""
+    from headrace_servicekit.lease.devices import core_of
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if not re.fullmatch(r"cpu:\d+|gpu:\d+(\.\d+)?", name):
             raise user_error(
                 "--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas"
             )
+    cores = {name: f"cpu:{core_of(name)}" for name in names if name.startswith("cpu:")}
+    if shared := [f"{name} shares the core of {core}" for name, core in cores.items() if name != core]:
+        sentence = f"warning: this host has {os.cpu_count()} cores; {', '.join(shared)}, which takes turns"
+        error_console().print(sentence, markup=False)
     return names
 
 

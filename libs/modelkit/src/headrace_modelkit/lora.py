@@ -2,25 +2,21 @@
 
 A layer computes with W + alpha/R · B A, rounded once to the type of W: the very weight that is published. So engine and
 trainer agree in every step, also where the type is bf16 and a change of W is smaller than its rounding. An adapter's
-gradient needs products with A and B alone; that of W is never made. Adapters are written as peft writes them, without
-peft. Knows no sharding and no optimizer.
+gradient needs products with A and B alone; that of W is never made. Knows no sharding and no optimizer.
 
 Shapes: N positions, O outputs, I inputs of a layer, R rank; E experts, S rows in the order of their experts.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from headrace_schema.problems import choose
 from headrace_schema.sections.learning import LoraSection
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,7 +28,6 @@ from headrace_modelkit.experts import (
     expert_shape,
     grouped_product,
 )
-from headrace_modelkit.loading import sync_directory
 from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
@@ -221,7 +216,6 @@ def add_adapters(
     """Freezes `model` and gives the targeted layers adapters: A is drawn from `seed`, B is 0. What is frozen already
     gets none.
 
-
     `vision`: layers of a vision tower are among those that a target names. They are where their layers are, or on
     `device`: those of a model on meta have values elsewhere only.
 
@@ -343,60 +337,3 @@ def _linear_layers(model: nn.Module, *, vision: bool) -> list[str]:
 
 def _is(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
-
-
-def save_adapter(directory: Path, lora: LoraSection, adapters: Mapping[str, Tensor], base: str) -> None:
-    """Writes the adapters of a model, by the names that its layers give them, into a new directory.
-
-    `base` is where the model below them was read from. Those of experts need peft 0.17 or later (`target_parameters`).
-    """
-    directory.mkdir()
-    layers = {name.rpartition(".")[0] for name in adapters}
-    tensors = {name.removesuffix(ADAPTER) for name in layers if name.endswith(ADAPTER)}
-    save_file(
-        {
-            f"base_model.model.{_peft_layer(layer, tensors)}.{part}.weight": _as_peft_has(
-                tensor, part
-            ).contiguous()
-            for (layer, part), tensor in ((_parted(name), tensor) for name, tensor in adapters.items())
-        },
-        directory / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        # Whole names: the last part of one may be that of the head or of a layer without adapter too.
-        "target_modules": sorted(name for name in layers if not name.endswith(ADAPTER)),
-        **({"target_parameters": sorted(tensors)} if tensors else {}),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    sync_directory(directory)
-
-
-def _parted(name: str) -> tuple[str, str]:
-    layer, _, part = name.rpartition(".")
-    assert part in (A, B)
-    return layer, part
-
-
-def _peft_layer(layer: str, tensors: Set[str]) -> str:
-    """peft wraps a layer of experts once for each of its tensors with an adapter: the last one is outermost."""
-    if not layer.endswith(ADAPTER):
-        return layer
-    owner, _, name = layer.removesuffix(ADAPTER).rpartition(".")
-    outer = [each for each in PROJECTIONS[PROJECTIONS.index(name) + 1 :] if f"{owner}.{each}" in tensors]
-    return owner + ".base_layer" * len(outer)
-
-
-def _as_peft_has(tensor: Tensor, part: str) -> Tensor:
-    """Of experts (E · R, I) and (O, R · E), whose columns go through the experts for each of the ranks."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.flatten(0, 1) if part == A else tensor.permute(1, 2, 0).flatten(1)

@@ -135,18 +135,17 @@ async def test_each_policys_rows_are_of_its_own_adapter_beside_those_of_others(s
 
 
 async def test_turns_of_two_policies_in_one_slot_keep_contexts_of_their_own(shared):
-    """The second turn begins with the first one's ids: nothing of the other policy's context is taken."""
-    whole = await installed(shared, 9)
-    await answers(shared, goes_on=True, max_new_tokens=4)
-    longer = [*PROMPT, *range(3, 12)]
-    for policy in RANKS:
+    """Policies take turns: each begins with what the other said, whose keys and values are of the other's adapter."""
+    whole, context = await installed(shared, 9), list(PROMPT)
+    for policy in (*RANKS, *RANKS):
         collector = Collector()
-        stream = shared.stream(collector, Distribution(0.0), adapter=policy, goes_on=True)
-        await shared.engine.submit(stream, [group(0, longer)])
+        stream = shared.stream(collector, adapter=policy, goes_on=True, max_new_tokens=4)
+        await shared.engine.submit(stream, [group(0, context)])
         said = (await collector.wait_ended(1))[SlotKey(0, 0)].whole
-        model = merged(shared.model_a, whole, policy)
-        expected = expected_log_probs(model, longer, list(said.token_ids), Distribution())
+        ids = list(said.token_ids)
+        expected = expected_log_probs(merged(shared.model_a, whole, policy), context, ids, Distribution())
         assert list(said.log_probs) == pytest.approx(expected, abs=OFF), policy
+        context += [*ids, 3]
 
 
 async def test_a_swap_in_flight_goes_on_with_each_policys_new_adapter(shared):

@@ -73,13 +73,22 @@ def gpu_uuids(devices: Iterable[str]) -> list[str]:
     return [owner for owner, kind, _ in map(_parse, devices) if kind == "gpu"]
 
 
+def core_of(slot: str) -> int:
+    """The core of a CPU slot: its own, or beyond the last core of the host one that it shares with another slot.
+
+    So that what needs several devices can be tried on a small machine. Raises ServiceError INVALID.
+    """
+    return int(_parse(slot)[2]) % (os.cpu_count() or 1)
+
+
 def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
     """Binds all threads of this process, or of another one by its id, to the cores of the leased CPU slots.
 
-    Returns the number of threads to compute with. GPU devices leave the affinity alone. Raises ServiceError
-    INVALID when a core does not exist. Threads started later inherit the mask of the thread that starts them.
+    Returns the number of threads to compute with. A slot beyond the host's cores shares the core of `core_of`. GPU
+    devices leave the affinity alone. Raises ServiceError INVALID for cores that this container may not use. Threads
+    started later inherit the mask of the thread that starts them.
     """
-    cores = {int(number) for _, kind, number in map(_parse, devices) if kind == "cpu"}
+    cores = {core_of(name) for name in devices if _parse(name)[1] == "cpu"}
     if not cores:
         return len(os.sched_getaffinity(0))
     try:
@@ -93,7 +102,8 @@ def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
             continue  # the thread ended meanwhile
         except OSError as error:
             raise _invalid(
-                f"cannot bind to cores {sorted(cores)}: {error.strerror}; this host has other cores"
+                f"cannot bind to cores {sorted(cores)}: {error.strerror}; this container has other cores: leave "
+                "--devices out to use those"
             ) from error
     return len(cores)
 

@@ -67,8 +67,7 @@ class ChangedVersion:
 
     def __init__(self, store: WeightStore, wanted: Wanted, base: StoredWeights) -> None:
         self._store, self._wanted, self._base = store, wanted, base
-        layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in wanted.manifest.entries]
-        self._pending = store.begin(wanted.run, wanted.version.number, layout)
+        self._pending = wanted.begin(store)
         self._kept: dict[int, weights_pb2.FetchChangesResponse] = {}
         self.body = ChangedBody(wanted.manifest, base.body, self._pending.whole())
 
@@ -96,12 +95,12 @@ class ChangedVersion:
         if self.body.offset < self.body.size:
             raise unavailable(f"the changes ended at byte {self.body.offset} of {self.body.size}")
         self.body.release()
-        run, version, manifest = self._wanted.run, self._wanted.version, self._wanted.manifest
-        stored = self._pending.publish(version, manifest)
+        manifest = self._wanted.manifest
+        stored = self._pending.publish(self._wanted.version, manifest)
         moved = sum(response.ByteSize() for response in self._kept.values())
         if 2 * moved <= manifest.size_bytes:
             changes = Changes(manifest, stored.body, None, self._base.version.digest, made=self._kept)
-            self._store.keep_changes(run, version.number, changes)
+            self._wanted.keep_changes(self._store, changes)
         return Found(stored, moved, changes=True)
 
 

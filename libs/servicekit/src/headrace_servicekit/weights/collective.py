@@ -120,8 +120,7 @@ class Collective(OneSource):
     ) -> Found:
         """The body's pieces into the store."""
         manifest = wanted.manifest
-        layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
-        pending = store.begin(wanted.run, wanted.version.number, layout)
+        pending = wanted.begin(store)
         arrival = Arrival(pending.whole(), manifest.entries)
 
         async def take(piece: memoryview) -> None:
@@ -131,7 +130,7 @@ class Collective(OneSource):
                 arrival.add(piece[start : start + CHUNK_BYTES])
 
         try:
-            with store.arrives(wanted.run, wanted.version.number, arrival):
+            with wanted.arrives(store, arrival):
                 await self._arrive(seat, call, attempt, own_host, take)
                 if arrival.offset < arrival.size:
                     raise unavailable(f"the broadcast ended at byte {arrival.offset} of {arrival.size}")

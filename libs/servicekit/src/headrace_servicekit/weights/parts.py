@@ -5,18 +5,13 @@ No rank has the whole, and each sends what it has; which ways a part takes is to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import replace
 
 from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.rpc.digests import manifest_digest
-from headrace_servicekit.rpc.tensors import tensor_bytes
-from headrace_servicekit.weights.arrivals import Arrival
-from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.pending import Layout, PendingWeights, StoredWeights
+from headrace_servicekit.weights.pending import PendingPart, StoredWeights, layout_of
 from headrace_servicekit.weights.pulling import unavailable
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import Wanted
@@ -27,17 +22,11 @@ def part_name(run: str) -> str:
     return f"{run}/part"
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is asked for of one rank, and where it lands."""
-
-    room: WeightStore
-    wanted: Wanted
-    source: common_pb2.WeightSource
-
-
 class PartedBody:
-    """A body that several sources fill. Raises ServiceError for parts that are not the version's, and NO_SPACE."""
+    """A body that several sources fill, and what is wanted of each of them.
+
+    Raises ServiceError for parts that are not the version's, and NO_SPACE.
+    """
 
     def __init__(self, store: WeightStore, wanted: Wanted, source: common_pb2.WeightSource) -> None:
         self._wanted = wanted
@@ -45,17 +34,16 @@ class PartedBody:
             raise unavailable(
                 f"its parts have {told} tensors, and the version {len(wanted.manifest.entries)}"
             )
-        self._pending = store.begin(wanted.run, wanted.version.number, _layout(wanted.manifest))
-        self.parts: list[Part] = []
+        self._pending = store.begin(wanted.run, wanted.version.number, layout_of(wanted.manifest))
+        self.parts: list[tuple[Wanted, common_pb2.WeightSource]] = []
         first = 0
         for part in source.parts:
             own = common_pb2.WeightSource()
             own.CopyFrom(part.source)
             own.receivers = source.receivers
-            part_wanted, offset = _part_of(wanted, first, first + part.tensors)
-            room = _Room(store.address, self._pending, offset)
-            # Ways over a network ask a store for nothing else.
-            self.parts.append(Part(cast(WeightStore, room), part_wanted, own))
+            own_wanted, offset = _part_of(wanted, first, first + part.tensors)
+            into = PendingPart(self._pending, offset, own_wanted.manifest.size_bytes)
+            self.parts.append((replace(own_wanted, into=into), own))
             first += part.tensors
 
     def publish(self) -> StoredWeights:
@@ -70,10 +58,10 @@ class PartedBody:
 def _part_of(wanted: Wanted, first: int, last: int) -> tuple[Wanted, int]:
     """A part as a version, and its place in the body; with the same part of what is held, were it laid out alike."""
     version, offset = _part_version(wanted.version, wanted.manifest, first, last)
-    layout = _layout(wanted.manifest)
+    layout = layout_of(wanted.manifest)
     held = []
     for each in wanted.held:
-        if _layout(each.manifest) == layout:
+        if layout_of(each.manifest) == layout:
             part, _ = _part_version(each.version, each.manifest, first, last)
             body = each.body[offset : offset + part.manifest.size_bytes]
             held.append(StoredWeights(part.version, part.manifest, body, None, each.segment))
@@ -113,48 +101,3 @@ def joined(
     return common_pb2.WeightManifest(
         entries=entries, digest=manifest_digest(entries, None), size_bytes=offset
     )
-
-
-def _layout(manifest: common_pb2.WeightManifest) -> Layout:
-    return [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
-
-
-class _Room:
-    """Where a part lands, as a store's place for a version."""
-
-    def __init__(self, address: str, pending: PendingWeights, offset: int) -> None:
-        self.address = address
-        self._pending, self._offset = pending, offset
-
-    def begin(self, run: str, number: int, layout: Layout) -> _PendingPart:
-        """As `WeightStore.begin`; again where the way before has failed."""
-        return _PendingPart(self._pending, self._offset, layout)
-
-    @contextmanager
-    def arrives(self, run: str, number: int, arrival: Arrival) -> Iterator[None]:
-        """Nobody reads along."""
-        try:
-            yield
-        finally:
-            arrival.end()
-
-    def keep_changes(self, run: str, number: int, changes: Changes) -> None:
-        """They are of a part, for which nobody asks here."""
-
-
-class _PendingPart:
-    def __init__(self, pending: PendingWeights, offset: int, layout: Layout) -> None:
-        self._pending, self._offset = pending, offset
-        self._size = sum(tensor_bytes(data_type, shape) for _, data_type, shape in layout)
-
-    def whole(self) -> memoryview:
-        return self._pending.stretch(self._offset, self._size)
-
-    def publish(
-        self, version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest
-    ) -> StoredWeights:
-        """Its bytes are seen when the whole is published."""
-        return StoredWeights(version, manifest, memoryview(b""), None, self._pending.segment)
-
-    def discard(self) -> None:
-        """What has come of it is written over, or goes with the whole."""

@@ -132,6 +132,33 @@ class PendingWeights:
         )
 
 
+@dataclass(frozen=True)
+class PendingPart:
+    """A stretch of a body that several sources fill; the body is published or discarded by who made it."""
+
+    whole_body: PendingWeights
+    offset: int
+    size: int
+
+    def whole(self) -> memoryview:
+        """Writable bytes of the part."""
+        return self.whole_body.stretch(self.offset, self.size)
+
+    def publish(
+        self, version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest
+    ) -> StoredWeights:
+        """The part is verified; its bytes are seen when the whole is published."""
+        return StoredWeights(version, manifest, memoryview(b""), None, self.whole_body.segment)
+
+    def discard(self) -> None:
+        """What has come of it is written over, or goes with the whole."""
+
+
+def layout_of(manifest: common_pb2.WeightManifest) -> Layout:
+    """Name, type and shape of each tensor."""
+    return [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+
+
 def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
     """Contiguous entries of a layout, without digests. Raises ServiceError INVALID for a bad layout."""
     entries: list[common_pb2.WeightEntry] = []

@@ -49,14 +49,12 @@ class WholeBody:
         attempt: Attempt,
     ) -> Found | None:
         """Fetches and verifies it; each source goes on where the one before it ended."""
-        return await _pull(store, wanted.run, wanted.version, wanted.manifest, sources, attempt)
+        return await _pull(store, wanted, sources, attempt)
 
 
 async def _pull(
     store: WeightStore,
-    run: str,
-    version: common_pb2.PolicyVersion,
-    manifest: common_pb2.WeightManifest,
+    wanted: Wanted,
     sources: Sequence[common_pb2.WeightSource],
     attempt: Attempt,
 ) -> Found | None:
@@ -64,21 +62,21 @@ async def _pull(
 
     None where all of them failed, as `attempt` then says.
     """
-    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
-    pending = store.begin(run, version.number, layout)
+    run, number, manifest = wanted.run, wanted.version.number, wanted.manifest
+    pending = wanted.begin(store)
     arrival = Arrival(pending.whole(), manifest.entries)
     try:
-        with store.arrives(run, version.number, arrival):
+        with wanted.arrives(store, arrival):
             for source in sources:
                 with attempt.noting("grpc", source):
-                    await _download(arrival, run, version.number, source, attempt.token, attempt.turn)
+                    await _download(arrival, run, number, source, attempt.token, attempt.turn)
                     break
                 if attempt.failures[-1].reason == "DIGEST_MISMATCH":
                     arrival.rewind()
             else:
                 pending.discard()
                 return None
-        return Found(pending.publish(version, manifest), arrival.moved)
+        return Found(pending.publish(wanted.version, manifest), arrival.moved)
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise

@@ -30,7 +30,7 @@ from headrace_servicekit.weights.changed import ChangedElements
 from headrace_servicekit.weights.collective import Collective, Groups
 from headrace_servicekit.weights.lending import DeviceMemory, Lender, Mapper, MemorySource
 from headrace_servicekit.weights.parts import PartedBody
-from headrace_servicekit.weights.pending import StoredWeights, entries_of
+from headrace_servicekit.weights.pending import StoredWeights, entries_of, layout_of
 from headrace_servicekit.weights.pulling import WholeBody, unavailable
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.transports import Attempt, Found, Links, OneSource, Transport, Wanted
@@ -243,7 +243,7 @@ async def _in_parts(
         return None
     try:
         found = await asyncio.gather(
-            *(_brought(ways, part.room, part.wanted, [part.source], attempt) for part in body.parts)
+            *(_brought(ways, store, part, [own], attempt) for part, own in body.parts)
         )
     except BaseException:
         body.discard()
@@ -317,7 +317,7 @@ def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.Weigh
     """Refuses a manifest whose entries, sizes or digests contradict each other or the version."""
     if not manifest.entries:
         raise _invalid("manifest.entries: a version has at least one tensor")
-    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+    layout = layout_of(manifest)
     if sum(tensor_bytes(data_type, shape) for _, data_type, shape in layout) > MAX_TENSOR_BYTES:
         raise _invalid(f"manifest.entries: more than {MAX_TENSOR_BYTES} bytes together")
     for entry, expected in zip(manifest.entries, entries_of(layout), strict=True):

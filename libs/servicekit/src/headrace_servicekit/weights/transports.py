@@ -16,8 +16,9 @@ from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.arrivals import Turn
-from headrace_servicekit.weights.pending import StoredWeights
+from headrace_servicekit.weights.arrivals import Arrival, Turn
+from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.pending import PendingPart, PendingWeights, StoredWeights, layout_of
 from headrace_servicekit.weights.store import WeightStore
 
 WHOLE_EVERY = 16
@@ -27,12 +28,39 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A version that a receiver is to hold, and the versions of the run that it holds."""
+    """A version that a receiver is to hold, and the versions of the run that it holds.
+
+    With `into` it is a part of one, which lands there and is nothing that others of the host could read.
+    """
 
     run: str
     version: common_pb2.PolicyVersion
     manifest: common_pb2.WeightManifest
     held: tuple[StoredWeights, ...] = ()
+    into: PendingPart | None = None
+
+    def begin(self, store: WeightStore) -> PendingWeights | PendingPart:
+        """Where its bytes are written, as `WeightStore.begin`; again where the way before has failed."""
+        if self.into is not None:
+            return self.into
+        return store.begin(self.run, self.version.number, layout_of(self.manifest))
+
+    @contextmanager
+    def arrives(self, store: WeightStore, arrival: Arrival) -> Iterator[None]:
+        """Shows what arrives to those who read along."""
+        if self.into is None:
+            with store.arrives(self.run, self.version.number, arrival):
+                yield
+            return
+        try:
+            yield
+        finally:
+            arrival.end()
+
+    def keep_changes(self, store: WeightStore, changes: Changes) -> None:
+        """Serves changes that it was made of."""
+        if self.into is None:
+            store.keep_changes(self.run, self.version.number, changes)
 
 
 @dataclass

@@ -270,7 +270,15 @@ class LeaseManager:
             await self._event_log.wait_until(settled, timeout, what)
         for grant in grants:
             if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
-                raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
+                raise InstanceDown(
+                    grant.incarnation,
+                    f"did not take {', '.join(grant.devices)}{self._said(run, grant.epoch)}",
+                )
+
+    def _said(self, run: str, epoch: int) -> str:
+        """ ": refused: …", where the holder of a lease that ended said why it could not take it."""
+        causes = [cause for lease, _, cause in self._ended.get(run, ()) if lease.epoch == epoch]
+        return f": {causes[-1]}" if causes else ""
 
     async def release(self, run: str, epochs: Sequence[int], *, keep: bool = False) -> None:
         """Revokes leases with notice and waits until they are over; `keep`: what their holders loaded may stay."""

@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
 from torch import Tensor
 
+from headrace_trainer.backends._base import Backend
 from headrace_trainer.checkpoints.files import Boxes, write_bytes, write_safetensors
+from headrace_trainer.checkpoints.reader import RANDOM_STATE
 
 _log = get_logger(__name__)
 LOOK_S = 0.02
@@ -44,6 +48,25 @@ class StateCopy:
     optimizer_steps: int
     boxes: Boxes = field(default_factory=dict)
     files: Mapping[str, dict[str, object]] = field(default_factory=dict)
+
+
+def copy_state(backend: Backend, *, in_place: bool, leads: bool) -> StateCopy:
+    """What a rank saves: as it is now, or with `in_place` the state itself; the leader's with the random state."""
+    weights: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for found, parts in ((weights, backend.weight_parts()), (optimizer, backend.moment_parts())):
+        for part in parts:
+            key, number = part.name, 1
+            while key in found:
+                key, number = f"{part.name}{NEXT}{number}", number + 1
+            own = part.value.detach()
+            found[key] = own if in_place else own.to("cpu", copy=True)
+            if part.box != whole(part.shape):
+                boxes[key] = part.shape, tuple(first for first, _ in part.box)
+    if leads:
+        optimizer[RANDOM_STATE] = torch.get_rng_state()
+    return StateCopy(weights, optimizer, backend.optimizer_steps, boxes)
 
 
 def part_files(part: int, parts: int) -> tuple[str, str]:

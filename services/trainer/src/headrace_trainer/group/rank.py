@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import torch
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.tensor_files import NEXT, whole
 from headrace_modelkit.weights import below
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import ServiceError
@@ -32,8 +31,8 @@ from headrace_trainer.backends._base import (
     WarmUp,
 )
 from headrace_trainer.backends.policies import PoliciesBackend
-from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, write_and_report, write_part
-from headrace_trainer.checkpoints.reader import RANDOM_STATE, TensorReader
+from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, copy_state, write_and_report, write_part
+from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, read_state
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group import messages
@@ -362,7 +361,7 @@ class Rank:
         directory, own, ranks = self._runs / round.directory, self.ranks.rank, self.ranks.world_size
         self._writer.wait()
         seen = [found for [found] in self.ranks.votes(directory.is_dir())]
-        copy = self._copy(in_place=round.in_place)
+        copy = copy_state(self.backend, in_place=round.in_place, leads=self.ranks.leads)
         if self.ranks.leads:
             for rank in (rank for rank in range(1, ranks) if not seen[rank]):
                 relay_part(self.ranks, rank, directory, durable=round.durable)
@@ -377,27 +376,6 @@ class Rank:
         else:
             self._writer.start(directory, copy, own, ranks, durable=round.durable)
         return None
-
-    def _copy(self, *, in_place: bool) -> StateCopy:
-        """What this rank saves: as it is now, or with `in_place` the state itself."""
-        weights: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
-        boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        for found, parts in (
-            (weights, self.backend.weight_parts()),
-            (optimizer, self.backend.moment_parts()),
-        ):
-            for part in parts:
-                key, number = part.name, 1
-                while key in found:
-                    key, number = f"{part.name}{NEXT}{number}", number + 1
-                own = part.value.detach()
-                found[key] = own if in_place else own.to("cpu", copy=True)
-                if part.box != whole(part.shape):
-                    boxes[key] = part.shape, tuple(first for first, _ in part.box)
-        if self.ranks.leads:
-            optimizer[RANDOM_STATE] = torch.get_rng_state()
-        return StateCopy(weights, optimizer, self.backend.optimizer_steps, boxes)
 
 
 def _whole(part: Backend, what: messages.Gathered, *, published: bool) -> Iterator[tuple[str, Tensor]]:

@@ -16,8 +16,9 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
-from headrace_modelkit.lora import is_adapter, save_adapter, targets_problem
+from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.peft_files import save_adapter
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import ImageReader, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
