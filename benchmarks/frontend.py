@@ -89,7 +89,8 @@ def write_model(directory: Path, engine: str) -> None:
     """A tiny model; for vLLM with heads that its CPU build takes, and with so many ids that few answers end early."""
     from headrace_modelkit.presets.tiny import write_tiny
 
-    write_tiny(directory, **({} if engine == "paced" else {"head_dim": 32, "vocab_size": 4096}))
+    sizes: dict[str, Any] = {} if engine == "paced" else {"head_dim": 32, "vocab_size": 4096}
+    write_tiny(directory, **sizes)
 
 
 class Bare:

@@ -28,7 +28,7 @@ from headrace_trainer.backends.fsdp.layouts.robot_sizes import WORDS, chunks_of
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.robot.episodes import Chunks, Credits, StepChunks
-from headrace_trainer.group.rank import Rank
+from headrace_trainer.checkpoints.parts import copy_state
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import LentPictures, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
@@ -217,10 +217,8 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
             backend.commit(10.0, 1e-6)
         _label(tracker, backend)
         with tracker.phase("checkpoint"):
-            rank = Rank(config, group)
-            rank._backend = backend
             group.leads = True  # the leader also copies what every rank has whole
-            copy = rank._copy(in_place=backend.saves_in_place)
+            copy = copy_state(backend, in_place=backend.saves_in_place, leads=True)
         with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
             _exhaust(backend.weights())
             group.leads = False
@@ -236,7 +234,7 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         with tracker.phase("suspend"):
             backend.suspend()
         with tracker.phase("asleep"):
-            del copy, rank
+            del copy
         with tracker.phase("wake"):
             backend.wake()
         _label(tracker, backend)
