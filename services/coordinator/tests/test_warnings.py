@@ -88,6 +88,12 @@ def test_entropy_that_falls_warns_unless_rewards_rise():
         assert list(found) == expected
 
 
+def test_the_entropy_of_continuous_actions_may_be_negative():
+    for entropy in (-1.5, -4.0):
+        warnings = Warnings(spec())
+        assert last(warnings, *(step(number, entropy=entropy) for number in range(2 * STEPS))) == {}
+
+
 def test_short_answers_and_groups_of_one_say_nothing():
     tiny = Warnings(spec(sampling={"max_new_tokens": 4}))
     assert last(tiny, *(step(number, answer_length_mean=4.0) for number in range(STEPS))) == {}

@@ -94,13 +94,14 @@ class Warnings:
 
     def _entropy_gone(self, steps: Sequence[StepView]) -> str:
         entropies = _all(steps, "entropy")
-        if not entropies or not self._entropy or max(entropies) > COLLAPSED * self._entropy:
+        began = self._entropy or 0.0  # below 0: of continuous actions, whose entropy has no end to fall to
+        if not entropies or began <= 0 or max(entropies) > COLLAPSED * began:
             return ""
         if fmean(step.reward_mean for step in steps) > self._reward:
             return ""  # It is sure of itself because it is right.
         return (
-            f"entropy has fallen from {self._entropy:.2g} to {fmean(entropies):.2g} nats and rewards did not rise: all "
-            "answers of a prompt are the same. Lower optimizer.lr, or set algorithm.options.entropy_coef or clip_high"
+            f"entropy has fallen from {began:.2g} to {fmean(entropies):.2g} nats and rewards did not rise: the "
+            "policy hardly tries anything else. Lower optimizer.lr, or set algorithm.options.entropy_coef or clip_high"
         )
 
     def _far_from_reference(self, steps: Sequence[StepView]) -> str:
