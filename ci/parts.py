@@ -1,6 +1,6 @@
 """Runs the parts of the checks or of the tests, each with a deadline, and adds them up.
 
-`python -m ci.parts lint|test|nightly… [PART…]`. At most three parts that share the machine run side by side, each
+`python -m ci.parts lint|test|nightly… [PART…]`. At most two parts that share the machine run side by side, each
 with one compute thread and its output in one piece at its end; the others run alone. A part that fails does not
 stop the later ones. Under CI=true a part that could not run is a failure; elsewhere the end says what was not
 covered. Knows no test's content.
@@ -22,7 +22,7 @@ from ci.reports import Report, read_report
 from ci.running import LATE, ROOT, Running
 
 REPORTS = ROOT / ".cache" / "ci"
-LANES = 3
+LANES = 2
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's exit status
 

@@ -101,7 +101,7 @@ _UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name,
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
-# Parts that share the machine come first, long ones before short ones, so that the lanes end together. Flows keep
+# Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
 # less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
 # kills and stops fleets waits for silences of many heartbeats. An engine starts on one core, and a megatron group meets
 # on it. Environments and images are made before the parts that use them.
@@ -121,7 +121,7 @@ TEST = [
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
     *_UNITS[2:],
     _simulator("metaworld", timeout_s=900),
-    _tests("flows", "integration_tests/flows", timeout_s=1200, shares=True),
+    _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),

@@ -24,7 +24,7 @@ def test_a_childs_work_is_counted_once_and_only_while_it_is_done():
         assert child.stdout is not None
         child.stdout.readline()
         busy_s = usage.cores() * (time.monotonic() - began)
-        assert busy_s > 0.29
+        assert busy_s > 0.25, "0.3 s, told in ticks of 10 ms"
         time.sleep(0.2)
         assert usage.cores() * 0.2 < 0.15, "it sleeps"
         child.kill()
