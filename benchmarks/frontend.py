@@ -3,8 +3,9 @@
 A rollout service, a process of its own, gets its tokens from an engine that computes nothing and hands them out as
 vLLM's output processor does (`paced_engine`), a token of each of 256 requests every 25 ms. It is spoken to over gRPC as
 the coordinator speaks to it. Prints one JSON line: `frontend_us_per_token`, microseconds of a core that the service's
-process takes for a token, less what the engine's own steps take, with streamed chunks of 16 tokens (the coordinator's
-pipelines read those); `whole_us_per_token`, the same with whole answers; `engine_us_per_token`, what was taken off.
+process takes for a token, less what the engine's own steps take, with streamed chunks of 16 tokens (what
+`rollout.chunk_tokens` asks for; the coordinator itself reads whole answers); `whole_us_per_token`, the same with those;
+`engine_us_per_token`, what was taken off.
 
 `--engine vllm` does it with the real vLLM and a tiny model, in `.envs/vllm` (`make engines ENGINE=vllm`). Its front end
 runs in the service's process, its engine core apart: what is taken off is what a bare `AsyncLLM` of the same arguments
