@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.lease.fence import Fence
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
@@ -155,9 +156,7 @@ async def test_reflection_is_there_when_asked(servers, scripted_reward):
 
 
 async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scripted_reward):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     _, address = await servers(scripted_reward, metrics_port=port)
     stub = reward_stub(address)
     await stub.OpenRun(opening())

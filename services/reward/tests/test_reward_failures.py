@@ -19,6 +19,7 @@ from headrace_reward.config import PoolSettings
 from headrace_reward.pool import OpenFault
 from headrace_reward.runs import Item, Run, Status
 from headrace_schema.sections.scoring import RewardSection
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.errors import message_of
 
 OK = reward_pb2.SCORE_STATUS_OK
@@ -321,11 +322,7 @@ class _service:
         self._directory = directory
 
     def __enter__(self):
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "headrace_reward", "--listen", address]
         self._process = subprocess.Popen(
             [*command, "--shm-dir", str(self._directory / "shm")],
