@@ -176,7 +176,7 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path, environment_
         children = psutil.Process(service.pid).children(recursive=True)
         assert len(children) == 2
         service.kill()
-        assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=5))[1] == []
+        assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=20))[1] == []
         call.cancel()
         await channel.close()
     finally:
