@@ -137,7 +137,9 @@ def test_a_coordinator_that_is_slow_is_not_called_absent(coordinator):
         coordinator.routes["POST /v1/runs/r:pause"] = lambda got: time.sleep(0.6)
         client.pause("r")
     assert caught.value.reason == "DEADLINE_EXCEEDED"
-    (got,) = coordinator.requests("POST /v1/runs/r:pause")
+    while not (seen := coordinator.requests("POST /v1/runs/r:pause")):
+        time.sleep(0.01)  # the server's thread may be behind
+    (got,) = seen
     assert got.headers["idempotency-key"] in caught.value.message
 
 

@@ -48,6 +48,8 @@ IMAGES = {
     "mm_device_do_normalize": False,
 }
 """Of an engine whose prompts have images."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""The variable that tells the engine's processes in which directory to make the sockets that they speak through."""
 OWNER = "HEADRACE_ENGINE_OWNER"
 """The variable that tells the engine's processes whose they are, by process id."""
 
