@@ -40,9 +40,8 @@ from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
 from headrace_trainer.wire.episodes import fetch_bodies
-from headrace_trainer.wire.helping import HelpingCalls
 from headrace_trainer.wire.learn import LearnQueue, LearnStream
-from headrace_trainer.wire.outputs import OutputCalls
+from headrace_trainer.wire.outputs import HelpingCalls, OutputCalls
 
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0

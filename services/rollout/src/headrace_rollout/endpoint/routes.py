@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_servicekit.session_marks import session_of_answer
 
-from headrace_rollout.endpoint.chat import chat_completion, chat_pieces, events_of, head_of, usage_of
-from headrace_rollout.endpoint.completions import read_text_request, text_choice, text_pieces
+from headrace_rollout.endpoint.completions import (
+    chat_completion,
+    chat_pieces,
+    events_of,
+    head_of,
+    read_text_request,
+    text_choice,
+    text_pieces,
+    usage_of,
+)
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
 from headrace_rollout.endpoint.responses import (
     previous_of,

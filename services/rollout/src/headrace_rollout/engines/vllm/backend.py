@@ -42,9 +42,16 @@ from headrace_rollout.engines.hosted.backend import (
 from headrace_rollout.engines.hosted.hosts import version_key
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
-from headrace_rollout.engines.vllm.arguments import SOCKETS, engine_args, environment, variables_of
+from headrace_rollout.engines.vllm.arguments import (
+    SOCKETS,
+    engine_args,
+    environment,
+    logged_errors,
+    one_line,
+    start_failed,
+    variables_of,
+)
 from headrace_rollout.engines.vllm.options import VllmOptions
-from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 LOOK_S = 0.5
