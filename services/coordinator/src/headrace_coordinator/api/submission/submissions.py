@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible
+from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
 
@@ -89,11 +90,7 @@ class Submissions:
             Impossible: with every problem, in the keys of what was asked.
         """
         submission = await self._resolve(asked)
-        if (
-            self._fleet.restarting()
-            and problems_of(submission, OF_FLEET)
-            and not problems_of(submission, LOCAL)
-        ):
+        if problems_of(submission, OF_FLEET) and not problems_of(submission, LOCAL):
             submission = await self._once_restarted(submission)
         problems = problems_of(submission)
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
@@ -123,14 +120,21 @@ class Submissions:
         return Origin(name, self._reads.run(name), names, await self._past.checkpoints(name), saving)
 
     async def _once_restarted(self, submission: Submission) -> Submission:
-        def again() -> Submission:
-            return replace(submission, fleet=FleetView.of(self._reads.instances()))
+        """The submission on the fleet that it waited for: as long as instances that come may make it possible."""
+
+        def on(instances: Sequence[InstanceView]) -> Submission:
+            return replace(submission, fleet=FleetView.of(instances))
+
+        def settled() -> bool:
+            here = self._reads.instances()
+            possible = self._fleet.starting() or not problems_of(
+                on([*here, *self._reads.instances_returning()]), OF_FLEET
+            )
+            return not possible or not problems_of(on(here), OF_FLEET)
 
         with contextlib.suppress(WaitTimeout):
-            await self._event_log.wait_until(
-                lambda: not problems_of(again(), OF_FLEET), RESTART_S, "instances to be restarted"
-            )
-        return again()
+            await self._event_log.wait_until(settled, RESTART_S, "instances to be restarted")
+        return on(self._reads.instances())
 
     async def _changed_origin(self, submission: Submission) -> list[KeyProblemView]:
         """The checks may take a minute, in which the origin of a fork goes on and deletes checkpoints."""
