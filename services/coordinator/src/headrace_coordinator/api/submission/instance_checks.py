@@ -117,7 +117,7 @@ def _refused(refusal: CallRefused, key: str, instance: str) -> list[KeyProblemVi
     if refusal.reason not in ("INVALID", SCORER_AWAY):
         return []
     _, _, text = refusal.message.partition(f"{refusal.key}: ")
-    fix = f"mend it: {instance} has tried it, and its log says more"
+    fix = f"{instance} has tried it, and its log says more"
     return [problem(refusal.key or key, text or refusal.message, fix)]
 
 
