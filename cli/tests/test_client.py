@@ -268,7 +268,7 @@ def test_overrides_reach_into_lists(key):
     ("override", "sentence"),
     [
         ("steps", "is not key=value"),
-        ("steps.x=1", "steps is a int, not a section"),
+        ("steps.x=1", "steps is a value (1), not a section"),
         ("list.7=1", "is a list of 2"),
         ("a=[1", "is not a YAML value"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import msgspec
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
@@ -133,7 +134,7 @@ def _refused(refusal: CallRefused, key: str, instance: str) -> list[KeyProblemVi
     if refusal.reason not in ("INVALID", SCORER_AWAY):
         return []
     _, _, text = refusal.message.partition(f"{refusal.key}: ")
-    fix = f"mend it: {instance} has tried it, and its log says more"
+    fix = f"{instance} has tried it, and its log says more"
     return [problem(refusal.key or key, text or refusal.message, fix)]
 
 
@@ -212,11 +213,7 @@ class Submissions:
             Impossible: with every problem, in the keys of what was asked.
         """
         submission = await self._resolve(asked)
-        if (
-            self._fleet.restarting()
-            and problems_of(submission, OF_FLEET)
-            and not problems_of(submission, LOCAL)
-        ):
+        if problems_of(submission, OF_FLEET) and not problems_of(submission, LOCAL):
             submission = await self._once_restarted(submission)
         problems = problems_of(submission)
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
@@ -246,14 +243,21 @@ class Submissions:
         return Origin(name, self._reads.run(name), names, await self._past.checkpoints(name), saving)
 
     async def _once_restarted(self, submission: Submission) -> Submission:
-        def again() -> Submission:
-            return replace(submission, fleet=FleetView.of(self._reads.instances()))
+        """The submission on the fleet that it waited for: as long as instances that come may make it possible."""
+
+        def on(instances: Sequence[InstanceView]) -> Submission:
+            return replace(submission, fleet=FleetView.of(instances))
+
+        def settled() -> bool:
+            here = self._reads.instances()
+            possible = self._fleet.starting() or not problems_of(
+                on([*here, *self._reads.instances_returning()]), OF_FLEET
+            )
+            return not possible or not problems_of(on(here), OF_FLEET)
 
         with contextlib.suppress(WaitTimeout):
-            await self._event_log.wait_until(
-                lambda: not problems_of(again(), OF_FLEET), RESTART_S, "instances to be restarted"
-            )
-        return again()
+            await self._event_log.wait_until(settled, RESTART_S, "instances to be restarted")
+        return on(self._reads.instances())
 
     async def _changed_origin(self, submission: Submission) -> list[KeyProblemView]:
         """The checks may take a minute, in which the origin of a fork goes on and deletes checkpoints."""
