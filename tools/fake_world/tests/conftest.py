@@ -6,7 +6,13 @@ of device that it knows then, and a later one would have none.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from headrace_fake_world.device import fake_device
 
 fake_device()
