@@ -303,6 +303,10 @@ def test_a_published_checkpoint_becomes_a_policy_directory(checkpoint, tmp_path)
 
 def test_states_of_an_environment_alone(checkpoint):
     directory, _, stated = checkpoint
+    stated["input_features"]["observation.environment_state"] = {"type": "ENV", "shape": [3]}
+    (directory / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ModelNotReadable, match=r"config\.json: observation\.environment_state beside images"):
+        load_published(directory, Wanted())
     policy = made(cameras=[], state={"low": [0.0] * 10, "high": [1.0] * 10, "clip": False}, chunk_length=4)
     features = {"observation.state": [2], "observation.environment_state": [3]}
     stated["input_features"] = {name: {"type": "STATE", "shape": shape} for name, shape in features.items()}

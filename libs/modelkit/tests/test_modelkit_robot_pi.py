@@ -131,6 +131,22 @@ def test_pi0_follows_the_path_of_transformers_own_sampling():
     torch.testing.assert_close(chunk.sampled[ACTIONS], wanted[:, :3, :2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_dropout_of_a_checkpoint_is_off(kind):
+    """Its configuration may name a rate; generation and training compute one function of the weights."""
+    vlm, expert = SIZES["vlm_config"], SIZES["dit_config"]
+    rate = {"attention_dropout": 0.9}
+    dropping = {
+        "vlm_config": {**vlm, "text_config": {**vlm["text_config"], **rate}},
+        "dit_config": expert | rate,
+    }
+    policies = [shaken(config(kind, model=SIZES | more).build(seed=0)) for more in ({}, dropping)]
+    whole, dropped = (policy.act(seen(), [4, 5]) for policy in policies)
+    assert torch.equal(whole.sampled[ACTIONS], dropped.sampled[ACTIONS])
+    scored = [policy.evaluate(seen(), whole.sampled).log_probs_BCA for policy in policies]
+    assert torch.equal(*scored)
+
+
 def test_imitation_of_pi0_is_transformers_own_loss():
     policy, observation = shaken(config().build(seed=0)), seen()
     actions_BHA = torch.rand(2, 4, 2) * 2 - 1

@@ -112,7 +112,7 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"from_checkpoint": {"run": "run-1", "stpe": 3}}, "from_checkpoint.stpe", "did you mean step?"),
         ({"from_checkpoint": "run-1"}, "from_checkpoint", "write a mapping"),
         ({"sampling.stop": "x"}, "sampling.stop", "write a list"),
-        ({"model": "org/model"}, "model", "write a mapping"),
+        ({"model": "org/model"}, "model", "must be a mapping, got 'org/model' (text); write a mapping"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),
         ({"algorithm.options": {"clip_low": 0.1}}, "algorithm.options.clip_low", "2 or more"),
         ({"algorithm.options": {"minibatches": 99}}, "algorithm.options.minibatches", "nearest valid value"),

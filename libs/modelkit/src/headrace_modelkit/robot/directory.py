@@ -90,10 +90,8 @@ def initial_policy(section: ModelSection, seed: int) -> RobotPolicy:
 
     Raises ModelNotReadable, also where `section` names no robot policy.
     """
-    if section.policy is not None:
-        policy = policy_config(section.policy).build(seed).eval()
-    else:
-        policy = load_policy(section.path)
+    named = section.policy
+    policy = policy_config(named).build(seed) if named is not None else load_policy(section.path)
     return in_type(policy, policy_type(policy.config, section))
 
 
@@ -115,7 +113,7 @@ def empty_policy(section: ModelSection) -> RobotPolicy:
     if config is None:
         raise ModelNotReadable(f"path: {section.path!r} holds no robot policy")
     with parameters_on_meta():
-        policy = config.build(seed=0).eval()
+        policy = config.build(seed=0)
     return in_type(policy, policy_type(config, section))
 
 
@@ -244,7 +242,7 @@ def load_policy(directory: Path | str) -> RobotPolicy:
         load_weights(policy, load_file(path / WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-    return policy.eval()
+    return policy
 
 
 def _unreadable(path: Path | str, problem: object) -> ModelNotReadable:

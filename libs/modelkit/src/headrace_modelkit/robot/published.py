@@ -67,7 +67,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
-    """The policy with a checkpoint's tensors, by its own names, in its types and eval mode.
+    """The policy with a checkpoint's tensors, by its own names and in its types.
 
     Strict: every weight but those that reinforcement learning adds must be there, in its shape, and no other. Raises
     ValueError.
@@ -75,7 +75,7 @@ def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
     own = dict(state_tensors(policy))
     added = {name: tensor for name, tensor in own.items() if name.startswith(policy.shape.added)}
     load_weights(policy, {**added, **found})
-    return policy.eval()
+    return policy
 
 
 def renamed(

@@ -57,7 +57,7 @@ class RobotModel(HeldModel):
     def __init__(self, config: PolicyConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.device = HOST
         self.policy: Policy | None = None
-        self._module: RobotPolicy = in_type(config.build(seed=0).eval().requires_grad_(False), dtype)
+        self._module: RobotPolicy = in_type(config.build(seed=0).requires_grad_(False), dtype)
         use_fp32_products(self._module, device)
         self._memory = ParameterMemory(self._module)
         self._memory.free()

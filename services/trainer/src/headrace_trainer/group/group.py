@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
+from headrace_trainer.group.forming import Member
 from headrace_trainer.group.liveness import Liveness
-from headrace_trainer.group.meeting import Member
 from headrace_trainer.memory import Room, Rooms, rooms_on
 
 # A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.

@@ -204,7 +204,7 @@ class WholeRobot(RobotBackend):
     def _fresh(self) -> RobotPolicy:
         config = policy_of(self._config.model)
         assert config is not None
-        return config.build(self._config.seed).eval()
+        return config.build(self._config.seed)
 
     def _take(self, policy: RobotPolicy) -> None:
         self._loaded = policy.to(self._ranks.device)
