@@ -151,36 +151,21 @@ async def pieces(
 
     Raises ServiceError NOT_FOUND, INVALID, and ELSEWHERE with the address of the host's instance that pulls it.
     """
-    run, number, offset = request.run, request.number, request.offset_bytes
+    run, number = request.run, request.number
     if request.relay:
         await _begun(store, run, number)
-        async for offset, data in _arriving(store, request):
-            yield offset, data
-            offset += len(data)
-    stored = store.get(run, number)
-    for begin, end in lacking(stored.manifest.entries, request.held, offset):
-        for start in range(begin, end, CHUNK_BYTES):
-            yield start, bytes(stored.body[start : min(end, start + CHUNK_BYTES)])
-
-
-async def _arriving(
-    store: WeightStore, request: weights_pb2.FetchWeightsRequest
-) -> AsyncIterator[tuple[int, bytes]]:
-    """What is asked for of a version that still arrives, until it is there."""
-    arrival = store.arriving(request.run, request.number)
-    if arrival is None:
-        return
-    for start, end in lacking(arrival.entries, request.held, request.offset_bytes):
-        offset = start
+    arrival = store.arriving(run, number) if request.relay else None
+    stored = None
+    entries = arrival.entries if arrival is not None else store.get(run, number).manifest.entries
+    for offset, end in lacking(entries, request.held, request.offset_bytes):
         while offset < end:
-            data = await arrival.read(offset)
+            data = await arrival.read(offset) if arrival is not None else None
             if data is None:
-                return
+                arrival, stored = None, stored or store.get(run, number)
+                data = bytes(stored.body[offset : offset + CHUNK_BYTES])
             data = data[: end - offset]
             yield offset, data
             offset += len(data)
-    while await arrival.read(arrival.size) is not None:
-        yield arrival.size, b""
 
 
 def _invalid(message: str) -> ServiceError:
