@@ -221,7 +221,7 @@ def resident(pid: int) -> int:
 
 def device_bytes(pids: Sequence[int]) -> int:
     """Bytes that processes use on all NVIDIA GPUs, as the driver counts them by process."""
-    from headrace_modelkit.gpu_memory import Nvml
+    from headrace_modelkit.devices import Nvml
 
     return sum(Nvml.open().used_by(pids).values())
 

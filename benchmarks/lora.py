@@ -9,6 +9,8 @@ Prints one JSON line with `step_ratio`, seconds of a step with adapters over tho
 `memory_ratio`, the same of the process's peak of resident memory above what it was before the model was read, and both
 sides' own figures. Of a version of a run with adapters, published merged or alone: bytes (`version_bytes_ratio`) and
 seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `merge_s`, in which a rollout merges.
+`version_one_of_two_grpc`, `version_one_of_two_collective`: of a version with the adapters of two policies of which one
+has learned, the bytes that a receiver of the version before is sent, over those of the version.
 `engines_one_memory_gb`, `engines_each_memory_gb`: of two policies of one base in a rollout on the CPU, resident memory
 with one built-in engine (`rollout.enable_lora`), and with an engine for each, after both have said something.
 """
@@ -25,9 +27,12 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _harness import emit, machine, say
+
+if TYPE_CHECKING:
+    from headrace_servicekit.weights import StoredWeights
 
 KINDS: dict[str, dict[str, Any] | None] = {"whole": None, "lora": {}}
 ENGINES = ("engines_each", "engines_one")
@@ -133,7 +138,7 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
     from headrace_rollout.engines.merging import adapted
     from headrace_rollout.wire import weights_of
     from headrace_schema.openings import TrainerConfig
-    from headrace_servicekit.weights import StoredWeights, WeightStore
+    from headrace_servicekit.weights import WeightStore
     from headrace_servicekit.weights.bases import NUMBER, base_name
     from headrace_trainer.group.forming import join_trainer_group
     from headrace_trainer.group.rank import Rank
@@ -173,6 +178,41 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
             seconds.append(time.monotonic() - started)
         figures["merge_s"] = median(seconds[WARM_UP:])
         del whole
+        figures |= asyncio.run(one_of_two(stored, Path(folder)))
+        store.close()
+    return figures
+
+
+async def one_of_two(adapters: StoredWeights, folder: Path) -> dict[str, float]:
+    """Bytes over those of the version, for each way, of which one policy's adapters are other ones than before."""
+    from headrace.common.v1 import weights_pb2_grpc
+    from headrace_modelkit.broadcasting import Broadcasts
+    from headrace_servicekit.rpc.server import GrpcServer
+    from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
+    from headrace_servicekit.weights.transfer import byte_transports
+
+    run, figures, server = "runs/two", {}, GrpcServer("127.0.0.1:0", token=None)
+    trainer = WeightStore(folder, "two")
+    add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+    server.add_service(add, WeightServicer(trainer, Broadcasts()), "headrace.common.v1.WeightService")
+    trainer.address = await server.start()
+    receivers = {name: WeightStore(folder / name, name) for name in ("grpc", "collective")}
+    for number in (1, 2):
+        kinds = [(each.name, each.data_type, tuple(each.shape)) for each in adapters.manifest.entries]
+        own = [(f"{policy}{name}", kind, shape) for policy in ("", "other/") for name, kind, shape in kinds]
+        pending = trainer.begin(run, number, own)
+        with pending.whole() as body:
+            body[: len(adapters.body)] = adapters.body
+            body[len(adapters.body) :] = bytes([number]) * len(adapters.body)
+        described = pending.seal(number - 1, number)
+        for name, store in receivers.items():
+            ways = byte_transports((name,), groups=Broadcasts())
+            source = trainer.source(run, number)
+            source.receivers = 1
+            found = await receive_weights(store, run, *described, [source], token=None, transports=ways)
+            figures[f"one_of_two_{name}"] = found.bytes_moved / len(found.body)
+    await server.drain(0)
+    for store in (trainer, *receivers.values()):
         store.close()
     return figures
 

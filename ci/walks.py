@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headrace_servicekit.process.ports import free_port
 
 Function = tuple[str, str]
 """(file, function), the file as package/path."""
@@ -149,7 +150,7 @@ class TracedFleet:
         self._call("-m", "headrace_modelkit.presets.tiny", str(self.model))
 
     def __enter__(self) -> TracedFleet:
-        arguments = ("--data-dir", str(self._data), "--port", str(_free_port()), "--simulator", "0")
+        arguments = ("--data-dir", str(self._data), "--port", str(free_port()), "--simulator", "0")
         answer = self._call("-m", "headrace_cli", "up", "--json", *arguments, env=self._traced)
         self.ready = json.loads(answer)
         return self
@@ -261,12 +262,6 @@ def measure(root: Path, runs: int, names: bool) -> dict[str, Any]:
     walks["learn"] = {"frames": walks["learn"]["functions"], "files": walks["learn"]["files"]}
     walks["learn"]["segments"] = [[f"{file} {name}" for file, name in segment] for segment in segments]
     return walks
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

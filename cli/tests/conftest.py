@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from headrace_servicekit.process import ports
 
 STANDINS = Path(__file__).parent / "standins"
 # Before what is there: a work tree that is not installed puts its own sources there.
@@ -104,9 +104,7 @@ def coordinator() -> Iterator[FakeCoordinator]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return ports.free_port()
 
 
 def _environment(**extra: str) -> dict[str, str]:

@@ -273,3 +273,6 @@ def test_a_file_that_services_lack_and_this_machine_has_is_said_to_be_here(tmp_p
         "INVALID", "1 problem", [Problem("data.options.path", f"{file} line 1 is wrong", "fix")]
     )
     assert refused(given).problems[0].fix == "fix", "the services have read it"
+    text = f"no such file {tmp_path}/none.py; paths start at {tmp_path}"
+    absent = HeadraceError("INVALID", "1 problem", [Problem("reward.scorers[0].name", text, "fix")])
+    assert refused(absent).problems[0].fix == "fix", "the folder is here; the file is nowhere"

@@ -15,7 +15,7 @@ from harness.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("one_simulator")
 EXAMPLE = ROOT / "examples" / "agents" / "endpoint.yaml"
-GROUPS, SAMPLES, LONGEST_S = 4, 4, 6
+GROUPS, SAMPLES, LONGEST_S = 4, 4, 9
 # Each sample takes the next thing to do, and writes down what came of it.
 AGENT = """
 import json, os, pathlib, subprocess, sys, threading, time, urllib.error, urllib.request

@@ -36,10 +36,24 @@ def held(fleet, spec_of, gate):
     return fleet.reach(run, 2)
 
 
-def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
+def shows_whole(page, fleet, run):
+    """Waits until the page shows the newest events of a run that has ended, each once and the newest first."""
+    stream = [event.id for event in fleet.client.events(run)]
+
+    def whole():
+        shown = page.locator(".events li").evaluate_all(
+            "items => items.map((item) => Number(item.dataset.event))"
+        )
+        return shown and shown == stream[::-1][: len(shown)]
+
+    wait_for(whole, "every event once, the newest first")
+
+
+def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, gate, open_page):
+    gate.hold_after(2 * BATCH + 3)
     page = open_page(f"{fleet.url}/#token={fleet.token}&/submit")
     page.get_by_role("button", name="Edit as YAML").click()
-    wrong = spec_of(name="formed", steps=-3, export=True)
+    wrong = spec_of(name="formed", steps=-3, export=True, reward=gate.reward)
     page.locator("#text").fill(json.dumps(wrong))
     page.get_by_role("button", name="Edit as a form").click()
     button(page, "Check and preview").click()
@@ -50,16 +64,13 @@ def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open
     page.get_by_text("finds nothing wrong").wait_for()
     button(page, "Submit").click()
     page.wait_for_url(re.compile(r"#/runs/formed-"))
-    first = wait_for(lambda: max(plotted_step(page), 0), "a first step in the plot")
-    wait_for(lambda: plotted_step(page) > first, "the curve to move")
+    wait_for(lambda: plotted_step(page) == 2, "the step before the one that is held in the plot")
+    gate.open()
+    wait_for(lambda: plotted_step(page) > 2, "the curve to move")
     says(page, "SUCCEEDED")
     wait_for(lambda: plotted_step(page) == 12, "the last step in the plot")
     run = page.url.rpartition("/")[2]
-    shown = page.locator(".events li").evaluate_all(
-        "items => items.map((item) => Number(item.dataset.event))"
-    )
-    stream = [event.id for event in fleet.client.events(run)]
-    assert shown == stream[::-1][: len(shown)], "every event once, the newest first"
+    shows_whole(page, fleet, run)
     page.goto(f"{fleet.url}/#/runs/{run}/proof")
     links = page.get_by_role("link", name="Download")
     for link, folder in ((links.first, "lineage-1-step-"), (links.last, "export/")):
@@ -155,12 +166,4 @@ def test_a_page_goes_on_without_gap_or_repeat_when_the_coordinator_was_away(flee
     says(page, "SUCCEEDED")
     wait_for(lambda: plotted_step(page) == 6, "the last step in the plot")
     page.locator("#link:empty").wait_for(state="attached")
-    stream = [event.id for event in fleet.client.events(held.id)]
-
-    def whole():
-        shown = page.locator(".events li").evaluate_all(
-            "items => items.map((item) => Number(item.dataset.event))"
-        )
-        return shown == stream[::-1][: len(shown)]
-
-    wait_for(whole, "every event once, the newest first")
+    shows_whole(page, fleet, held.id)

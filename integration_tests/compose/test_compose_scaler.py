@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from harness.processes import clean_environment
 from harness.waiting import wait_for
-from headrace_servicekit.scaling.docker import Docker
+from headrace_servicekit.scaling.orchestrators import Docker
 
 PROJECT = "headrace-scaled"
 COMPOSE = """

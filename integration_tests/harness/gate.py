@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ def score(prompt, completion, reference, metadata):
     value = sum(a == b for a, b in zip(completion, reference)) / max(len(reference), 1)
     if metadata or completion:
         number = passed()
-        while number > int((HERE / "allowed").read_text()):
-            (HERE / "held").touch()
+        while number > int(allowed := (HERE / "allowed").read_text()):
+            (HERE / "held").write_text(allowed)
             time.sleep(0.02)
     return value - 0.05 * len(completion)
 
@@ -54,16 +53,19 @@ class Gate:
     def hold_after(self, answers: int) -> None:
         """Lets `answers` more through and then none."""
         self._allow(self.passed + answers)
-        time.sleep(0.1)  # An answer that waits touches the file every 20 ms: it has read the new number now.
-        (self._directory / "held").unlink(missing_ok=True)
 
     def open(self) -> None:
         """Lets everything through."""
         self._allow(WITHOUT_END)
 
     def wait_until_held(self, timeout_s: float = 240.0) -> None:
-        """Returns when an answer waits."""
-        wait_for((self._directory / "held").exists, "an answer to wait at the gate", timeout_s)
+        """Returns when an answer waits, and not for a number that was allowed before."""
+        allowed, held = ((self._directory / name) for name in ("allowed", "held"))
+        wait_for(
+            lambda: held.exists() and held.read_text() == allowed.read_text(),
+            "an answer to wait at the gate",
+            timeout_s,
+        )
 
     @property
     def passed(self) -> int:

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace_servicekit.process.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 START_S = 120
@@ -40,12 +40,6 @@ WITHOUT_TORCH = {
     "reward": {"math": "math_verify", "reasoning-gym": "reasoning_gym"},
     "simulator": {"gymnasium": "gymnasium"},
 }
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def health_of(address):

@@ -53,8 +53,8 @@ def refused(error: HeadraceError) -> CommandError:
 def _seen_here(found: Problem) -> Problem:
     """A problem; its fix says so where services, in containers or elsewhere, lack a file that this machine has."""
     paths = [Path(text) for text in ABSOLUTE.findall(found.problem)] if ABSENT.search(found.problem) else []
-    here = next((path for path in paths if path.exists()), None)
-    if here is None:
+    here = paths[0] if paths else None  # The one that is absent; a folder that holds it may follow.
+    if here is None or not here.exists():
         return found
     folder = here if here.is_dir() else here.parent
     hint = (

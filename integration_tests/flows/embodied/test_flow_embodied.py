@@ -78,10 +78,12 @@ def demonstrations(directory: Path) -> str:
 
 def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
     warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
+    (tmp_path / "hold").write_text(str(4 + BATCH))  # behind an evaluation and a step
     run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
-    fleet.reach(run, 1)
+    wait_for((tmp_path / "held").exists, "an episode to stand still")
     fleet.client.pause(run.id)
-    fleet.state(run, "PAUSED", "SUCCEEDED")
+    (tmp_path / "hold").unlink()
+    assert fleet.state(run, "PAUSED").step == 2
     fleet.client.resume(run.id)
     ended = fleet.succeed(run)
     found = audit(fleet, ended)
@@ -219,10 +221,10 @@ def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fle
     fleet.ready("simulator-0", "simulator-1")
     spec_of_run = spec(tmp_path, data={"options": {"starts": 64}}, export=False)
     spec_of_run["environment"]["step_timeout_s"] = 300.0  # what stands still below is not lost for that
+    (tmp_path / "hold").write_text(str(BATCH))
     run = fleet.submit(spec_of_run)
+    wait_for((tmp_path / "held").exists, "an episode of the second step to stand still")
     fleet.reach(run, 1)
-    (tmp_path / "hold").touch()
-    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
     killed = fleet.kill("simulator-1")
     assert fleet.client.scale("simulator", 3) == 3
     fleet.ready("simulator-2")
@@ -242,10 +244,10 @@ def test_a_simulator_killed_while_a_version_is_installed_costs_no_episode(fleet:
     given = spec(tmp_path, steps=6, data={"options": {"starts": 64}}, export=False)
     given["environment"]["step_timeout_s"] = 300.0
     given["algorithm"]["max_staleness"] = 1
+    (tmp_path / "hold").write_text(str(BATCH))
     run = fleet.submit({**given, "placement": {"mode": "disaggregated"}})
+    wait_for((tmp_path / "held").exists, "an episode of the second step to stand still")
     fleet.reach(run, 1)
-    (tmp_path / "hold").touch()
-    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
     killed = fleet.kill("simulator-1")
     (tmp_path / "hold").unlink()
     fleet.replaced("simulator-1", killed)
@@ -262,8 +264,8 @@ def test_episodes_whose_pictures_are_lost_with_their_rollout_are_made_again(flee
     given["model"]["policy"] |= {"kind": "cnn", "features": 8}
     given["environment"] |= {"tasks": [f"{corridor.__file__}:make_filmed"], "step_timeout_s": 300.0}
     run = fleet.submit(given)
-    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
-    wait_for((tmp_path / "ended").exists, "an episode to end", 60)
+    wait_for((tmp_path / "held").exists, "an episode to stand still")
+    wait_for((tmp_path / "ended").exists, "an episode to end")
     time.sleep(1.0)  # The coordinator has heard of it.
     killed = fleet.kill("rollout-0")
     (tmp_path / "hold").unlink()

@@ -52,9 +52,9 @@ def test_auto_predicts_the_steps_of_a_run_that_works_ahead(fleet, spec_of):
     plan = fleet.client.plan(run.id)
     assert (plan["chosen_by"], plan["mode"]) == ("auto", "disaggregated")
     assert "hybrid is not tried with max_staleness" in plan["reason"]
-    # Measured, as nothing can be divided otherwise on two devices: of the size of the steps that came then, which
-    # may all be a little shorter or longer.
-    seconds = sorted(step.wall_s for step in fleet.client.metrics(run.id)[2:])
+    # Measured, as nothing can be divided otherwise on two devices: of the size of the run's steps. The first two are
+    # what was measured: on a busy machine they may take much longer than all that come then.
+    seconds = sorted(step.wall_s for step in fleet.client.metrics(run.id))
     predicted = plan["predicted_s"]
     assert seconds[0] / 5 <= predicted["step"] <= seconds[-1] * 5
     assert 0 < predicted["learn"] <= predicted["step"] and 0 < predicted["generate"] <= predicted["step"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from headrace_modelkit import devices, gpu_memory
+from headrace_modelkit import devices
 from headrace_modelkit.devices import DeviceNotSeen, driver_name, torch_devices, variables_for
 
 AMD_SEEN = "37326666-3964-3161-3361-346261366262"
@@ -73,11 +73,11 @@ def test_memory_of_amds_gpus_is_counted_by_process(monkeypatch, tmp_path):
         for number, size in used.items():
             (folder / f"vram_{number}").write_text(f"{size}\n")
     first = "72ff9d1a3a4ba6bb"
-    assert gpu_memory.used_by_kfd([first], [7, 8, 9], tmp_path) == 3400
-    assert gpu_memory.used_by_kfd([first, f"{0x0A0A:016x}"], [7], tmp_path) == 3050
-    assert gpu_memory.used_by_kfd([first], [9], tmp_path) is None, "ids of a container's own"
-    assert gpu_memory.used_by_kfd(["00"], [7], tmp_path) is None
-    monkeypatch.setattr(gpu_memory.used_by_kfd, "__defaults__", (tmp_path,))
+    assert devices.used_by_kfd([first], [7, 8, 9], tmp_path) == 3400
+    assert devices.used_by_kfd([first, f"{0x0A0A:016x}"], [7], tmp_path) == 3050
+    assert devices.used_by_kfd([first], [9], tmp_path) is None, "ids of a container's own"
+    assert devices.used_by_kfd(["00"], [7], tmp_path) is None
+    monkeypatch.setattr(devices.used_by_kfd, "__defaults__", (tmp_path,))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(devices, "_seen", lambda: [AMD_SEEN])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

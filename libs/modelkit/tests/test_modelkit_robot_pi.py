@@ -136,7 +136,10 @@ def test_dropout_of_a_checkpoint_is_off(kind):
     """Its configuration may name a rate; generation and training compute one function of the weights."""
     vlm, expert = SIZES["vlm_config"], SIZES["dit_config"]
     rate = {"attention_dropout": 0.9}
-    dropping = {"vlm_config": {**vlm, "text_config": {**vlm["text_config"], **rate}}, "dit_config": expert | rate}
+    dropping = {
+        "vlm_config": {**vlm, "text_config": {**vlm["text_config"], **rate}},
+        "dit_config": expert | rate,
+    }
     policies = [shaken(config(kind, model=SIZES | more).build(seed=0)) for more in ({}, dropping)]
     whole, dropped = (policy.act(seen(), [4, 5]) for policy in policies)
     assert torch.equal(whole.sampled[ACTIONS], dropped.sampled[ACTIONS])

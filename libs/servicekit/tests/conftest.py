@@ -31,6 +31,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self):
         self.opened = 0
         self.deadlines = []
+        self.go_on = asyncio.Event()
 
     async def ListScorers(self, request, context):
         return reward_pb2.ListScorersResponse(next_page_token=request.page_token)
@@ -45,6 +46,8 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
                 raise ValueError(text)
             case ("sleep", seconds):
                 await asyncio.sleep(float(seconds))
+            case ("hold", _):
+                await self.go_on.wait()
             case ("unavailable", times) if self.opened <= int(times):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "try again")
         return reward_pb2.OpenRunResponse(scorer_digest="done")

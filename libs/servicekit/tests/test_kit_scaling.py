@@ -8,7 +8,7 @@ import pytest
 from headrace.coordinator.v1 import fleet_pb2
 from headrace_servicekit.process.supervisor_link import SupervisorLink
 from headrace_servicekit.scaling.__main__ import Scaler, main, numbers_of
-from headrace_servicekit.scaling.kubernetes import Kubernetes
+from headrace_servicekit.scaling.orchestrators import Kubernetes
 
 PATH = "/apis/apps/v1/namespaces/training/{}/scale"
 TARGETS = {"rollout": "deployments/post-rollout", "trainer": "statefulsets/post-trainer"}

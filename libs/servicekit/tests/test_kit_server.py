@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.lease.fence import Fence
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
@@ -122,12 +123,14 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end(
 ):
     server, address = await servers(scripted_reward)
     stub = reward_stub(address)
-    running = asyncio.ensure_future(stub.OpenRun(opening("sleep:0.6")))
+    running = asyncio.ensure_future(stub.OpenRun(opening("hold")))
     await until(lambda: scripted_reward.opened == 1, "the call to start")
-    draining = asyncio.ensure_future(server.drain(5))
+    draining = asyncio.ensure_future(server.drain(30))
     await asyncio.sleep(0.1)
     assert await health_of(address, REWARD) == health_pb2.HealthCheckResponse.NOT_SERVING
-    refused = asyncio.ensure_future(failure(stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=3)))
+    refused = asyncio.ensure_future(failure(stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=30)))
+    await asyncio.sleep(0.1)
+    scripted_reward.go_on.set()
     assert (await running).scorer_digest == "done"
     await draining
     assert (await refused).code() is grpc.StatusCode.UNAVAILABLE
@@ -137,7 +140,7 @@ async def test_draining_ends_after_its_grace(servers, reward_stub, scripted_rewa
     server, address = await servers(scripted_reward)
     running = asyncio.ensure_future(failure(reward_stub(address).OpenRun(opening("sleep:60"))))
     await until(lambda: scripted_reward.opened == 1, "the call to start")
-    await asyncio.wait_for(server.drain(0.2), 3)
+    await asyncio.wait_for(server.drain(0.2), 20)
     assert (await running).code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
@@ -155,9 +158,7 @@ async def test_reflection_is_there_when_asked(servers, scripted_reward):
 
 
 async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scripted_reward):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     _, address = await servers(scripted_reward, metrics_port=port)
     stub = reward_stub(address)
     await stub.OpenRun(opening())
@@ -173,10 +174,11 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
 async def test_too_many_calls_at_once_are_turned_away(servers, reward_stub, scripted_reward, until):
     _, address = await servers(scripted_reward, max_concurrent_rpcs=1)
     stub = reward_stub(address)
-    running = asyncio.ensure_future(stub.OpenRun(opening("sleep:0.5")))
+    running = asyncio.ensure_future(stub.OpenRun(opening("hold")))
     await until(lambda: scripted_reward.opened == 1, "the call to start")
     error = await failure(stub.OpenRun(opening()))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    scripted_reward.go_on.set()
     await running
 
 

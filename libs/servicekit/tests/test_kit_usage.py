@@ -18,8 +18,8 @@ time.sleep(60)
 
 def test_a_childs_work_is_counted_once_and_only_while_it_is_done():
     usage = Usage(list, dict)
-    assert usage.cores() == 0.0, "nothing is known of the time before the first look"
     began = time.monotonic()
+    assert usage.cores() == 0.0, "nothing is known of the time before the first look"
     with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()

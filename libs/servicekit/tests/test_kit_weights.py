@@ -10,7 +10,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights.bases import NUMBER, base_name, receive_base
 from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
-from weight_parts import LAYOUT, RUN, publish
+from weight_parts import LAYOUT, RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
 
@@ -212,18 +212,62 @@ class Stuttering(weights_pb2_grpc.WeightServiceServicer):
             raise ServiceError(__import__("grpc").StatusCode.UNAVAILABLE, "DRAINING", "going")
 
 
-async def test_a_broken_stream_goes_on_where_it_broke(stores):
+@pytest.mark.parametrize(("held", "calls"), [(False, 4), (True, 2)])
+async def test_a_broken_stream_goes_on_where_it_broke(stores, held, calls):
     producer, receiver = stores("a"), stores("b")
     servicer = Stuttering(producer)
     server = GrpcServer("127.0.0.1:0", token=None)
     server.add_service(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "w")
     producer.address = await server.start()
     version, manifest = publish(producer)
-    source = producer.source(RUN, 1)
+    if held:
+        publish(receiver)
+        version, manifest = step(producer, 2, "embed", "bias")
+    source = producer.source(RUN, version.number)
     source.shm_nonce = ""
     received = await receive(receiver, version, manifest, source)
-    assert received.transport == GRPC and servicer.calls == 4
+    assert received.transport == GRPC and servicer.calls == calls
+    assert bytes(received.body) == bytes(producer.get(RUN, version.number).body)
     await server.drain(0)
+
+
+@pytest.fixture
+async def two_hosts(stores, serve_store):
+    """A producer, and a receiver of another host that holds version 1."""
+    producer, receiver = stores("a"), stores("b", root="other")
+    await serve_store(producer)
+    version, manifest = publish(producer)
+    await take_by_grpc(receiver, producer, version, manifest)
+    return producer, receiver
+
+
+async def take_by_grpc(receiver, producer, version, manifest):
+    source = producer.source(RUN, version.number)
+    return await receive_weights(
+        receiver, RUN, version, manifest, [source], token=None, transports=byte_transports(("grpc",))
+    )
+
+
+SIZES = {"embed": 602_000, "head": 2_802_800, "bias": 4}
+
+
+@pytest.mark.parametrize(
+    "changed", [["embed"], ["head"], ["bias"], ["embed", "bias"], ["embed", "head", "bias"], []], ids="+".join
+)
+async def test_tensors_that_the_receiver_holds_are_not_sent(two_hosts, changed):
+    producer, receiver = two_hosts
+    found = await take_by_grpc(receiver, producer, *step(producer, 2, *changed))
+    assert (found.transport, found.fallbacks) == (GRPC, [])
+    assert found.bytes_moved == sum(SIZES[name] for name in changed)
+    assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
+
+
+async def test_held_bytes_that_are_not_those_of_their_digest_are_sent(two_hosts):
+    producer, receiver = two_hosts
+    spoil(receiver.get(RUN, 1).path, SIZES["embed"] + 5)
+    found = await take_by_grpc(receiver, producer, *step(producer, 2, "embed"))
+    assert found.bytes_moved == SIZES["embed"] + SIZES["head"]
+    assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
 
 
 async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):
@@ -248,7 +292,7 @@ async def test_a_manifest_without_tensors_is_refused(stores):
         await receive(stores("b"), version, empty, source)
 
 
-async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stores, serve_store):
+async def test_what_a_store_does_not_have_is_refused(stores, serve_store):
     from headrace.common.v1 import weights_pb2
     from headrace_servicekit.rpc.client import dial
     from headrace_servicekit.rpc.errors import reason_of
@@ -260,10 +304,12 @@ async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stor
         stub = weights_pb2_grpc.WeightServiceStub(channel)
         reply = await stub.GetManifest(weights_pb2.GetManifestRequest(run=RUN, number=1))
         assert (reply.version, reply.manifest) == (version, manifest)
-        for number, offset, reason in ((2, 0, "NOT_FOUND"), (1, 1 << 40, "INVALID")):
-            call = stub.FetchWeights(
-                weights_pb2.FetchWeightsRequest(run=RUN, number=number, offset_bytes=offset)
-            )
+        for reason, asked in (
+            ("NOT_FOUND", {"number": 2}),
+            ("INVALID", {"number": 1, "offset_bytes": 1 << 40}),
+            ("INVALID", {"number": 1, "held": [3]}),
+        ):
+            call = stub.FetchWeights(weights_pb2.FetchWeightsRequest(run=RUN, **asked))
             with pytest.raises(Exception) as caught:
                 await call.read()
             assert reason_of(caught.value) == reason

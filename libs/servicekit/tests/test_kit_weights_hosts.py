@@ -10,7 +10,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import arrivals, pulling
 from headrace_servicekit.weights.transfer import WeightServicer, receive_weights
-from weight_parts import RUN, publish
+from weight_parts import RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
 
@@ -123,6 +123,26 @@ async def test_a_host_passes_on_what_has_arrived_and_is_asked_through_any_of_its
     assert [each.transport for each in got] == [GRPC, SHM, GRPC] and got[2].fallbacks == []
     assert (sends.streams, from_b0.sent) == (1, manifest.size_bytes) and from_b1.sent == 0
     assert bytes(c.get(RUN, 1).body) == bytes(trainer.get(RUN, 1).body)
+
+
+async def test_a_host_passes_on_what_it_was_not_sent(serving, until):
+    """It holds the largest tensor; the next host holds nothing."""
+    (trainer, sends), (b, from_b), (c, _) = [
+        await serving("t", "head"),
+        await serving("b", "b"),
+        await serving("c", "c"),
+    ]
+    await receive(b, *publish(trainer), source(trainer))
+    version, manifest = step(trainer, 2, "embed", "bias")
+    async with begun(sends):
+        first = receive(b, version, manifest, source(trainer))
+        await until(lambda: b.arriving(RUN, 2) and b.arriving(RUN, 2).offset > 1 << 20, "the held tensor")
+        second = receive(c, version, manifest, source(b, relay=True), source(trainer))
+        await until(lambda: c.arriving(RUN, 2) and c.arriving(RUN, 2).offset > 1 << 20, "bytes from the peer")
+    got = await asyncio.gather(first, second)
+    assert [each.bytes_moved for each in got] == [602_004, manifest.size_bytes]
+    assert from_b.sent == manifest.size_bytes and not got[1].fallbacks
+    assert bytes(c.get(RUN, 2).body) == bytes(b.get(RUN, 2).body) == bytes(trainer.get(RUN, 2).body)
 
 
 @pytest.mark.parametrize("fault", ["dies", "is silent", "is slow", "spoils", "has none"])

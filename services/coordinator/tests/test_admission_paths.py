@@ -68,8 +68,10 @@ def test_gguf_weights_are_named(tmp_path):
 def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "does not exist" in model_problem("./models/x")["model.path"]
-    made = model_problem("./models/tiny")["model.path"]
-    assert "make it: python -m headrace_modelkit.presets.tiny models/tiny" in made
+    for named in ("./models/tiny", ".headrace/models/tiny_vision"):
+        made = model_problem(named)["model.path"]
+        preset = f"python -m headrace_modelkit.presets.{named.rpartition('/')[2]}"
+        assert f"make it: {preset} {named.removeprefix('./')}" in made
     assert "is another directory for each user" in model_problem("~/models/x")["model.path"]
     (tmp_path / "plain").mkdir()
     assert "it has no config.json" in model_problem("plain")["model.path"]

@@ -12,8 +12,8 @@ from headrace_coordinator import serving
 
 
 @pytest.fixture
-async def server(api_app, monkeypatch):
-    """A real server on a free port; yields its URL."""
+async def http(api_app, monkeypatch):
+    """A real server on a free port."""
     monkeypatch.setattr(serving, "UNREAD_S", 1.0)
     listening = serving.listen("127.0.0.1", 0)
     config = uvicorn.Config(api_app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
@@ -22,10 +22,16 @@ async def server(api_app, monkeypatch):
     served = asyncio.create_task(http.serve(sockets=[listening]))
     while not http.started:  # noqa: ASYNC110  uvicorn has no event to wait for
         await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    yield http
     http.should_exit = http.force_exit = True
     await served
     listening.close()
+
+
+@pytest.fixture
+def server(http):
+    """Its URL."""
+    return f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
 
 
 @pytest.fixture
@@ -152,6 +158,23 @@ async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id
     await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
     async with listening_to(server, run_id, headers={"Last-Event-ID": "1"}) as lines:
         assert await ids(lines) == [*range(2, 402)]
+
+
+async def test_a_connection_that_sends_no_whole_request_is_ended_and_a_stream_is_not(
+    http, server, run_id, fake_coordinator, monkeypatch
+):
+    monkeypatch.setattr(serving, "REQUEST_S", 0.05)
+    async with listening_to(server, run_id) as lines:
+        await anext(lines)
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server).port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
+        ending = asyncio.create_task(serving.end_silent_connections(http))
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
+        assert await ids(lines) == [1]
+    ending.cancel()
+    writer.close()
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", str(2**63), "9" * 5000])

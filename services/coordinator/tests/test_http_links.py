@@ -2,13 +2,16 @@
 
 import argparse
 import stat
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from headrace_coordinator.__main__ import parse
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.routes import dashboard
+from headrace_coordinator.fleet.online import OnlineSessions, endpoint_key
 from headrace_coordinator.serving import Refusal, _http_token
+from headrace_servicekit.session_marks import own_key
 
 BEARER = {"Authorization": "Bearer s3 cret"}
 
@@ -77,3 +80,29 @@ def test_no_token_is_for_the_loopback_alone(tmp_path):
 def test_a_named_file_that_is_missing_is_a_sentence(tmp_path):
     with pytest.raises(Refusal, match="nowhere"):
         _http_token(asked(tmp_path, "--http-token-file", str(tmp_path / "nowhere")))
+
+
+async def test_who_shows_no_key_of_a_run_is_told_of_no_lost_session_and_counts_none(
+    guarded, fake_coordinator, tmp_path
+):
+    """Its rollout instance is gone. The address needs no token of the API, so that anybody may ask."""
+    online = OnlineSessions()
+    fake_coordinator.fleet = SimpleNamespace(online={"sums-0": online})
+    fake_coordinator.endpoints = lambda run: []
+    fake_coordinator.find = lambda run: SimpleNamespace(directory=tmp_path)
+    key, session, path = (
+        endpoint_key(tmp_path),
+        "abcdef0123456789",
+        "/v1/runs/sums-0/endpoint/v1/chat/completions",
+    )
+    for shown in ("", "sk-headrace-guessed", own_key("guessed", session), "é"):
+        headers = {"X-Headrace-Session": session, "Authorization": f"Bearer {shown}".encode()}
+        answer = await guarded.post(path, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert not online.ended
+    for shown in (key, own_key(key, session)):
+        answer = await guarded.post(
+            path, headers={"X-Headrace-Session": session, "Authorization": f"Bearer {shown}"}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_lost")
+    assert online.ended == {"lost": 1}

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.fleet import RESTART_S
@@ -95,26 +96,37 @@ def used_by(scene, key):
     return next(used.resource for used in scene.log(ev.KeyUsed) if used.key == key)
 
 
-def test_what_no_instance_mends_is_refused_at_once_although_a_process_has_just_ended():
+def test_only_what_an_ended_instance_would_mend_waits_for_it_to_come_back():
     found = []
 
     async def play(scene):
         await scene.first()
         coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
         spec = scene.specs[0]
-        for model in (spec.model, spec.model.model_copy(update={"path": "/no/such/model"})):
-            wanted = spec.model_copy(
-                update={"model": model, "rollout": spec.rollout.model_copy(update={"instances": 9})}
+        rollout, *_ = [each for each in coordinator.reads.instances() if each.kind == "rollout"]
+        gone = coordinator.event_log.state.instances[rollout.incarnation]
+        have = sum(each.kind == "rollout" for each in coordinator.reads.instances())
+        for name, wanted, model in (
+            ("gone-0", have + 1, spec.model),
+            ("gone-0", have + 2, spec.model),
+            ("gone-0", have + 1, spec.model.model_copy(update={"path": "/no/such/model"})),
+            (rollout.name, have + 1, spec.model),  # It is back.
+        ):
+            asked = spec.model_copy(
+                update={"model": model, "rollout": spec.rollout.model_copy(update={"instances": wanted})}
             )
-            coordinator.fleet._last_exit = coordinator.event_log.monotonic()
+            coordinator.fleet._ended = {
+                name: (coordinator.event_log.monotonic(), msgspec.structs.replace(gone, instance=name))
+            }
             began = clock()
-            keys = {each.key for each in await checked(coordinator, wanted)}
-            found.append((clock() - began, keys))
+            keys = {each.key for each in await checked(coordinator, asked)}
+            assert "rollout.instances" in keys
+            found.append((clock() - began, "model.path" in keys))
 
     ends(Scene(play, steps=30))
-    (waited, keys), (at_once, more) = found
-    assert waited >= RESTART_S and "rollout.instances" in keys and "model.path" not in keys
-    assert at_once == 0.0 and more == {*keys, "model.path"}
+    (waited, _), *others = found
+    assert waited >= RESTART_S
+    assert others == [(0.0, False), (0.0, True), (0.0, False)]
 
 
 def test_a_cancel_beside_an_open_run_that_is_not_answered_takes_seconds(monkeypatch):

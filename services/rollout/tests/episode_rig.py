@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import uuid
@@ -18,6 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_modelkit.robot.directory import policy_config
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import Episode, decode_episode
 from rollout_calls import HEADER, RUN
@@ -109,9 +109,7 @@ class SimulatorProcess:
     def __init__(self, directory: Path, *, answers: int | None = None) -> None:
         self.shm_dir = directory / "shm"
         (directory / "robots.py").write_text(ROBOTS)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         run = "import runpy; runpy.run_module('headrace_simulator', run_name='__main__', alter_sys=True)"
         dies = HALF.format(answers=answers) if answers is not None else ""
         command = [sys.executable, "-c", f"{dies}\n{run}", "--listen", self.address]

@@ -18,6 +18,7 @@ from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_schema.sections.agent import OnlineSection
 from headrace_schema.sections.generating import PromptSection
+from headrace_servicekit.session_marks import own_key
 
 KEY = "sk-headrace-run"
 
@@ -237,6 +238,9 @@ async def test_a_sessions_own_key_rewards_its_last_answer_without_naming_it(shop
     run.desk.mark = "abcdef"
     run.offer([0])
     session = await run.post("/v1/sessions", {}, 201)
-    assert session["id"].startswith("abcdef") and session["id"] in session["api_key"]
+    assert session["id"].startswith("abcdef")
+    assert session["api_key"] == own_key(run.desk.key, session["id"]), (
+        "the coordinator's relay knows it again"
+    )
     await run.ask(Authorization=f"Bearer {session['api_key']}")
     assert (await run.post("/v1/feedback", {"reward": 1}, key=session["api_key"]))["state"] == "taken"

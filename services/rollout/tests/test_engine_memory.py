@@ -25,7 +25,7 @@ def mixed(groups) -> list[Group]:
 
 
 @pytest.fixture
-async def build(model_config, weights, codec):
+async def build(in_step, model_config, weights, codec):
     """An engine over 512 tokens with options, and what its cache takes at each output."""
     engines = []
 

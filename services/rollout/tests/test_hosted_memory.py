@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines.plain_backend import PlainBackend
 from headrace_modelkit import devices
-from headrace_modelkit.gpu_memory import Nvml, NvmlMissing
+from headrace_modelkit.devices import Nvml, NvmlMissing
 from headrace_rollout.engines.base import Capabilities
 from headrace_rollout.engines.hosted import processes
 from headrace_rollout.engines.hosted.backend import Deadlines, Start

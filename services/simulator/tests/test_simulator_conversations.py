@@ -165,10 +165,10 @@ async def test_what_is_wrong_with_a_reset_is_named(simulator, talks):
 
 
 async def test_a_step_and_a_reset_that_hang_are_killed_within_their_limits(simulator, talks):
-    pool = await talk(simulator, talks, step_timeout_s=0.5, count=2, processes=2)
+    pool = await talk(simulator, talks, step_timeout_s=1.0, count=2, processes=2)
     await pool.send(*(pool.reset_operation(index, options={}) for index in range(2)))
     lost = await pool.say("hang")
-    assert lost.status == LOST and "longer than 0.5 s" in lost.detail
+    assert lost.status == LOST and "longer than 1 s" in lost.detail
     assert (await pool.say("goes on", 1)).status == OK
     hung = await pool.reset(options={"hang": True})
     assert hung.status == LOST and "longer than 1 s" in hung.detail

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
@@ -143,9 +143,7 @@ def start(command: list[str], directory: Path) -> subprocess.Popen[bytes]:
 
 async def test_nothing_is_left_when_the_service_is_killed(tmp_path, environment_file):
     """The process itself: `python -m headrace_simulator`, a child deep in a step, SIGKILL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         sys.executable,
         "-m",
@@ -178,7 +176,7 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path, environment_
         children = psutil.Process(service.pid).children(recursive=True)
         assert len(children) == 2
         service.kill()
-        assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=5))[1] == []
+        assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=20))[1] == []
         call.cancel()
         await channel.close()
     finally:

@@ -101,7 +101,7 @@ def server(tmp_path_factory):
 
 def test_code_runs_in_the_sandbox(monkeypatch):
     monkeypatch.setenv("A_SECRET", "of-the-service")
-    environment = talk(tools=["python"], deadline_s=2.0)
+    environment = talk(tools=["python"], deadline_s=20.0)
     found = answers(environment, call("python", code="a = 6\na * 7") + call("python", code="print(1/0)"))
     assert found[0] == "42" and found[1].endswith("ZeroDivisionError: division by zero")
     reads = answers(environment, call("python", code="import os; print(os.environ, open('/etc/passwd'))"))
@@ -147,7 +147,7 @@ def test_search_finds_texts_by_their_words(tmp_path, monkeypatch):
 
 def test_tools_of_a_server_are_listed_and_called_side_by_side(server):
     environment = talk(
-        tools=["calculator"], mcp=[server | {"tools": ["add", "slow", "fails", "long"]}], deadline_s=3.0
+        tools=["calculator"], mcp=[server | {"tools": ["add", "slow", "fails", "long"]}], deadline_s=20.0
     )
     _, tools = environment.reset(0, {"question": "?"})
     assert [tool["function"]["name"] for tool in tools] == ["calculator", "add", "slow", "fails", "long"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import balance_loss_of, replays_routing
@@ -236,10 +236,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def meeting_place(file: Path, *, leads: bool) -> str:
     """The rendezvous of a case. Rank 0 picks the port as the case begins: earlier cases' connections take free ones."""
     if leads:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            found = file.with_suffix(".part")
-            found.write_text(str(probe.getsockname()[1]))
+        found = file.with_suffix(".part")
+        found.write_text(str(free_port()))
         found.rename(file)
     end = time.monotonic() + MEET_S
     while not file.exists():

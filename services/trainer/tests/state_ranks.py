@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def go(job: dict[str, Any], runs: Path, generation: int, number: int, stage: dict[str, Any]) -> None:
-    where = f"127.0.0.1:{job['port'] + generation}"
+    where = f"127.0.0.1:{job['ports'][generation - 1]}"
     group = join_trainer_group(generation, number, stage["ranks"], where, 60.0, torch.device("cpu"))
     config = TrainerConfig.model_validate(job["config"])
     rank = Rank(config, group, runs=runs / "nowhere" if stage["apart"] and number else runs)

@@ -26,7 +26,7 @@ from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import LearnItem
 from headrace_trainer.session.publishing import published_tensors
 from headrace_trainer.session.session import Session
-from headrace_trainer.wire.helping import contribution_message, read_contribution
+from headrace_trainer.wire.outputs import contribution_message, read_contribution
 
 pytestmark = pytest.mark.timeout(90)
 BEGUN = steps.Begin(0, 1, 1, 2)

@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from headrace_servicekit.process.ports import free_port
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group import connections, group
-from headrace_trainer.group.forming import join_trainer_group
-from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.group.forming import check_alike, join_trainer_group, own_facts
+from headrace_trainer.group.group import Member, TrainerGroup
 from headrace_trainer.group.liveness import Liveness
-from headrace_trainer.group.meeting import Member, check_alike, own_facts
-from two_ranks_parts import free_port
 
 pytestmark = pytest.mark.timeout(120)
 SILENT_S = 1.0

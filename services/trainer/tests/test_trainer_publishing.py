@@ -8,7 +8,7 @@ import pytest
 import torch
 from headrace_modelkit.weights import CheckpointNames
 from headrace_servicekit.weights import WeightStore
-from headrace_trainer.backends.fsdp.host_copies import HostCopies
+from headrace_trainer.backends.fsdp.loading import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
 from headrace_trainer.session.parts import RankPart, owners_of, staged_parts

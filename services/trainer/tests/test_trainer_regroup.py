@@ -10,10 +10,11 @@ import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.robot.directory import policy_config
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from rank_processes import RankProcess, end
-from two_ranks_parts import address_of, free_port
+from two_ranks_parts import address_of
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {

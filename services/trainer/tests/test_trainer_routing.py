@@ -16,8 +16,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.errors import Refusal
 from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.nodes import read_routes
 from headrace_trainer.learning.packing import Attends, pack
+from headrace_trainer.learning.segments import read_routes
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 DENOMINATOR, COEFFICIENT = 7.0, 0.3

@@ -323,7 +323,7 @@ async def test_close_ends_an_idle_learn_stream_and_waits_for_a_commit(client, ma
         while not client.instance.on_grant.__self__._committing:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await client.close_run()
-        reply = await asyncio.wait_for(committing, 1)
+        reply = await asyncio.wait_for(committing, 20)
     finally:
         failpoints.arm("")
     assert reply.result == pb.COMMIT_RESULT_COMMITTED and reply.version.number == 2

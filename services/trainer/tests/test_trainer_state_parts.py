@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import threading
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.tensor_files import TensorFiles, TornTensor
 from headrace_schema.sections.generating import ModelSection
+from headrace_servicekit.process.ports import free_port
 from headrace_trainer.checkpoints.files import write_safetensors
 from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, collect_reports, part_files
 from rank_processes import RankProcess, end
@@ -26,14 +26,11 @@ RANKS = [(1, False, False), (2, False, False), (4, False, True), (2, True, True)
 @pytest.fixture
 def walk(tmp_path, make_config):
     def run(**sections):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         (tmp_path / "runs").mkdir()
         job = {
             "runs": str(tmp_path / "runs"),
             "result": str(tmp_path / "result"),
-            "port": port if port < 65_000 else port - 1000,
+            "ports": [free_port() for _ in RANKS],
             "config": make_config(**sections),
             "stages": [dict(zip(("ranks", "apart", "in_place"), stage, strict=True)) for stage in RANKS],
         }

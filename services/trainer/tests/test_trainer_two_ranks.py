@@ -16,6 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.robot.directory import policy_config
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_servicekit.weights import WeightStore
@@ -23,7 +24,7 @@ from headrace_servicekit.weights.transfer import byte_transports, receive_weight
 from headrace_servicekit.weights.transports import Links
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
-from two_ranks_parts import address_of, form, free_port, train, until_lease, weights
+from two_ranks_parts import address_of, form, train, until_lease, weights
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.errors import reason_of
 
 
@@ -19,12 +19,6 @@ async def address_of(port_file: Path) -> str:
         assert time.monotonic() < end, "the trainer did not start"
         await asyncio.sleep(0.05)
     return await asyncio.to_thread(port_file.read_text)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def form(leader, follower, config, generation=1):

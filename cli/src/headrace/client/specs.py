@@ -165,7 +165,7 @@ def _position(target: Any, part: str, here: str, key: str) -> str | int:
     if isinstance(target, dict):
         return part
     if not isinstance(target, list):
-        raise _mistake(key, f"{here} is a {type(target).__name__}, not a section", f"override {here} itself")
+        raise _mistake(key, f"{here} is a value ({target!r}), not a section", f"override {here} itself")
     if not part.isdigit() or int(part) >= len(target):
         raise _mistake(key, f"{here} is a list of {len(target)}", f"use {here}.0 to {here}.{len(target) - 1}")
     return int(part)

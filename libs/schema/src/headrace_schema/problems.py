@@ -27,6 +27,14 @@ TYPE_NAMES = {
     "dict": "a mapping",
     "list": "a list",
 }
+WANTED = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "string_type": "text",
+    "bool_type": "true or false",
+}
+"""What a value must be, by pydantic's name of the error."""
 
 
 class Impossible(ValueError):
@@ -146,6 +154,8 @@ def _reason_and_fix(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, 
         return _out_of_bounds(bound, ctx[bound], value)
     if kind.startswith(("int", "float", "finite")):
         return _not_a_number(kind, value)
+    if wanted := WANTED.get(kind):
+        return f"must be {wanted}, got {show(value)} ({_type_name(value)})", _fix_type(kind, ctx)
     return f"{_plain(detail['msg'])} (got {show(value)})", _fix_type(kind, ctx)
 
 

@@ -1,8 +1,9 @@
-"""Which endpoint a session of an online run is at: its id begins with a mark of the endpoint's address."""
+"""Sessions of an online run: which endpoint one is at, by the mark that its id begins with, and its own key."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 
 KEY = "sk-headrace-"
@@ -24,6 +25,15 @@ def mark_of(url: str) -> str:
 def is_at(session: str, url: str) -> bool:
     """Whether a session is at the endpoint with this address."""
     return session.startswith(mark_of(url))
+
+
+def own_key(secret: str, session: str) -> str:
+    """The key of one session, which only who has the `secret`, the run's key, can make.
+
+    >>> session_of_key(own_key("secret", "0123456789abcdef"))
+    '0123456789abcdef'
+    """
+    return f"{KEY}{session}-{hmac.digest(secret.encode(), session.encode(), 'sha256').hex()}"
 
 
 def session_of_key(key: str) -> str:

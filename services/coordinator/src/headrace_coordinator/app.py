@@ -8,15 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.changes import InstanceChanges, RunChanges
 from headrace_coordinator.api.idempotency import Keys
-from headrace_coordinator.api.instance_changes import InstanceChanges
 from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
 from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.api.refusal import Refused
-from headrace_coordinator.api.run_changes import RunChanges
 from headrace_coordinator.api.submission.submissions import Submissions
 from headrace_coordinator.autoscaler import Autoscaler, Bounds, ScaleRefused
 from headrace_coordinator.data.dataset import open_dataset

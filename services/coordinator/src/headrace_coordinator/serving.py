@@ -43,6 +43,8 @@ STORE_PATIENCE_S = 30.0
 FLUSH_S = 5.0
 UNREAD_S = 60.0
 """Seconds that a client of the HTTP API may leave what was sent to it unread; then the kernel ends the connection."""
+REQUEST_S = 20.0
+"""Seconds that a client may take for the head of a request; at twice as many its connection is ended."""
 COLLECT_AFTER = 20_000
 """New objects between two walks of the cyclic collector."""
 
@@ -228,6 +230,7 @@ async def _serve_http(
         loop.add_signal_handler(number, stopping.set)
     # Not `serve`: it would take the signal handlers over.
     serving = asyncio.create_task(http._serve(sockets=[listening]))
+    ending = asyncio.create_task(end_silent_connections(http))
     fenced = event_log.fenced
     assert fenced is not None
     stop = asyncio.create_task(stopping.wait())
@@ -237,8 +240,22 @@ async def _serve_http(
     http.force_exit = True
     await serving
     stop.cancel()
+    ending.cancel()
     if fenced.done():
         raise Refusal(fenced.result())
+
+
+async def end_silent_connections(http: uvicorn.Server) -> None:
+    """Ends connections that send no whole head of a request: they would hold descriptors, which anybody can open."""
+    before: dict[Any, Any] = {}
+    while True:
+        await asyncio.sleep(REQUEST_S)
+        cycles = {each: getattr(each, "cycle", None) for each in http.server_state.connections}
+        silent = {each: cycle for each, cycle in cycles.items() if cycle is None or cycle.response_complete}
+        for each, cycle in silent.items():
+            if each in before and before[each] is cycle:
+                each.transport.close()
+        before = silent
 
 
 def listen(host: str, port: int) -> socket.socket:

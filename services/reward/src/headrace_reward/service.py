@@ -16,10 +16,10 @@ from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.leases import Memory
-from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.rpc.streams import unordered, until
+from headrace_servicekit.rpc.trajectories import turn_roles
 
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict

@@ -152,7 +152,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
             stream: Generation = ConversationStream(run, opening, self._serving(run))
         elif isinstance(run, OnlineRun):
-            from headrace_rollout.streams.online import OnlineStream
+            from headrace_rollout.streams.conversations import OnlineStream
 
             stream = OnlineStream(run, opening, self._serving(run))
         elif opening.pools:

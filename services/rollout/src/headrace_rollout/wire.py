@@ -14,12 +14,11 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number, json_object
-from headrace_servicekit.rpc.routes import pack_routes, unpack_routes
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
+from headrace_servicekit.rpc.trajectories import in_token_order, pack_routes, turn_roles, unpack_routes
 
 from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.base import Lent, Refused, WeightEntry, Weights

@@ -24,6 +24,6 @@ def shared_rig(request, tmp_path_factory) -> Iterator[Rig]:
 
 
 @pytest.fixture
-async def rig(shared_rig) -> Rig:
+async def rig(in_step, shared_rig) -> Rig:
     await shared_rig.ready()
     return shared_rig

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -81,7 +82,7 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     # Many more than run at once: some are left whenever the kill comes, and some were just about to run.
     await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 64)])
     await collector.until(lambda: len(collector.outputs) > 8)
-    before = rig.pids()
+    before, sockets = rig.pids(), sockets_of(rig)
     for pid in before if killed == "all" else before[-1:]:
         os.kill(pid, signal.SIGKILL)
     await collector.until(lambda: bool(collector.failures), failing=True)
@@ -91,6 +92,7 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     assert all(output.finish in (Finish.EOS, Finish.LENGTH) for output in again.values())
     await rig.serves(rig.model_a)
     assert not [pid for pid in before if runs(pid)], "a process of the engine before is left"
+    assert not sockets & sockets_of(rig) and not any(map(os.path.exists, sockets)), "its sockets are left"
 
 
 async def comes_to_rest(rig):
@@ -171,6 +173,15 @@ def only_plain(rig) -> None:
     """For what is the adapter's doing: a start of a real engine takes half a minute."""
     if rig.name != "plain":
         pytest.skip("tested with the plain backend")
+
+
+def sockets_of(rig) -> set[str]:
+    """Files of the sockets through which its processes speak, where it leaves any."""
+    if rig.name != "vllm":
+        return set()
+    found = {str(path) for path in Path(rig.engine._backend._sockets.name).iterdir()}
+    assert found
+    return found
 
 
 def runs(pid: int) -> bool:

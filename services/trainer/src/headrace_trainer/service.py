@@ -33,16 +33,15 @@ from headrace_servicekit.rpc.requests import (
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, turn_credit_of
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.meeting import Member
+from headrace_trainer.group.group import Member
 from headrace_trainer.learning.samples import GroupRecord, LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
 from headrace_trainer.wire.episodes import fetch_bodies
-from headrace_trainer.wire.helping import HelpingCalls
 from headrace_trainer.wire.learn import LearnQueue, LearnStream
-from headrace_trainer.wire.outputs import OutputCalls
+from headrace_trainer.wire.outputs import HelpingCalls, OutputCalls
 
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0

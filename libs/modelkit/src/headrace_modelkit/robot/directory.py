@@ -90,10 +90,8 @@ def initial_policy(section: ModelSection, seed: int) -> RobotPolicy:
 
     Raises ModelNotReadable, also where `section` names no robot policy.
     """
-    if section.policy is not None:
-        policy = policy_config(section.policy).build(seed)
-    else:
-        policy = load_policy(section.path)
+    named = section.policy
+    policy = policy_config(named).build(seed) if named is not None else load_policy(section.path)
     return in_type(policy, policy_type(policy.config, section))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from headrace_schema.sections.base import Count, Section
 
@@ -46,10 +46,11 @@ class WeightsSection(Section):
         "experts, robot policies and policies with another model)",
     )
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if len(set(self.transports)) != len(self.transports):
-            raise ValueError(f"transports: {', '.join(self.transports)} names one twice")
-        if "grpc" not in self.transports:
-            raise ValueError("transports: add grpc; the others cannot bring a first version to every host")
-        return self
+    @field_validator("transports")
+    @classmethod
+    def _complete(cls, transports: list[TransportName]) -> list[TransportName]:
+        if len(set(transports)) != len(transports):
+            raise ValueError("name each way once")
+        if "grpc" not in transports:
+            raise ValueError("add grpc; the others cannot bring a first version to every host")
+        return transports

@@ -16,8 +16,7 @@ from headrace_servicekit.logs import configure_logging, get_logger
 from headrace_servicekit.process.child import ProcessInfo
 from headrace_servicekit.process.supervisor_link import SupervisorLink
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.scaling.docker import Docker
-from headrace_servicekit.scaling.kubernetes import Kubernetes
+from headrace_servicekit.scaling.orchestrators import Docker, Kubernetes
 
 _logger = get_logger(__name__)
 

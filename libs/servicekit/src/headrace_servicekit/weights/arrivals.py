@@ -10,14 +10,14 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
-from headrace.common.v1 import common_pb2
+from headrace.common.v1 import common_pb2, weights_pb2
 
 from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.rpc.errors import ServiceError
@@ -39,47 +39,60 @@ _RECORD_BYTES = 64 * 1024
 class Arrival:
     """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache.
 
-    What has arrived is read along by others, whose own digests find what is not the manifest's.
+    What has arrived is read along by others, whose own digests find what is not the manifest's. `held` are tensors, by
+    their place in the manifest, that are copied and not sent.
     """
 
-    def __init__(self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry]) -> None:
+    def __init__(
+        self,
+        whole: memoryview,
+        entries: Sequence[common_pb2.WeightEntry],
+        held: Mapping[int, memoryview] | None = None,
+    ) -> None:
+        self.entries = entries
+        self.held = held or {}
         self.size = len(whole)
         self.offset = 0
         self.moved = 0
         """Bytes that were added, those that were wrong too."""
         self._whole = whole
-        self._entries = iter(entries)
-        self._entry = next(self._entries)
+        self._place = 0
         self._digest = RunningDigest()
         self._changed = asyncio.Event()
         self._ended = False
 
     def add(self, data: memoryview) -> None:
-        """The next piece. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
-        self._whole[self.offset : self.offset + len(data)] = data
-        self.offset += len(data)
+        """The next piece of what is not held. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
         self.moved += len(data)
-        self._tell()
-        while True:
-            left = self._entry.offset_bytes + self._entry.size_bytes - (self.offset - len(data))
+        self._write(data)
+        while self._place < len(self.entries):
+            entry = self.entries[self._place]
+            left = entry.offset_bytes + entry.size_bytes - (self.offset - len(data))
             self._digest.update(data[:left])
             if len(data) < left:
                 return
-            if self._digest.hexdigest() != self._entry.digest:
+            if self._digest.hexdigest() != entry.digest:
                 raise ServiceError(
                     grpc.StatusCode.DATA_LOSS,
                     "DIGEST_MISMATCH",
-                    f"tensor {self._entry.name}: the bytes are not those of the manifest",
+                    f"tensor {entry.name}: the bytes are not those of the manifest",
                 )
             data = data[left:]
-            following = next(self._entries, None)
-            if following is None:
-                return
-            self._entry, self._digest = following, RunningDigest()
+            self._place, self._digest = self._place + 1, RunningDigest()
+
+    async def copy_held(self) -> None:
+        """The tensors that come next and are held: to be called before the first piece, and behind each."""
+        while (own := self.held.get(self._place)) is not None:
+            if self.offset != self.entries[self._place].offset_bytes:
+                return  # half of it was sent
+            self._place += 1
+            for start in range(0, len(own), CHUNK_BYTES):
+                self._write(own[start : start + CHUNK_BYTES])
+                await asyncio.sleep(0)
 
     def rewind(self) -> None:
         """Goes back to the beginning of the tensor that is not whole: another source sends it again."""
-        self.offset, self._digest = self._entry.offset_bytes, RunningDigest()
+        self.offset, self._digest = self.entries[self._place].offset_bytes, RunningDigest()
 
     def end(self) -> None:
         """No more comes: it is published, or has failed. Releases the view of the memory."""
@@ -101,35 +114,62 @@ class Arrival:
             return None
         return bytes(self._whole[offset : min(self.offset, offset + CHUNK_BYTES)])
 
+    def _write(self, data: memoryview) -> None:
+        self._whole[self.offset : self.offset + len(data)] = data
+        self.offset += len(data)
+        self._tell()
+
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
+def lacking(
+    entries: Sequence[common_pb2.WeightEntry], held: Iterable[int], offset: int = 0
+) -> list[tuple[int, int]]:
+    """(begin, end) of the stretches of a body from `offset` on, without the tensors that are held, by their place.
+
+    Raises ServiceError INVALID.
+    """
+    size = entries[-1].offset_bytes + entries[-1].size_bytes
+    if offset > size:
+        raise _invalid(f"offset {offset} is beyond the body's {size} bytes")
+    found = []
+    for place in sorted(held):
+        if place >= len(entries):
+            raise _invalid(f"held: tensor {place} of {len(entries)}")
+        entry = entries[place]
+        found.append((offset, entry.offset_bytes))
+        offset = max(offset, entry.offset_bytes + entry.size_bytes)
+    return [(begin, end) for begin, end in [*found, (offset, size)] if begin < end]
+
+
 async def pieces(
-    store: WeightStore, run: str, number: int, offset: int, *, relay: bool
+    store: WeightStore, request: weights_pb2.FetchWeightsRequest
 ) -> AsyncIterator[tuple[int, bytes]]:
-    """(offset, data) of a version from `offset` on; `relay`: of one that still arrives, too, and b"" as a sign of life.
+    """(offset, data) of what is asked for; of a relay also while it arrives, and b"" as a sign of life.
 
     Raises ServiceError NOT_FOUND, INVALID, and ELSEWHERE with the address of the host's instance that pulls it.
     """
-    if relay:
+    run, number = request.run, request.number
+    if request.relay:
         await _begun(store, run, number)
-        while (arrival := store.arriving(run, number)) is not None:
-            data = await arrival.read(offset)
+    arrival = store.arriving(run, number) if request.relay else None
+    stored = None
+    entries = arrival.entries if arrival is not None else store.get(run, number).manifest.entries
+    for offset, end in lacking(entries, request.held, request.offset_bytes):
+        while offset < end:
+            data = await arrival.read(offset) if arrival is not None else None
             if data is None:
-                break
+                arrival, stored = None, stored or store.get(run, number)
+                data = bytes(stored.body[offset : offset + CHUNK_BYTES])
+            data = data[: end - offset]
             yield offset, data
             offset += len(data)
-    body = store.get(run, number).body
-    if offset > len(body):
-        raise ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID",
-            f"offset {offset} is beyond the body's {len(body)} bytes",
-        )
-    for start in range(offset, len(body), CHUNK_BYTES):
-        yield start, bytes(body[start : start + CHUNK_BYTES])
+
+
+def _invalid(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
 
 
 async def _begun(store: WeightStore, run: str, number: int) -> None:

@@ -19,6 +19,7 @@ from headrace.common.v1 import weights_pb2
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tls import tls_dir
+from headrace_servicekit.weights.arrivals import lacking
 from headrace_servicekit.weights.collective import PIECE_S, Collective, Groups, beside
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.pending import StoredWeights
@@ -46,6 +47,8 @@ class _Broadcast:
     begun: bool = False
     left: bool = False
     """A member is gone, so that another broadcast may begin: it has all of it, or what it got was wrong."""
+    held: set[int] = field(default_factory=set)
+    """Tensors that all members hold, by their place in the manifest."""
     reached: int = 0
     lost: str = ""
 
@@ -56,11 +59,15 @@ class _Broadcast:
             raise RuntimeError("the broadcast was ended")
 
     def whole(self, bucket: int) -> Iterator[memoryview]:
-        """The body."""
+        """The body, without what all members hold."""
         body = self.stored.body
-        for offset in range(0, len(body), bucket):
-            self.goes_on(min(offset + bucket, len(body)))
-            yield body[offset : offset + bucket]
+        stretches = lacking(self.stored.manifest.entries, self.held)
+        starts = [(start, end) for begin, end in stretches for start in range(begin, end, bucket)]
+        reached = [*(start for start, _ in starts[1:]), len(body)]
+        for (start, end), by in zip(starts, reached, strict=False):
+            self.goes_on(by)
+            yield body[start : min(start + bucket, end)]
+        self.goes_on(len(body))
 
     def coded(self, changes: Changes, loop: asyncio.AbstractEventLoop) -> Iterator[bytes]:
         """What has changed, for another thread than the loop's; the next stretches are coded meanwhile."""
@@ -92,9 +99,13 @@ class BroadcastSource:
     async def join(
         self, request: weights_pb2.JoinBroadcastRequest
     ) -> AsyncIterator[weights_pb2.JoinBroadcastResponse]:
-        """A seat, and the stream's end with that of the broadcast. Raises ServiceError NOT_FOUND, LATE, UNAVAILABLE."""
+        """A seat, and the stream's end with that of the broadcast.
+
+        Raises ServiceError NOT_FOUND, INVALID, LATE, UNAVAILABLE.
+        """
         key = request.run, request.number
         stored = self._store.get(*key)
+        lacking(stored.manifest.entries, request.held)
         broadcast = self._open.get(key)
         if broadcast is None or broadcast.left:
             broadcast = self._open[key] = _Broadcast(stored, asyncio.get_running_loop().create_future())
@@ -150,6 +161,9 @@ class BroadcastSource:
         changes = self._changes(broadcast)
         if changes is not None:
             seat.base_digest = changes.base_digest
+        else:
+            broadcast.held = set.intersection(*(set(member.request.held) for member in broadcast.members))
+            seat.held.extend(sorted(broadcast.held))
         for rank, member in enumerate(broadcast.members, 1):
             seat.rank = rank
             given = weights_pb2.JoinBroadcastResponse()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -97,40 +97,46 @@ class Collective(OneSource):
             device=self._groups.device_id(),
             receivers=source.receivers,
         )
+        kept = await asyncio.to_thread(wanted.kept)
+        request.held.extend(kept)
         base = base_of(wanted, source) if self._takes_changes and self.links.wants_changes() else None
         if base is not None:
             request.base_digest = base.version.digest
             async with _seat(source, request, attempt.token) as (seat, call):
                 if not seat.base_digest:
-                    return await self._fill(store, wanted, seat, call, attempt, own_host)
+                    return await self._fill(store, wanted, kept, seat, call, attempt, own_host)
                 with attempt.noting("delta over collective", source), _told(source):
                     return await self._change(store, wanted, base, seat, call, attempt, own_host)
             request.base_digest = ""
         async with _seat(source, request, attempt.token) as (seat, call):
-            return await self._fill(store, wanted, seat, call, attempt, own_host)
+            return await self._fill(store, wanted, kept, seat, call, attempt, own_host)
 
     async def _fill(
         self,
         store: WeightStore,
         wanted: Wanted,
+        kept: Mapping[int, memoryview],
         seat: weights_pb2.JoinBroadcastResponse,
         call: Any,
         attempt: Attempt,
         own_host: str,
     ) -> Found:
-        """The body's pieces into the store."""
+        """The body's pieces into the store, and what all members hold from here."""
         manifest = wanted.manifest
+        held = {place: kept[place] for place in seat.held if place in kept}
         pending = wanted.begin(store)
-        arrival = Arrival(pending.whole(), manifest.entries)
+        arrival = Arrival(pending.whole(), manifest.entries, held)
 
         async def take(piece: memoryview) -> None:
             if arrival.offset + len(piece) > arrival.size:
                 raise unavailable(f"the broadcast goes beyond byte {arrival.size}")
             for start in range(0, len(piece), CHUNK_BYTES):
                 arrival.add(piece[start : start + CHUNK_BYTES])
+            await arrival.copy_held()
 
         try:
             with wanted.arrives(store, arrival):
+                await arrival.copy_held()
                 await self._arrive(seat, call, attempt, own_host, take)
                 if arrival.offset < arrival.size:
                     raise unavailable(f"the broadcast ended at byte {arrival.offset} of {arrival.size}")

@@ -1,4 +1,5 @@
-"""A whole version over gRPC: its pieces in order, from one source after the other, each from where the last one ended.
+"""A version over gRPC: its pieces in order, from one source after the other, each from where the last one ended.
+Tensors that the receiver holds are not sent.
 
 Knows nothing of other transports, and of relays only that they say when their host has the version elsewhere.
 """
@@ -63,10 +64,12 @@ async def _pull(
     None where all of them failed, as `attempt` then says.
     """
     run, number, manifest = wanted.run, wanted.version.number, wanted.manifest
+    held = await asyncio.to_thread(wanted.kept)
     pending = wanted.begin(store)
-    arrival = Arrival(pending.whole(), manifest.entries)
+    arrival = Arrival(pending.whole(), manifest.entries, held)
     try:
         with wanted.arrives(store, arrival):
+            await arrival.copy_held()
             for source in sources:
                 with attempt.noting("grpc", source):
                     await _download(arrival, run, number, source, attempt.token, attempt.turn)
@@ -95,7 +98,7 @@ async def _download(
     A relay is followed where it says that another instance of its host has the version.
     """
     address, led_on = source.address, False
-    request = weights_pb2.FetchWeightsRequest(run=run, number=number, relay=source.relay)
+    request = weights_pb2.FetchWeightsRequest(run=run, number=number, relay=source.relay, held=arrival.held)
     while arrival.offset < arrival.size:
         request.offset_bytes = arrival.offset
         try:
@@ -180,6 +183,7 @@ async def _drain_into(
                 )
             if data:
                 arrival.add(data)
+                await arrival.copy_held()
                 turn.goes_on()
             now = loop.time()
             idle.reschedule(now + silence_s)

@@ -78,9 +78,8 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     async def FetchWeights(
         self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
-        """Streams the body from an offset in 1 MiB pieces; the version stays alive until the stream ends."""
-        own = pieces(self._store, request.run, request.number, request.offset_bytes, relay=request.relay)
-        async for offset, data in own:
+        """Streams what is asked for in pieces of 1 MiB at most; the version stays alive until the stream ends."""
+        async for offset, data in pieces(self._store, request):
             yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=data)
 
     async def FetchChanges(

@@ -15,6 +15,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.metrics import WEIGHT_FALLBACKS
+from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.arrivals import Arrival, Turn
 from headrace_servicekit.weights.delta import Changes
@@ -44,6 +45,20 @@ class Wanted:
         if self.into is not None:
             return self.into
         return store.begin(self.run, self.version.number, layout_of(self.manifest))
+
+    def kept(self) -> dict[int, memoryview]:
+        """Tensors that a held version has too, by their place in the manifest; their bytes are checked."""
+        found = {}
+        for each in self.held:
+            for entry in each.manifest.entries:
+                stretch = slice(entry.offset_bytes, entry.offset_bytes + entry.size_bytes)
+                found[entry.name, entry.digest] = each.body[stretch]
+        kept = {}
+        for place, entry in enumerate(self.manifest.entries):
+            own = found.get((entry.name, entry.digest)) if entry.size_bytes else memoryview(b"")
+            if own is not None and len(own) == entry.size_bytes and digest_bytes(own) == entry.digest:
+                kept[place] = own
+        return kept
 
     @contextmanager
     def arrives(self, store: WeightStore, arrival: Arrival) -> Iterator[None]:

@@ -26,16 +26,18 @@ class GetManifestResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
-    __slots__ = ("run", "number", "offset_bytes", "relay")
+    __slots__ = ("run", "number", "offset_bytes", "relay", "held")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     offset_bytes: int
     relay: bool
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchWeightsResponse(_message.Message):
     __slots__ = ("offset_bytes", "data")
@@ -84,23 +86,25 @@ class WeightChange(_message.Message):
     def __init__(self, offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., changed: _Optional[int] = ..., gaps: _Optional[bytes] = ..., large_gaps: _Optional[bytes] = ..., moves: _Optional[bytes] = ..., large_moves: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
 
 class JoinBroadcastRequest(_message.Message):
-    __slots__ = ("run", "number", "host", "device", "receivers", "base_digest")
+    __slots__ = ("run", "number", "host", "device", "receivers", "base_digest", "held")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     host: str
     device: str
     receivers: int
     base_digest: str
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., receivers: _Optional[int] = ..., base_digest: _Optional[str] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., receivers: _Optional[int] = ..., base_digest: _Optional[str] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinBroadcastResponse(_message.Message):
-    __slots__ = ("host", "port", "key", "rank", "size", "backend", "base_digest")
+    __slots__ = ("host", "port", "key", "rank", "size", "backend", "base_digest", "held")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +112,7 @@ class JoinBroadcastResponse(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     key: str
@@ -115,7 +120,8 @@ class JoinBroadcastResponse(_message.Message):
     size: int
     backend: str
     base_digest: str
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., backend: _Optional[str] = ..., base_digest: _Optional[str] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., backend: _Optional[str] = ..., base_digest: _Optional[str] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShareDeviceMemoryRequest(_message.Message):
     __slots__ = ("run", "number")

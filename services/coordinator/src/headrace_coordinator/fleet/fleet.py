@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 MISSED_BEATS = 2
 BEATS_OF_SUSPECTS = 1.5
 RESTART_S = 20.0
-"""How long after an exit more instances are still expected: a supervisor restarts the process."""
+"""How long after its exit an instance is still expected back: a supervisor restarts the process."""
 
 
 class Fleet:
@@ -66,7 +66,7 @@ class Fleet:
         """Who says of whom that it is lost, by the incarnation that says so."""
         self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
         """Of online runs, by run."""
-        self._last_exit = float("-inf")
+        self._ended: dict[str, tuple[float, InstanceState]] = {}
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
@@ -215,7 +215,8 @@ class Fleet:
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.event_log.now()
-        self._last_exit = self.event_log.monotonic()
+        if state := self.event_log.state.instances.get(incarnation):
+            self._ended[state.instance] = (self.event_log.monotonic(), state)
         self.deaths.died(incarnation)
         self.lease_manager.exited(incarnation)
         if incarnation in self.event_log.state.instances or self._quarantines(incarnation):
@@ -284,12 +285,17 @@ class Fleet:
             text = text.replace(f"{owner}/", f"{machine}/") if owner else text
         return text
 
-    def restarting(self) -> bool:
-        """More instances may come: one ended a moment ago, has not registered yet, or not since our own restart."""
+    def starting(self) -> bool:
+        """More instances may come: a process has not registered yet, or not since our own restart."""
         known = self.event_log.state.instances
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
-        recent = self.event_log.monotonic() - self._last_exit < RESTART_S
-        return recent or not supervised <= known.keys() or not known.keys() <= self.sessions.keys()
+        return not supervised <= known.keys() or not known.keys() <= self.sessions.keys()
+
+    def returning(self) -> list[InstanceState]:
+        """Instances that ended a moment ago and are not back, as they were: a supervisor restarts them."""
+        here = {state.instance for state in self.event_log.state.instances.values()}
+        since = self.event_log.monotonic() - RESTART_S
+        return [state for at, state in self._ended.values() if at > since and state.instance not in here]
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""

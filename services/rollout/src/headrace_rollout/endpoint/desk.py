@@ -106,7 +106,7 @@ class Desk:
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         key = SlotKey(secrets.randbelow(_KEYS), 0)
         talk = Conversation((), [])
-        session = Session(key, 1, talk, self.terms, self, greedy=False, mark=self.mark)
+        session = Session(key, 1, talk, self.terms, self, greedy=False, mark=self.mark, secret=self.key)
         self._open[session.id] = Open(session, group, time.monotonic())
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace_servicekit.session_marks import KEY
+from headrace_servicekit.session_marks import own_key
 from headrace_servicekit.tool_calls import Call, beside_calls, typed
 
 from headrace_rollout.conversations.conversation import Conversation
@@ -105,9 +105,10 @@ class Session:
         *,
         greedy: bool,
         mark: str = "",
+        secret: str = "",
     ) -> None:
         self.id = mark + secrets.token_hex(8)[len(mark) :]
-        self.api_key = f"{KEY}{self.id}-{secrets.token_urlsafe(32)}"
+        self.api_key = own_key(secret or secrets.token_urlsafe(32), self.id)
         self.talk = talk
         self.limit: Finish | None = None
         self.cut = False

@@ -25,8 +25,7 @@ from headrace_simulator.backends.base import (
     VectorBackend,
     VectorEnvironment,
 )
-from headrace_simulator.child.agents import Agents
-from headrace_simulator.child.conversations import Conversations
+from headrace_simulator.child.conversations import Agents, Conversations
 from headrace_simulator.child.episodes import Episodes, Raised, Rules, Shelf, call, written
 from headrace_simulator.child.together import Together
 from headrace_simulator.child.variants import Variant, split, varied

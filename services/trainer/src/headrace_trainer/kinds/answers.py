@@ -14,11 +14,10 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import FAMILIES, expert_shape
-from headrace_modelkit.exporting import export_model
+from headrace_modelkit.exporting import export_model, save_adapter
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
-from headrace_modelkit.peft_files import save_adapter
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import ImageReader, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors

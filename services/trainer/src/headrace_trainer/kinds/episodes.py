@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_modelkit.exporting import save_adapter
 from headrace_modelkit.lora import is_adapter
-from headrace_modelkit.peft_files import save_adapter
 from headrace_modelkit.robot.directory import (
     empty_policy,
     learning_policy,

@@ -28,11 +28,10 @@ from headrace_modelkit.logprobs import Temperature
 from headrace_modelkit.vision import ImageReader, Pictures
 from torch import Tensor
 
-from headrace_trainer.learning.nodes import Nodes
 from headrace_trainer.learning.pictures import lay_out
 from headrace_trainer.learning.planning import PrefixTree
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.learning.segments import Segment, Segments, runs_of
+from headrace_trainer.learning.segments import Nodes, Segment, Segments, runs_of
 
 SHORT_NODES = 512
 """Rows up to here have no segments on a CPU: their mask is small, and one call of attention is faster than several."""

@@ -11,10 +11,9 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
-from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
-from headrace_servicekit.rpc.routes import unpack_routes
+from headrace_servicekit.rpc.trajectories import in_token_order, turn_roles, unpack_routes
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.checkpoints.asides import SetAside

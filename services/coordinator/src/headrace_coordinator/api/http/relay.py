@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace_servicekit.session_marks import is_at, session_of_answer, session_of_key
+from headrace_servicekit.session_marks import is_at, own_key, session_of_answer, session_of_key
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from headrace_coordinator.fleet.online import endpoint_key
 
 if TYPE_CHECKING:
     import httpx
@@ -102,7 +105,15 @@ class Relay:
 
     def _lost(self, request: Request, session: str, how: str) -> Unanswered:
         """What a client is told whose session went with its instance; counted in the run's figures."""
-        self._coordinator.fleet.online[request.path_params["run"]].lose(session)
+        run = request.path_params["run"]
+        key = endpoint_key(self._coordinator.reads.find(run).directory)
+        shown = _key(request).encode()
+        if not any(hmac.compare_digest(shown, good.encode()) for good in (key, own_key(key, session))):
+            message = (
+                "this key is neither the run's nor the session's; headrace run endpoint prints the run's"
+            )
+            return Unanswered(401, "invalid_api_key", message)
+        self._coordinator.fleet.online[run].lose(session)
         which = f"session {session}" if session else "the session that this request began"
         message = f"{which} is lost: the rollout instance that had it {how}; begin a new one"
         return Unanswered(404, "session_lost", message)
@@ -191,11 +202,15 @@ def _session(request: Request, path: str, body: bytes) -> str:
     first, _, rest = path.partition("/")
     if first == "sessions" and rest:
         return rest.partition("/")[0]
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer" and (own := session_of_key(key.strip())):
+    if own := session_of_key(_key(request)):
         return own
     key_of_answer = {"feedback": "completion", "responses": "previous_response_id"}.get(path, "")
     return session_of_answer(_text(body, key_of_answer)) if key_of_answer else ""
+
+
+def _key(request: Request) -> str:
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
 
 
 def _text(body: bytes, key: str) -> str:

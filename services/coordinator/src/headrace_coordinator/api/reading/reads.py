@@ -22,6 +22,7 @@ from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.fleet.sessions import InstanceUsage
@@ -183,6 +184,11 @@ class Reads:
         """All instances."""
         return instance_views(self._fleet)
 
+    def instances_returning(self) -> list[InstanceView]:
+        """Those that ended a moment ago, as if they were back already."""
+        views = [_instance_view(self._fleet, state) for state in self._fleet.returning()]
+        return [view.model_copy(update={"state": "READY"}) for view in views]
+
     def leases(self) -> list[LeaseView]:
         """All leases."""
         return lease_views(self._fleet)
@@ -218,33 +224,32 @@ def _version(run: RunView) -> int:
 
 def instance_views(fleet: Fleet) -> list[InstanceView]:
     """All registered instances."""
-    views = []
-    for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
-        session = fleet.sessions.get(state.incarnation)
-        usage = session.usage if session else InstanceUsage()
-        silent_s = fleet.silent_for(state.incarnation)
-        views.append(
-            InstanceView(
-                name=state.instance,
-                incarnation=state.incarnation,
-                kind=state.kind,
-                state=_instance_state(state.draining, session is not None, silent_s),
-                host=state.host,
-                address=state.address,
-                devices=state.devices,
-                capabilities=state.capabilities,
-                run=fleet.run_of(state.incarnation),
-                resident_memory_bytes=usage.resident_memory_bytes,
-                busy_cores=round(usage.busy_cores, 2),
-                gpus=[
-                    GpuUseView(device=device, busy=busy, used_memory_bytes=used)
-                    for device, busy, used in usage.gpus
-                ],
-                last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
-                silent_for_s=silent_s,
-            )
-        )
-    return views
+    states = sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance)
+    return [_instance_view(fleet, state) for state in states]
+
+
+def _instance_view(fleet: Fleet, state: InstanceState) -> InstanceView:
+    session = fleet.sessions.get(state.incarnation)
+    usage = session.usage if session else InstanceUsage()
+    silent_s = fleet.silent_for(state.incarnation)
+    return InstanceView(
+        name=state.instance,
+        incarnation=state.incarnation,
+        kind=state.kind,
+        state=_instance_state(state.draining, session is not None, silent_s),
+        host=state.host,
+        address=state.address,
+        devices=state.devices,
+        capabilities=state.capabilities,
+        run=fleet.run_of(state.incarnation),
+        resident_memory_bytes=usage.resident_memory_bytes,
+        busy_cores=round(usage.busy_cores, 2),
+        gpus=[
+            GpuUseView(device=device, busy=busy, used_memory_bytes=used) for device, busy, used in usage.gpus
+        ],
+        last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
+        silent_for_s=silent_s,
+    )
 
 
 def _instance_state(draining: bool, connected: bool, silent_s: float) -> str:

@@ -21,7 +21,7 @@ from headrace_coordinator.data.dataset import WARMUP_BYTES
 from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-PRESETS = ("smollm2", "tiny")
+PRESETS = ("smollm2", "tiny", "tiny_vision")
 """Models that a command makes; the examples name their directories so."""
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 BATCH_SHAPE = ("group_size", "prompts_per_step")
@@ -178,8 +178,8 @@ def _model_directory(model: ModelSection, key: str) -> Iterator[KeyProblemView]:
         local = given.startswith(("./", "../", "/")) or path.exists()
         if not local:
             if not HUB_ID.fullmatch(given):
-                reason = f"{given!r} is neither a local directory nor a Hugging Face id (owner/name)"
-                yield problem(key, reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
+                reason = f"there is no directory {given!r}, and that is no Hugging Face id (owner/name)"
+                yield problem(key, reason, _neighbour(path))
         elif not path.is_dir():
             what = "is a file, not a directory" if path.exists() else "does not exist"
             yield problem(key, f"{given} {what}", _neighbour(path))

@@ -256,7 +256,7 @@ class Pools:
             client.opened = False
             return where
         except CallRefused as refused:
-            raise in_users_keys(refused) from refused
+            raise refusal_in_users_keys(refused) from refused
         if problems := other_kind(self._workers.spec, response):
             raise CallRefused("simulator", "INVALID", str(Impossible(problems)), problems[0].key)
         self.described[task] = response
@@ -345,7 +345,7 @@ def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyP
     return strange
 
 
-def in_users_keys(refused: CallRefused) -> CallRefused:
+def refusal_in_users_keys(refused: CallRefused) -> CallRefused:
     """The same refusal, with the spec's keys in place of OpenPool's fields."""
     message, key = refused.message, refused.key
     for field, users in KEYS.items():

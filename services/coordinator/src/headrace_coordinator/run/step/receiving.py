@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_servicekit.rpc.conversations import turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
+from headrace_servicekit.rpc.trajectories import turn_roles
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts

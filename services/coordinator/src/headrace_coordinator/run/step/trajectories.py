@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.common.v1 import common_pb2 as common
-from headrace_servicekit.rpc.conversations import in_token_order, turn_roles
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.episodes import bodies_of
+from headrace_servicekit.rpc.trajectories import in_token_order, turn_roles
 from headrace_servicekit.tool_calls import PARSERS
 
 from headrace_coordinator.domain.ledger.slot_index import Slot

@@ -1,4 +1,8 @@
-"""Weights in files of this host, as an engine's own processes take them: verified, adapters merged. Knows no engine."""
+"""Weights in files of this host, as an engine's own processes take them: verified, adapters merged. Knows no engine.
+
+What a loader of an engine's model raises in a worker is an answer: SGLang ends on it, and vLLM's core reads the answers
+of several workers only up to the first error, so that the next call would get the last one's.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,17 @@ import torch
 from headrace_modelkit.adapters import merged
 from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
+
+LOADER_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    AssertionError,
+    TypeError,
+    AttributeError,
+)
+
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace_rollout.engines.hosted.files import Row, read_tensors
-from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
+from headrace_rollout.engines.hosted.files import LOADER_ERRORS, Row, read_tensors
 
 
 def request_tensor(

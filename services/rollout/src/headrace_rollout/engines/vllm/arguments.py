@@ -1,11 +1,20 @@
-"""From a run's settings to vLLM's AsyncEngineArgs, and to the variables that its processes read. Imports vLLM."""
+"""From a run's settings to vLLM's AsyncEngineArgs and its processes' variables; why it refuses. Imports vLLM.
+
+vLLM says only that its engine core did not start: the reason is an error in the log of the core or of a worker.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
@@ -17,6 +26,7 @@ from headrace_servicekit.registry import PluginError
 from transformers import PreTrainedConfig
 from vllm import AsyncEngineArgs
 from vllm.config.lora import MaxLoRARanks
+from vllm.logger import DEFAULT_LOGGING_CONFIG
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
@@ -38,6 +48,8 @@ IMAGES = {
     "mm_device_do_normalize": False,
 }
 """Of an engine whose prompts have images."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""The variable that tells the engine's processes in which directory to make the sockets that they speak through."""
 OWNER = "HEADRACE_ENGINE_OWNER"
 """The variable that tells the engine's processes whose they are, by process id."""
 
@@ -205,3 +217,63 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+CONFIG_PATH = "VLLM_LOGGING_CONFIG_PATH"
+OPERATORS = (CONFIG_PATH, "VLLM_CONFIGURE_LOGGING")
+"""Variables with which an operator configures vLLM's log; it is left alone then."""
+_RECORD = "\x1e"
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)
+_REFUSED_VALUE = re.compile(r"Value error, (.+?)(?: \[type=|\n|$)")
+
+
+@dataclass(frozen=True)
+class StartErrors:
+    """The errors that processes started with `variables` log; none where the operator configures vLLM's log."""
+
+    variables: dict[str, str]
+    file: Path
+
+    def reason(self) -> str:
+        """The error that was logged first: a worker's comes before the core's, which only says that one failed."""
+        records = self.file.read_text().split(_RECORD) if self.file.exists() else []
+        found = (_ERROR.findall(record) for record in records)
+        return next((errors[-1] for errors in found if errors), "")
+
+
+@contextmanager
+def logged_errors() -> Iterator[StartErrors]:
+    """For the time of a start: what is logged later goes on into a file that has no name."""
+    with tempfile.TemporaryDirectory(prefix="headrace-vllm-") as directory:
+        file = Path(directory) / "errors"
+        if any(name in os.environ for name in OPERATORS):
+            yield StartErrors({}, file)
+            return
+        config = deepcopy(DEFAULT_LOGGING_CONFIG)
+        config["formatters"]["record"] = {"format": f"{_RECORD}%(message)s"}
+        handler = {"class": "logging.FileHandler", "filename": str(file), "level": "ERROR"}
+        config["handlers"]["errors"] = {**handler, "formatter": "record"}
+        config["loggers"]["vllm"]["handlers"].append("errors")
+        settings = Path(directory) / "logging.json"
+        settings.write_text(json.dumps(config))
+        yield StartErrors({CONFIG_PATH: str(settings)}, file)
+
+
+def one_line(error: BaseException) -> str:
+    """An error of vLLM in one line; pydantic's say what was refused behind a heading."""
+    cause = error.__cause__
+    words = str(error) or (str(cause) if cause is not None else "")
+    if refused := _REFUSED_VALUE.search(words):
+        return refused[1]
+    return f"{type(error).__name__}: {words}".strip(": ")
+
+
+def start_failed(error: BaseException, reason: str) -> str:
+    """Why a start failed, and which settings of the run to change where that is known."""
+    words = reason.partition(": ")[2] or one_line(error)
+    if "KV cache" in words or "cache blocks" in words:
+        fix = (
+            "raise rollout.engine_options.kv_cache_gib or gpu_memory_utilization, or lower model.max_context"
+        )
+        return f"{words.partition(' See http')[0].rstrip('.')}; {fix}"
+    return f"{words}; see this instance's log for the engine's own words"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.util import find_spec
@@ -41,9 +42,16 @@ from headrace_rollout.engines.hosted.backend import (
 from headrace_rollout.engines.hosted.hosts import version_key
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution, Routes
-from headrace_rollout.engines.vllm.arguments import engine_args, environment, variables_of
+from headrace_rollout.engines.vllm.arguments import (
+    SOCKETS,
+    engine_args,
+    environment,
+    logged_errors,
+    one_line,
+    start_failed,
+    variables_of,
+)
 from headrace_rollout.engines.vllm.options import VllmOptions
-from headrace_rollout.engines.vllm.start_errors import logged_errors, one_line, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 LOOK_S = 0.5
@@ -80,6 +88,7 @@ class VllmBackend(Backend):
         self._config = config
         self._options = options
         self._llm: AsyncLLM | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
         self._scores, self._updating = 0, False
@@ -110,8 +119,11 @@ class VllmBackend(Backend):
     async def start(self, start: Start) -> None:
         self._others, self._cores, self._updating = _engine_cores(), None, False
         meeting = await self._hosts.begin() if self._hosts is not None else None
+        # What vLLM's processes speak through: those that are killed leave their sockets behind.
+        self._sockets = tempfile.TemporaryDirectory(prefix="headrace-vllm-", ignore_cleanup_errors=True)
         with logged_errors() as logged:
-            making = asyncio.ensure_future(asyncio.to_thread(self._make, start, logged.variables, meeting))
+            variables = {**logged.variables, SOCKETS: self._sockets.name}
+            making = asyncio.ensure_future(asyncio.to_thread(self._make, start, variables, meeting))
             try:
                 while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
                     if self.death:
@@ -132,6 +144,9 @@ class VllmBackend(Backend):
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.cleanup()
         if self._hosts is not None:
             await self._hosts.end()
 

@@ -16,7 +16,7 @@ from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.hosts import FILES
 from headrace_rollout.engines.hosted.processes import kill
-from headrace_rollout.engines.vllm.arguments import engine_args, environment, variables_of
+from headrace_rollout.engines.vllm.arguments import SOCKETS, engine_args, environment, variables_of
 from headrace_rollout.engines.vllm.backend import capabilities
 from headrace_rollout.engines.vllm.options import VllmOptions
 
@@ -46,7 +46,7 @@ class VllmPart:
         process = multiprocessing.get_context("spawn").Process(
             target=_run, args=(arguments,), name="VllmPart"
         )
-        with environment({**variables, FILES: str(files)}):
+        with environment({**variables, FILES: str(files), SOCKETS: str(files)}):
             process.start()
         self._process = process
 

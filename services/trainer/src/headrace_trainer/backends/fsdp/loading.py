@@ -1,11 +1,11 @@
-"""Fills the shards of a model that was sharded on meta, and says which box of a tensor each of them is.
+"""Between the shards of a model that was sharded on meta and whole tensors: fills them, and copies them to the host.
 
 Knows no files and no optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -71,3 +71,37 @@ def is_saved_here(tensor: Tensor, *, leads: bool) -> bool:
     if not isinstance(tensor, DTensor) or not tensor.numel():
         return leads
     return bool(volume(box_of(tensor))) and is_first_copy(tensor)
+
+
+class HostCopies:
+    """Two buffers that stay, in memory that a GPU copies into by itself; each is as large as its largest tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pins = device.type == "cuda"
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Copies in order; each holds until the next one is asked for."""
+        before: tuple[str, Tensor, torch.cuda.Event | None] | None = None
+        for index, (name, tensor) in enumerate(tensors):
+            copy = self._room(index % 2, tensor)
+            copy.copy_(tensor, non_blocking=self._pins)
+            done = torch.cuda.Event() if self._pins else None  # type: ignore[no-untyped-call]
+            if done is not None:
+                done.record(torch.cuda.current_stream(tensor.device))
+            if before is not None:
+                yield _awaited(*before)
+            before = name, copy, done
+        if before is not None:
+            yield _awaited(*before)
+
+    def _room(self, index: int, like: Tensor) -> Tensor:
+        if self._buffers[index].nbytes < like.nbytes:
+            self._buffers[index] = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=self._pins)
+        return self._buffers[index][: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _awaited(name: str, copy: Tensor, done: torch.cuda.Event | None) -> tuple[str, Tensor]:
+    if done is not None:
+        done.synchronize()
+    return name, copy

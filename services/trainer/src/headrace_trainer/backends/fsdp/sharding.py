@@ -28,9 +28,8 @@ from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import Owners
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
-from headrace_trainer.backends.fsdp.host_copies import HostCopies
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
-from headrace_trainer.backends.fsdp.loading import box_of, local, materialise, materialise_whole
+from headrace_trainer.backends.fsdp.loading import HostCopies, box_of, local, materialise, materialise_whole
 from headrace_trainer.backends.shared.distributing import Place
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.group.group import TrainerGroup
