@@ -145,6 +145,7 @@ class TracedFleet:
             **self._plain,
             "PYTHONPATH": os.pathsep.join((str(folder), *sources)),
             "HEADRACE_WALKS": str(self.traces),
+            "HEADRACE_TEMPLATE": "0",  # a forked process has no thread that writes
         }
         self.model = folder / "model"
         self._call("-m", "headrace_modelkit.presets.tiny", str(self.model))

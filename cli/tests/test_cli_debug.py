@@ -99,7 +99,7 @@ def test_a_run_that_fails_ends_the_command_with_its_whole_reason(headrace, tmp_p
         say("run_state_changed", {"state": "FAILED", "reason": why})
         return "FAILED"
 
-    monkeypatch.setattr("headrace_cli.debugging.run_debug", failing)
+    monkeypatch.setattr("headrace_cli.commands.debug.run_debug", failing)
     (tmp_path / "spec.yaml").write_text(
         yaml.safe_dump({**SPEC, "model": {"path": "m"}, "reward": {"scorers": [{"name": "exact"}]}})
     )

@@ -135,7 +135,7 @@ def test_an_export_names_what_it_lacks(headrace, coordinator, tmp_path):
     coordinator.routes |= {"GET /v1/runs/r-1": (200, away)}
     done = headrace("run", "export", "r-1")
     assert done.returncode == 2
-    assert "python -m headrace_trainer.session.saving /elsewhere/runs/r-1 --to DIRECTORY" in " ".join(
+    assert "python -m headrace_trainer.export /elsewhere/runs/r-1 --to DIRECTORY" in " ".join(
         done.stderr.split()
     )
     coordinator.routes |= {"GET /v1/runs/r-1": (200, away | {"run_directory": str(tmp_path)})}

@@ -16,6 +16,7 @@ from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embodied"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
+RECIPES = sorted(path for path in FOLDER.parent.glob("reproduce/*.yaml") if not path.name.startswith("qwen"))
 
 
 def fleet(**simulators: frozenset[str]) -> FleetView:
@@ -56,6 +57,12 @@ def test_a_fleet_takes_the_example(path: Path, tmp_path: Path):
     spec = read(path, tmp_path)
     backends = frozenset({"gymnasium", "metaworld", "maniskill", "libero"})
     assert check(spec, fleet(backends=backends)) == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_lacks_devices_and_instances_alone(path: Path, tmp_path: Path):
+    found = check(read(path, tmp_path), fleet(backends=frozenset({"maniskill", "libero"})))
+    assert {each.key for each in found} <= {"rollout.instances", "trainer.ranks", "placement.mode"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ SCRIPT = """
 import base64, json, sys
 from pathlib import Path
 import numpy as np
-from headrace_cli.commands.evaluation import write_rrd
+from headrace_cli.rerun_files import write_rrd
 from headrace_servicekit.rpc.episodes import Episode
 from rerun.chunk import RrdReader
 

@@ -63,6 +63,7 @@ async def test_a_plan_is_simulated_on_request(api):
         ("workflow.barier", "group", "workflow.barier", "did you mean"),
         ("cluster", {"gpu": {"count": 1, "memory_gib": 80}}, "stages.learn", "112.0 GiB"),
         ("cluster", {"tpu": {"count": 8}}, "stages.generate", "8 tpu"),
+        ("cluster", {"gpu": {"count": 10**8}}, "cluster.gpu.count", "at most 16384"),
         (
             "profile.stages.learn",
             {"points": [{"items": 8, "devices": 1, "seconds": 1}]},

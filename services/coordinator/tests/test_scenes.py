@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.fleet.fleet import RESTART_S
+from headrace_coordinator.fleet.deaths import RESTART_S
 from headrace_simulation.fleet.reward import Reward
 from headrace_simulation.fleet.trainer import Trainer
 from scene import Scene, ends

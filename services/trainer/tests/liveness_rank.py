@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group import forming
-from headrace_trainer.group.forming import Member, join_trainer_group, own_facts
-from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.group.forming import join_trainer_group, own_facts
+from headrace_trainer.group.group import Member, TrainerGroup
 
 
 class Rank:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from headrace_servicekit.process.ports import free_port
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group import connections, group
-from headrace_trainer.group.forming import Member, check_alike, join_trainer_group, own_facts
-from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.group.forming import check_alike, join_trainer_group, own_facts
+from headrace_trainer.group.group import Member, TrainerGroup
 from headrace_trainer.group.liveness import Liveness
 
 pytestmark = pytest.mark.timeout(120)

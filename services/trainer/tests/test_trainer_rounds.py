@@ -120,9 +120,10 @@ async def test_what_came_during_a_batch_waits_no_longer(item, monkeypatch):
     queue = LearnQueue(learn, lambda: 10**6)
     with queue.sender():
         futures = [await queue.put(item(0))]
+        queue._first_at -= 60  # it has waited long enough
         await asyncio.wait_for(begun[0].wait(), 20)
         futures.append(await queue.put(item(1)))
-        queue._first_at -= 60  # as behind a batch that takes so long
+        queue._first_at -= 60  # and so has this one, behind a batch that takes so long
         gates[0].set()
         await asyncio.wait_for(begun[1].wait(), 20)
         gates[1].set()

@@ -43,7 +43,7 @@ def export(
             "headrace run export", "headrace_trainer is not installed", "pip install 'headrace[local]'"
         )
     directory = _files_of(run, url, data_dir)
-    command = [sys.executable, "-m", "headrace_trainer.session.saving", str(directory), "--json"]
+    command = [sys.executable, "-m", "headrace_trainer.export", str(directory), "--json"]
     command += ["--to", str(to)] if to else []
     command += ["--at", str(at)] if at is not None else []
     with saying("reading the checkpoint"):
@@ -51,7 +51,7 @@ def export(
     try:
         told = json.loads(done.stdout)
     except ValueError as error:
-        raise CommandError(f"headrace_trainer.session.saving ended with status {done.returncode}") from error
+        raise CommandError(f"headrace_trainer.export ended with status {done.returncode}") from error
     if done.returncode:
         raise CommandError(told["message"], reason=told["reason"], exit_code=EXIT_USER_ERROR)
     if as_json:
@@ -68,7 +68,7 @@ def _files_of(run: str, url: str | None, data_dir: Path) -> Path:
     with connect(find_target(url, data_dir)) as client:
         directory = Path(client.get(run).raw["run_directory"])
     if not directory.is_dir():
-        fix = f"where they are, say: python -m headrace_trainer.session.saving {directory} --to DIRECTORY"
+        fix = f"where they are, say: python -m headrace_trainer.export {directory} --to DIRECTORY"
         raise user_error("RUN", f"the files of {run} are not on this host", fix)
     return directory
 
@@ -164,4 +164,4 @@ def certificates(
         return
     from headrace_cli.show.runs import certificates_table
 
-    console().print(certificates_table(found) if found else "no updates yet")
+    console().print(certificates_table(found, console().width) if found else "no updates yet")

@@ -18,6 +18,8 @@ from headrace_planner.profiling.profiles import Memory, Profile
 from headrace_planner.trees.costs import DeviceKind, Sync
 
 GIB = 2.0**30
+MOST_DEVICES = 16_384
+"""Of one kind: the time that a plan takes grows with them."""
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -214,7 +216,7 @@ class WorkflowSection(Section):
 class DevicesSection(Section):
     """Devices of one kind."""
 
-    count: Count = Field(description="how many")
+    count: Annotated[int, Field(strict=True, ge=1, le=MOST_DEVICES)] = Field(description="how many")
     memory_gib: PositiveFloat | None = Field(default=None, description="memory of each; default: not limited")
 
     def made(self, known: float | None = None) -> DeviceKind:

@@ -75,11 +75,11 @@ def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | N
     found = checkpoints.live()
     if found and not (checkpoints.root / MODEL).exists():
         raise invalid(
-            f"{checkpoints.root} has no {MODEL}; an older release made it: fork the run, and export that one"
+            f"{checkpoints.root} has no {MODEL}, which says what model it is; give the file back, or export a fork"
         )
     if not found:
         damaged = "; ".join(f"{each.name}: {each.reason}" for each in checkpoints.asides.take_reports())
-        reason = f"only damaged ones: {damaged}" if damaged else "name a run's directory, such as runs/RUN"
+        reason = f"only damaged ones: {damaged}" if damaged else "name a run that has one"
         raise invalid(f"{run_directory} has no checkpoint; {reason}")
     for saved in found:
         if step in (None, saved.version.ordinal):

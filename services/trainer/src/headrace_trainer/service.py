@@ -33,7 +33,7 @@ from headrace_servicekit.rpc.requests import (
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, turn_credit_of
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.forming import Member
+from headrace_trainer.group.group import Member
 from headrace_trainer.learning.samples import GroupRecord, LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer

@@ -24,8 +24,8 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.device import LeasedDevice, current
-from headrace_trainer.group.forming import Member, join_trainer_group, own_facts
-from headrace_trainer.group.group import OnLost, TrainerGroup
+from headrace_trainer.group.forming import join_trainer_group, own_facts
+from headrace_trainer.group.group import Member, OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import RoundLost, Rounds

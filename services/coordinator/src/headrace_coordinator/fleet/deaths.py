@@ -1,5 +1,7 @@
 """Whose code ran in an instance that died: charges the death of a shared instance to the run that caused it.
 
+Of every instance it knows for a moment that it ended: it may come back.
+
 Reward instances and simulators run the code of many runs' users at once. Knows what each run has in hand at which
 instance; asks nothing itself.
 """
@@ -22,6 +24,8 @@ NEAR_S = 10.0
 TURN_S, LONGEST_TURN_S = 20.0, 600.0
 """A suspect whose code works for so long keeps the others waiting no more; twice as long once it was too short."""
 LOOK_S = 1.0
+RESTART_S = 20.0
+"""How long after its exit an instance is still expected back: a supervisor restarts the process."""
 
 
 @dataclass(eq=False)
@@ -51,6 +55,8 @@ class Deaths:
         self._turn_s = TURN_S
         self._charged_at: dict[tuple[str, str], float] = {}
         self._ordered: set[str] = set()
+        self._ended: dict[str, tuple[float, InstanceState]] = {}
+        """By name: when an instance ended, and as it was."""
 
     # --- what runs where
 
@@ -127,12 +133,20 @@ class Deaths:
         """The coordinator kills a process: nobody's code is to blame."""
         self._ordered.add(incarnation)
 
+    def returning(self) -> list[InstanceState]:
+        """Instances that ended a moment ago and are not back, as they were: a supervisor restarts them."""
+        here = {state.instance for state in self._event_log.state.instances.values()}
+        since = self._event_log.monotonic() - RESTART_S
+        return [state for at, state in self._ended.values() if at > since and state.instance not in here]
+
     def died(self, incarnation: str) -> None:
         """A process has ended: charges its end to a run, or suspects those that had code in hand."""
         now = self._event_log.monotonic()
         uses = [use for use in self._uses if use.incarnation == incarnation]
         self._uses = [use for use in self._uses if use not in uses and self._fresh(use, now)]
         instance = self._event_log.state.instances.get(incarnation)
+        if instance is not None:
+            self._ended[instance.instance] = now, instance
         ordered = incarnation in self._ordered or (instance is not None and instance.draining)
         self._ordered.discard(incarnation)
         blamed = {use.run for use in uses if self._fresh(use, now)}

@@ -38,8 +38,6 @@ DRAIN_S = 10.0
 log = logging.getLogger(__name__)
 MISSED_BEATS = 2
 BEATS_OF_SUSPECTS = 1.5
-RESTART_S = 20.0
-"""How long after its exit an instance is still expected back: a supervisor restarts the process."""
 
 
 class Fleet:
@@ -66,7 +64,6 @@ class Fleet:
         """Who says of whom that it is lost, by the incarnation that says so."""
         self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
         """Of online runs, by run."""
-        self._ended: dict[str, tuple[float, InstanceState]] = {}
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
@@ -215,8 +212,6 @@ class Fleet:
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.event_log.now()
-        if state := self.event_log.state.instances.get(incarnation):
-            self._ended[state.instance] = (self.event_log.monotonic(), state)
         self.deaths.died(incarnation)
         self.lease_manager.exited(incarnation)
         if incarnation in self.event_log.state.instances or self._quarantines(incarnation):
@@ -290,12 +285,6 @@ class Fleet:
         known = self.event_log.state.instances
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
         return not supervised <= known.keys() or not known.keys() <= self.sessions.keys()
-
-    def returning(self) -> list[InstanceState]:
-        """Instances that ended a moment ago and are not back, as they were: a supervisor restarts them."""
-        here = {state.instance for state in self.event_log.state.instances.values()}
-        since = self.event_log.monotonic() - RESTART_S
-        return [state for at, state in self._ended.values() if at > since and state.instance not in here]
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""

@@ -106,7 +106,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         self._reading = True
         self._revoked = self._revoking = False
         # Outputs, or None when nothing more will be assigned, or what ends the stream.
-        self._inbox: asyncio.Queue[list[OutputT] | ServiceError | Revoked | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Sequence[OutputT] | ServiceError | Revoked | None] = asyncio.Queue()
         self.ended = asyncio.Event()
 
     @abstractmethod
@@ -223,7 +223,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
             outputs += more
         return outputs
 
-    def _taken(self, item: list[OutputT] | ServiceError | Revoked | None) -> list[OutputT]:
+    def _taken(self, item: Sequence[OutputT] | ServiceError | Revoked | None) -> list[OutputT]:
         if isinstance(item, ServiceError):
             raise item
         if isinstance(item, Revoked):
@@ -242,7 +242,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         # What finished while the caller went away is still the producer's to keep.
         while not self._inbox.empty():
             item = self._inbox.get_nowait()
-            for output in item if isinstance(item, list) else []:
+            for output in item if isinstance(item, Sequence) else []:
                 if (trajectory := self._finished(output)) is not None:
                     self._retain(trajectory)
 

@@ -43,15 +43,11 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         super().__init__(run, opening, serving)
         self._engine, self._codec = run.engine, run.codec
         self._told = time.perf_counter()
-        handover: Handover[list[Produced] | ServiceError] = Handover(
+        handover: Handover[Sequence[Produced] | ServiceError] = Handover(
             asyncio.get_running_loop(), self._inbox.put_nowait
         )
         put = handover.put
-
-        def sink(outputs: list[TrajectoryUpdate]) -> None:
-            put([*outputs])
-
-        self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
+        self._stream = stream_of(opening, put, lambda reason: put(_failed(reason)), self._holds)
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -24,7 +24,6 @@ from headrace_trainer.memory import MemoryPlan, Rooms
 
 Owners = Mapping[str, int]
 """Rank by weight."""
-WeightSink = Callable[[str, Tensor], None]
 CRITIC_KIND = "critic"
 """Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
 ADAPTER_KIND = "adapter"

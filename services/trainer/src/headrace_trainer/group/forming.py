@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group import connections
-from headrace_trainer.group.group import COLLECTIVE_LIMIT, IDLE_LIMIT, OnLost, TrainerGroup
+from headrace_trainer.group.group import COLLECTIVE_LIMIT, IDLE_LIMIT, Member, OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S, Liveness
 
 LOOK_S = 0.05
@@ -34,14 +34,6 @@ CONNECT_LIMIT = timedelta(seconds=2)
 """Of one try to connect to it: torch's own tries do not see that the wait was stopped."""
 _CALL_LIMIT = timedelta(seconds=15)
 """Of one exchange with rank 0's store."""
-
-
-class Member(msgspec.Struct, frozen=True):
-    """One rank: its instance, and `facts` that must be the same on all of them, by what they are called for people."""
-
-    name: str = ""
-    incarnation: str = ""
-    facts: dict[str, str] = {}
 
 
 class _Hello(msgspec.Struct, frozen=True):

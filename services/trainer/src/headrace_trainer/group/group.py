@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
-from headrace_trainer.group.forming import Member
 from headrace_trainer.group.liveness import Liveness
 from headrace_trainer.memory import Room, Rooms, rooms_on
 
@@ -36,6 +35,16 @@ ABORTED_S = 30.0
 ABORTED_EXIT_CODE = 71
 BROADCAST_BYTES = 1 << 16
 """What all ranks get alike is passed on from rank to rank from this size on; less goes to each of them at once."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One rank: its instance, and `facts` that must be the same on all of them, by what they are called for people."""
+
+    name: str = ""
+    incarnation: str = ""
+    facts: dict[str, str] = {}
+
+
 OnLost = Callable[[list[Member]], None]
 """Called on another thread with the ranks that are lost, as soon as it is noticed."""
 

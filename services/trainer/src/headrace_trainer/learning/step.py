@@ -212,31 +212,26 @@ def known(state: StepState, group: Group) -> GroupRecord | None:
 
 
 def admit_each(state: StepState, items: Many[LearnItem]) -> tuple[dict[int, Group], list[Refusal | None]]:
-    """The groups that are learned next, by prompt ordinal, and for each item why it is refused, or None."""
+    """The groups that are learned next, by prompt ordinal, and for each item why it is refused, or None.
+
+    All of an item's groups are learned, or none: NOT_OPEN, CONFLICT, and the reasons of its lease.
+    """
     groups: dict[int, Group] = {}
     refusals: list[Refusal | None] = []
     for item in items:
         try:
-            admit(state, item, groups)
-            refusals.append(None)
+            item.authority()
+            check_open(state, item.step, item.attempt)
+            for group in item.groups:
+                if groups.get(group.prompt_ordinal, group).digest != group.digest:
+                    raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or contents")
+                known(state, group)
         except Refusal as refusal:
             refusals.append(refusal)
+        else:
+            groups.update((group.prompt_ordinal, group) for group in item.groups)
+            refusals.append(None)
     return groups, refusals
-
-
-def admit(state: StepState, item: LearnItem, admitted: dict[int, Group]) -> None:
-    """Adds an item's groups to those that are learned next, all or none.
-
-    Raises Refusal NOT_OPEN or CONFLICT, and the reasons of the item's lease.
-    """
-    item.authority()
-    check_open(state, item.step, item.attempt)
-    for group in item.groups:
-        other = admitted.get(group.prompt_ordinal)
-        if other is not None and other.digest != group.digest:
-            raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or contents")
-        known(state, group)
-    admitted.update((group.prompt_ordinal, group) for group in item.groups)
 
 
 def attempt_lost(state: StepState, quiesced: Quiesced) -> Refusal:

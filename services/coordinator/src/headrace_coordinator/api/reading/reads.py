@@ -186,7 +186,7 @@ class Reads:
 
     def instances_returning(self) -> list[InstanceView]:
         """Those that ended a moment ago, as if they were back already."""
-        views = [_instance_view(self._fleet, state) for state in self._fleet.returning()]
+        views = [_instance_view(self._fleet, state) for state in self._fleet.deaths.returning()]
         return [view.model_copy(update={"state": "READY"}) for view in views]
 
     def leases(self) -> list[LeaseView]:

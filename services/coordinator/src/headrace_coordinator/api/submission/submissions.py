@@ -38,7 +38,8 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
+from headrace_coordinator.fleet.deaths import RESTART_S
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import SCORER_AWAY, CallRefused, InstanceDown, WorkerClient
 from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
 from headrace_coordinator.run.simulators.pools import opening, other_kind, refusal_in_users_keys

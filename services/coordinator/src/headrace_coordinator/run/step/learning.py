@@ -24,12 +24,11 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.timer import WAIT_DATA, WAIT_TAIL
 from headrace_coordinator.run.step.trajectories import Trajectory
+from headrace_coordinator.run.workers.trainer_client import LearnRequests
 
 T = TypeVar("T")
 MESSAGE_BYTES = 1 << 20
 """A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
-Requests = asyncio.Queue[trainer.LearnRequest | None]
-"""Messages of one Learn stream; None ends it."""
 
 
 class MessagesLost(Exception):
@@ -60,7 +59,7 @@ class Learning:
     async def run(self) -> None:
         """Works until no more groups will settle and everything that was sent is answered."""
         while True:
-            requests = Requests(maxsize=2)
+            requests = LearnRequests(maxsize=2)
             try:
                 await gather_all(self._feed(requests), self._exchange(requests))
                 return
@@ -71,7 +70,7 @@ class Learning:
                 else:
                     await self._context.workers.wait_for_renewal(self._context.workers.leader)
 
-    async def _feed(self, requests: Requests) -> None:
+    async def _feed(self, requests: LearnRequests) -> None:
         # Not inside the request iterator: an error there would only cancel the call.
         groups = self._attempt.groups
         while True:
@@ -101,12 +100,12 @@ class Learning:
             stage = WAIT_DATA if unstarted else WAIT_TAIL
             attempt.timer.add(stage, (began, clock()), self._context.workers.leader.devices)
 
-    async def _exchange(self, requests: Requests) -> None:
+    async def _exchange(self, requests: LearnRequests) -> None:
         attempt, ledger, leader = self._attempt, self._attempt.ledger, self._context.workers.leader
         clock, limit = self._context.event_log.monotonic, self._context.spec.limits.step_timeout_s
         epoch, heard = leader.lease_epoch, clock()
         try:
-            async for response in leader.learn(ledger.step, ledger.attempt, messages_of(requests), limit):
+            async for response in leader.learn(ledger.step, ledger.attempt, requests, limit):
                 if response.revoked:
                     raise _LeaseAway(revoked=True)
                 now, seconds = clock(), response.metrics.wall_time.ToNanoseconds() / 1e9
@@ -245,12 +244,6 @@ async def _next_lease(context: RunContext) -> None:
     context.note(f"the lease of {leader.instance.instance} was revoked; it goes on under the next one")
     leader.lost_lease()
     await context.placement.hand_devices_to_trainers()
-
-
-async def messages_of(requests: Requests) -> AsyncIterator[trainer.LearnRequest]:
-    """The requests of a stream, until its end."""
-    while (message := await requests.get()) is not None:
-        yield message
 
 
 def identities(slots: list[Slot]) -> list[tuple[int, int, int, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.fleet.instance_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
 from headrace_coordinator.run.workers.clients import Published
+
+LearnRequests = asyncio.Queue[trainer.LearnRequest | None]
+"""Messages of one Learn stream; None ends it."""
 
 
 @dataclass
@@ -95,12 +99,12 @@ class TrainerClient(WorkerClient):
         await self.call("BeginStep", request, SLOW_S)
 
     def learn(
-        self, step: int, attempt: int, messages: AsyncIterator[trainer.LearnRequest], timeout: float
+        self, step: int, attempt: int, queue: LearnRequests, timeout: float
     ) -> AsyncIterator[trainer.LearnResponse]:
         """Settled groups in, acknowledgements out; fills in what is the same for all messages."""
 
         async def requests() -> AsyncIterator[trainer.LearnRequest]:
-            async for message in messages:
+            while (message := await queue.get()) is not None:
                 message.header.CopyFrom(self.header())
                 message.step, message.attempt = step, attempt
                 yield message

@@ -141,7 +141,7 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
     @routes.post("/{run_id}:label", response_model=RunView, openapi_extra=body_of("RunLabels", JSON))
     async def label_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
         """Gives a run tags or a note for people; works on ended runs too."""
-        change = await read_model(request, RunLabels, "the labels")
+        change = await read_model(request, RunLabels, "the request to label")
         key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.label(run_id, change, key), key)
 

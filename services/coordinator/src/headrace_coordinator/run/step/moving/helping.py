@@ -29,10 +29,10 @@ from headrace_coordinator.domain.ledger.slot_index import SETTLED
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.placement import rank_devices
-from headrace_coordinator.run.step.learning import Requests, identities, learn_requests, learned, messages_of
+from headrace_coordinator.run.step.learning import identities, learn_requests, learned
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
-from headrace_coordinator.run.workers.trainer_client import TrainerClient
+from headrace_coordinator.run.workers.trainer_client import LearnRequests, TrainerClient
 from headrace_coordinator.waits import WaitTimeout
 
 LOOK_S = 0.25
@@ -171,7 +171,7 @@ class Helping:
             await helper.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
             tail.joined(self._clock() - began)
             attempt.timer.add("switch", (began, self._clock()), helper.devices)
-            requests, answered = Requests(maxsize=1), asyncio.Event()
+            requests, answered = LearnRequests(maxsize=1), asyncio.Event()
             await gather_all(self._feed(own, requests, answered), self._exchange(own, requests, answered))
             if own.prompts:
                 started = self._clock()
@@ -184,7 +184,7 @@ class Helping:
         finally:
             await lending.release_helper(helper)
 
-    async def _feed(self, own: Help, requests: Requests, answered: asyncio.Event) -> None:
+    async def _feed(self, own: Help, requests: LearnRequests, answered: asyncio.Event) -> None:
         while True:
             news = self._groups.grown.next()
             if prompts := self._borrow():
@@ -220,11 +220,11 @@ class Helping:
         self._groups.lend(chosen)
         return chosen
 
-    async def _exchange(self, own: Help, requests: Requests, answered: asyncio.Event) -> None:
+    async def _exchange(self, own: Help, requests: LearnRequests, answered: asyncio.Event) -> None:
         helper, ledger, limit = own.helper, self._ledger, self._context.spec.limits.step_timeout_s
         kept: set[int] = set()
         began = self._clock()
-        async for response in helper.learn(ledger.step, ledger.attempt, messages_of(requests), limit):
+        async for response in helper.learn(ledger.step, ledger.attempt, requests, limit):
             if response.revoked:
                 raise HelperLost("its lease was revoked")
             now, seconds = self._clock(), response.metrics.wall_time.ToNanoseconds() / 1e9
