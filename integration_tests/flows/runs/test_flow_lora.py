@@ -67,8 +67,9 @@ def test_adapters_alone_learn_what_merged_weights_do_with_fewer_bytes(fleet, spe
     alone, merged = ([*fleet.client.metrics(fleet.succeed(run).id)] for run in runs)
     assert [step.reward_mean for step in alone] == [step.reward_mean for step in merged]
     assert [step.figures["loss"] for step in alone] == [step.figures["loss"] for step in merged]
-    moved = [[step.figures["weights_bytes"] for step in steps[1:]] for steps in (alone, merged)]
-    assert all(0 < one < whole / 2 for one, whole in zip(*moved, strict=True)), moved
+    # A step in which all answers of each group score alike changes nothing, and what is held is not sent.
+    moved = [sum(step.figures["weights_bytes"] for step in steps[1:]) for steps in (alone, merged)]
+    assert 0 < moved[0] < moved[1] / 2, moved
 
 
 def test_a_wrong_target_or_combination_is_refused(fleet, spec_of):

@@ -118,7 +118,7 @@ def test_two_lora_policies_on_one_base_are_in_one_engine_and_their_adapters_trav
             off = [step.figures[f"{name}/log_prob_mismatch_mean"] for name in ("policy", "guesser")]
             # With the other's adapter, or those of a version before, it would be more by far.
             assert max(off) < 1e-3 and step.figures["guesser/tokens"] > 0, off
-            assert 0 < step.figures["weights_bytes"] < whole, "a version is both policies' adapters"
+            assert step.figures["weights_bytes"] < whole, "a version is both policies' adapters"
     spec["policies"]["guesser"]["own_devices"] = True
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(spec)

@@ -307,7 +307,12 @@ class Wrong(WeightServicer):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [("hole", "a piece of"), ("beyond", "a piece of"), ("short", "ended at byte 1048576")]
+    ("fault", "told"),
+    [
+        ("hole", "at 1048577, expected one at 1048576"),
+        ("beyond", "a piece of"),
+        ("short", "ended at byte 1048576"),
+    ],
 )
 async def test_pieces_that_were_not_asked_for_are_told_and_leave_nothing(stores, fault, told):
     producer, receiver = stores("a"), stores("b", root="other")

@@ -98,6 +98,8 @@ class Collective(OneSource):
             receivers=source.receivers,
         )
         kept = await asyncio.to_thread(wanted.kept)
+        if len(kept) == len(wanted.manifest.entries):
+            return await _copied(store, wanted, kept)  # A broadcast of nothing is none.
         request.held.extend(kept)
         base = base_of(wanted, source) if self._takes_changes and self.links.wants_changes() else None
         if base is not None:
@@ -209,6 +211,19 @@ class Collective(OneSource):
             arriving.cancel()
             ended.cancel()
             await asyncio.wait({arriving, ended})  # Nothing is written to the body after this.
+
+
+async def _copied(store: WeightStore, wanted: Wanted, kept: Mapping[int, memoryview]) -> Found:
+    """A version of which all tensors are held."""
+    pending = wanted.begin(store)
+    arrival = Arrival(pending.whole(), wanted.manifest.entries, kept)
+    try:
+        with wanted.arrives(store, arrival):
+            await arrival.copy_held()
+        return Found(pending.publish(wanted.version, wanted.manifest), 0)
+    except BaseException:
+        pending.discard()
+        raise
 
 
 @asynccontextmanager
