@@ -3,8 +3,9 @@
 Both answer the same prompts of SmolLM2's shape with random weights, in this process, with one thread on one core, turn
 about, at several numbers of rows. Seconds are those that the process had the core for, so that others who use it stop
 neither side. Prints one JSON line: `built_in_vs_transformers_N`, the median over turns of the ratio of tokens/s with N
-rows; `tokens_per_s_N` and `generate_tokens_per_s_N`, medians; `first_pass_ms`, what packing the weights of a version
-adds to its first pass. `--profile` shows where the engine's thread spends its time.
+rows; `packed_vs_plain_N`, the same over an engine that packs its weights at each product and not once a version;
+`tokens_per_s_N`, `plain_tokens_per_s_N` and `generate_tokens_per_s_N`, medians; `first_pass_ms`, what packing the
+weights of a version adds to its first pass. `--profile` shows where the engine's thread spends its time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from _engine_bare import CORE, Load, prompts, transformers
 from _harness import emit, machine, say, table
@@ -64,23 +66,29 @@ async def _measure(loads: Sequence[Load], turns: int, *, profile: bool) -> dict[
     if profile:
         await engine.profile(loads[0])
         return {}
+    plain = await BuiltIn.of(loads[0], max(load.requests for load in loads), packs=False)
     generate, figures, shown = transformers(loads[0]), {}, []
     figures["first_pass_ms"] = await engine.first_pass_ms(loads[0])
     for load in loads:
-        ours: list[float] = []
-        theirs: list[float] = []
+        rates: dict[str, list[float]] = {"ours": [], "plain": [], "theirs": []}
         for turn in range(-1, turns):
             asked = prompts(load, turn + 1)
-            for bare in (False, True) if turn % 2 else (True, False):
+            for side in list(rates) if turn % 2 else list(rates)[::-1]:
                 started = time.process_time()
-                tokens = generate(asked) if bare else await engine.answer(asked, load.tokens)
+                if side == "theirs":
+                    tokens = generate(asked)
+                else:
+                    tokens = await (engine if side == "ours" else plain).answer(asked, load.tokens)
                 if turn >= 0:
-                    (theirs if bare else ours).append(tokens / (time.process_time() - started))
+                    rates[side].append(tokens / (time.process_time() - started))
+        ours, before, theirs = rates.values()
         ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
         count = load.requests
         figures |= {
             f"built_in_vs_transformers_{count}": median(ratios),
+            f"packed_vs_plain_{count}": median(one / other for one, other in zip(ours, before, strict=True)),
             f"tokens_per_s_{count}": median(ours),
+            f"plain_tokens_per_s_{count}": median(before),
             f"generate_tokens_per_s_{count}": median(theirs),
         }
         shown.append(
@@ -100,8 +108,9 @@ class BuiltIn:
         self._turn = 0
 
     @classmethod
-    async def of(cls, load: Load, rows: int) -> BuiltIn:
-        """The built-in engine, one thread."""
+    async def of(cls, load: Load, rows: int, *, packs: bool = True) -> BuiltIn:
+        """The built-in engine, one thread; its weights are packed once a version, or not."""
+        from headrace_modelkit import products
         from headrace_modelkit.tokenizer import load_tokenizer
         from headrace_rollout.engines import ENGINES
         from headrace_rollout.engines.base import EngineConfig, Policy
@@ -116,7 +125,8 @@ class BuiltIn:
         await engine.place((), 1)
         manifest, body = read_policy(RolloutConfig(model=section), "", "")
         weights = weights_of(manifest, body)
-        await engine.install(Policy(_VERSION, manifest.digest), weights)
+        with patch.object(products, "can_pack", products.can_pack if packs else lambda: False):
+            await engine.install(Policy(_VERSION, manifest.digest), weights)
         return cls(engine, weights, manifest.digest)
 
     async def answer(self, asked: Sequence[Sequence[int]], tokens: int) -> int:

@@ -160,6 +160,8 @@ def test_versions_and_attempts_are_counted_as_people_count():
         line.split()[:4] for line in drawn(certificates_table(made), 200) if "yes" in line or "aband" in line
     ]
     assert rows == [["1", "1", "1", "yes"], ["2", "2", "1", "abandoned"], ["2", "2", "2", "yes"]]
+    narrow = drawn(certificates_table(made, 80), 80)
+    assert max(map(len, narrow)) <= 80 and "its KL" in narrow[1] and "set digest" not in narrow[1]
 
 
 @pytest.fixture

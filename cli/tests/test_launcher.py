@@ -208,6 +208,27 @@ def test_foreground_ends_with_ctrl_c_and_with_its_own_death(fleet):
         wait_for(lambda: not fleet.processes(), "the fleet's end")
 
 
+def test_a_second_ctrl_c_leaves_nothing_of_a_foreground_fleet_behind(fleet):
+    process = subprocess.Popen(
+        fleet.command("up", "--foreground", "--port", str(fleet.port)),
+        env=fleet.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    while "stop: Ctrl-C" not in process.stdout.readline():
+        pass
+    folder = Path(fleet.state()["shared_memory"])
+    process.send_signal(signal.SIGINT)
+    assert folder.is_dir() and "stopping" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    wait_for(lambda: not fleet.processes(), "the fleet's end")
+    assert not folder.exists()
+
+
 def test_down_without_a_fleet(fleet):
     result = fleet.run("down")
     assert (result.returncode, "no fleet runs" in result.stdout) == (0, True)

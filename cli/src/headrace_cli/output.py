@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-NEVER_WRAPPED = ("run", "instance", "state", "device")
+NEVER_WRAPPED = ("run", "instance", "state", "device", "epoch", "mismatch", "its KL", "set digest")
 """Columns that a reader copies from, or compares down the page."""
 
 

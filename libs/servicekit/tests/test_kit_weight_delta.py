@@ -1,12 +1,15 @@
 """Changes between versions: exact to the bit, small for an optimizer's steps, and never half applied."""
 
+import asyncio
+
 import ml_dtypes
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights.delta import BadChange, Part, apply, encode
+from headrace_servicekit.weights import changed
+from headrace_servicekit.weights.delta import BadChange, ChangedBody, Part, apply, encode
 from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
 from headrace_servicekit.weights.transports import Links
 from weight_parts import RUN, publish
@@ -144,6 +147,28 @@ def test_a_change_that_does_not_fit_is_refused(spoil):
         apply(change, 2, memoryview(before), memoryview(bytearray(4000)))
 
 
+def test_a_change_over_the_end_of_a_tensor_is_refused(stores):
+    """Its tensors' digests would be taken of nothing."""
+    store = stores("a")
+    publish(store)
+    stored = store.get(RUN, 1)
+    made = ChangedBody(stored.manifest, stored.body, memoryview(bytearray(len(stored.body))))
+    whole = weights_pb2.FetchChangesResponse()
+    whole.changes.add(size_bytes=len(stored.body), whole=bytes(len(stored.body)))
+    with pytest.raises(BadChange, match=f"a change of {len(stored.body)} bytes at 0"):
+        made.add(whole)
+
+
+def test_versions_of_other_sizes_have_no_changes_between_them(stores):
+    store = stores("a")
+    first, _ = publish(store)
+    publish_weights(store, 2, np.zeros(ELEMENTS, np.float32))
+    assert not store.source(RUN, 2).delta_bases
+    with pytest.raises(ServiceError, match="no version with digest") as caught:
+        store.changes(RUN, 2, first.digest)
+    assert caught.value.reason == "BASE_NOT_HELD"
+
+
 def encode_bytes(numbers):
     from headrace_servicekit.weights.delta import _deflate
 
@@ -214,6 +239,8 @@ class Broken(WeightServicer):
                 sent.changes[1].moves = encode_bytes(np.ones(sent.changes[1].changed, np.uint8))
             if self.fault == "hole":
                 del sent.changes[1:2]
+            if self.fault == "silent":
+                await asyncio.Event().wait()
             yield sent
             if self.fault == "short":
                 return
@@ -221,10 +248,12 @@ class Broken(WeightServicer):
                 raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "going")
 
 
-@pytest.mark.parametrize("fault", ["lost", "spoiled", "hole", "short"])
+@pytest.mark.parametrize("fault", ["lost", "spoiled", "hole", "short", "silent"])
 async def test_changes_that_are_lost_or_wrong_lead_to_the_whole_in_the_same_update(
-    two_versions, fleet, fault
+    two_versions, fleet, monkeypatch, fault
 ):
+    if fault == "silent":
+        monkeypatch.setattr(changed, "IDLE_TIMEOUT_S", 0.2)
     producer, receiver, second = two_versions
     await fleet.serve(producer, Broken(producer, fault))
     found = await receive(receiver, *second, producer.source(RUN, 2), transports=always())

@@ -43,6 +43,14 @@ def test_a_writable_array_alive_at_the_seal_is_refused(stores):
     assert pending.seal(0, 0)[0].number == 1
 
 
+@pytest.mark.parametrize(
+    ("layout", "told"), [([LAYOUT[2], LAYOUT[2]], "names a tensor twice"), ([], "without a single byte")]
+)
+def test_a_layout_that_is_none_is_refused(stores, layout, told):
+    with pytest.raises(ServiceError, match=told):
+        stores("a").begin(RUN, 1, layout)
+
+
 def test_keep_touches_one_run_only(stores):
     store = stores("a")
     publish(store)

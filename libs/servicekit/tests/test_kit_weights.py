@@ -8,8 +8,10 @@ from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.bases import NUMBER, base_name, receive_base
 from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
+from headrace_servicekit.weights.transports import Wanted
 from weight_parts import LAYOUT, RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -268,6 +270,55 @@ async def test_held_bytes_that_are_not_those_of_their_digest_are_sent(two_hosts)
     found = await take_by_grpc(receiver, producer, *step(producer, 2, "embed"))
     assert found.bytes_moved == SIZES["embed"] + SIZES["head"]
     assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
+
+
+async def test_a_source_that_sends_what_is_held_is_checked_like_any_other(two_hosts):
+    producer, receiver = two_hosts
+    version, manifest = step(producer, 2, "embed")
+    held = Wanted(RUN, version, manifest, tuple(receiver.versions(RUN))).kept()
+    assert list(held) == [1, 2]
+    body, whole = producer.get(RUN, 2).body, memoryview(bytearray(manifest.size_bytes))
+    arrival = Arrival(whole, manifest.entries, held)
+    arrival.add(body[: SIZES["embed"] + 10])
+    await arrival.copy_held()
+    assert arrival.offset == SIZES["embed"] + 10
+    with pytest.raises(ServiceError, match="tensor head"):
+        arrival.add(memoryview(bytes(SIZES["head"] - 10)))
+
+
+class Wrong(WeightServicer):
+    """Sends other pieces than those that were asked for."""
+
+    def __init__(self, store, fault):
+        super().__init__(store)
+        self.fault = fault
+
+    async def FetchWeights(self, request, context):
+        sent = 0
+        async for piece in super().FetchWeights(request, context):
+            if self.fault == "hole" and sent:
+                piece.offset_bytes += 1
+            if self.fault == "beyond" and sent == 3:
+                piece.data += b"more"
+            if self.fault == "short" and sent:
+                return
+            sent += 1
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [("hole", "a piece of"), ("beyond", "a piece of"), ("short", "ended at byte 1048576")]
+)
+async def test_pieces_that_were_not_asked_for_are_told_and_leave_nothing(stores, fault, told):
+    producer, receiver = stores("a"), stores("b", root="other")
+    server = GrpcServer("127.0.0.1:0", token=None)
+    add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+    server.add_service(add, Wrong(producer, fault), "w")
+    producer.address = await server.start()
+    with pytest.raises(ServiceError, match=told):
+        await take_by_grpc(receiver, producer, *publish(producer))
+    assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
+    await server.drain(0)
 
 
 async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):

@@ -101,7 +101,8 @@ async def test_where_the_puller_ends_another_one_takes_over(serving, until):
         await until(lambda: sends.streams == 2, "a second stream")
     got = await asyncio.gather(*others)
     assert sorted(each.transport for each in got) == [GRPC, SHM]
-    assert x.find(RUN, 1) is None and bytes(y.get(RUN, 1).body) == bytes(trainer.get(RUN, 1).body)
+    assert x.find(RUN, 1) is None and not list(x.directory.glob("*.weights"))
+    assert bytes(y.get(RUN, 1).body) == bytes(trainer.get(RUN, 1).body)
 
 
 async def test_a_host_passes_on_what_has_arrived_and_is_asked_through_any_of_its_instances(serving, until):
@@ -126,23 +127,27 @@ async def test_a_host_passes_on_what_has_arrived_and_is_asked_through_any_of_its
 
 
 async def test_a_host_passes_on_what_it_was_not_sent(serving, until):
-    """It holds the largest tensor; the next host holds nothing."""
-    (trainer, sends), (b, from_b), (c, _) = [
+    """It holds the largest tensor; of the next ones, one holds nothing and one holds it too."""
+    (trainer, sends), (b, from_b), (c, _), (d, _) = [
         await serving("t", "head"),
         await serving("b", "b"),
         await serving("c", "c"),
+        await serving("d", "d"),
     ]
-    await receive(b, *publish(trainer), source(trainer))
+    first = publish(trainer)
+    for store in (b, d):
+        await receive(store, *first, source(trainer))
     version, manifest = step(trainer, 2, "embed", "bias")
     async with begun(sends):
         first = receive(b, version, manifest, source(trainer))
         await until(lambda: b.arriving(RUN, 2) and b.arriving(RUN, 2).offset > 1 << 20, "the held tensor")
-        second = receive(c, version, manifest, source(b, relay=True), source(trainer))
-        await until(lambda: c.arriving(RUN, 2) and c.arriving(RUN, 2).offset > 1 << 20, "bytes from the peer")
-    got = await asyncio.gather(first, second)
-    assert [each.bytes_moved for each in got] == [602_004, manifest.size_bytes]
-    assert from_b.sent == manifest.size_bytes and not got[1].fallbacks
-    assert bytes(c.get(RUN, 2).body) == bytes(b.get(RUN, 2).body) == bytes(trainer.get(RUN, 2).body)
+        others = [receive(x, version, manifest, source(b, relay=True), source(trainer)) for x in (c, d)]
+        for x in (c, d):
+            await until(lambda x=x: x.arriving(RUN, 2) and x.arriving(RUN, 2).offset > 1 << 20, "the peer's")
+    got = await asyncio.gather(first, *others)
+    assert [each.bytes_moved for each in got] == [602_004, manifest.size_bytes, 602_004]
+    assert from_b.sent == manifest.size_bytes + 602_004 and not (got[1].fallbacks or got[2].fallbacks)
+    assert {bytes(x.get(RUN, 2).body) for x in (b, c, d)} == {bytes(trainer.get(RUN, 2).body)}
 
 
 @pytest.mark.parametrize("fault", ["dies", "is silent", "is slow", "spoils", "has none"])
@@ -214,6 +219,9 @@ async def test_files_of_turns_go_with_their_versions(serving):
     for number in (1, 2):
         await receive(x, *publish(trainer, number), source(trainer))
     assert x.turn_path(RUN, 1).exists()
+    async with arrivals.host_turn(x, RUN, 1):  # somebody still pulls it
+        x.keep(RUN, {2})
+        assert x.turn_path(RUN, 1).exists()
     x.keep(RUN, {2})
     assert not x.turn_path(RUN, 1).exists() and x.turn_path(RUN, 2).exists()
     x.keep(RUN, set())

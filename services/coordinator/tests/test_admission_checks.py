@@ -202,6 +202,12 @@ TASKS = 'metaworld=["push", "reach"]', 'libero=["libero_spatial/0", "libero_spat
         ("libero", ["libero_spatail/0"], "environment.tasks[0]", "did you mean libero_spatial/0?"),
         ("libero", ["libero_spatial/1", "libero_spatial/7"], "environment.tasks[1]", "libero_spatial/"),
         ("metaworld", ["libero_spatial/0"], "environment.tasks[0]", "no simulator instance has the task"),
+        (
+            "maniskill",
+            ["PushCube-v1"],
+            "environment.backend",
+            "start the fleet with headrace up --sim maniskill",
+        ),
         ("metaworld", ["push/7"], "", ""),
         ("metaworld", ["reach-v3", "push"], "", ""),
         ("libero", ["libero_spatial/pick_up_the_bowl"], "", ""),
@@ -218,7 +224,7 @@ def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks
         "data": {},
         "reward": {"scorers": [{"name": "episode"}]},
     }
-    offered = {"backends": frozenset({backend}), "tasks": frozenset(TASKS)}
+    offered = {"backends": frozenset({"metaworld", "libero", "gymnasium"}), "tasks": frozenset(TASKS)}
     fleet = replace(ROBOTS, capabilities={"simulator": offered})
     found = {name: text for name, text in problems(robots, fleet).items() if name.startswith("environment")}
     assert [*found] == ([key] if key else [])

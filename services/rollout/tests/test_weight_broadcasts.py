@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from broadcast_member import RUN
-from headrace.common.v1 import common_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
@@ -117,8 +117,8 @@ def hosts(tmp_path):
         store.close()
 
 
-def take(source, store, told):
-    ways = byte_transports(("collective", "grpc"), groups=Broadcasts())
+def take(source, store, told, groups=None):
+    ways = byte_transports(("collective", "grpc"), groups=groups or Broadcasts())
     taking = receive_weights(store, RUN, source.version, source.manifest, [told], token=None, transports=ways)
     return asyncio.create_task(taking)
 
@@ -151,6 +151,89 @@ async def test_a_member_that_is_lost_hangs_nobody(source, hosts, tmp_path, monke
         if child.returncode is None:
             child.kill()
             await child.wait()
+
+
+class Standing:
+    """Groups that connect nobody, and stand before the third bucket until `go_on` is set."""
+
+    bucket = 8 << 20
+
+    def __init__(self, device=""):
+        self.device, self.asked = device, 0
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def device_id(self):
+        return self.device
+
+    def serve(self, host):
+        return 1, None
+
+    def join(self, *where):
+        return self
+
+    def send(self, pieces):
+        for self.asked, _ in enumerate(pieces, 1):
+            if self.asked == 3:
+                self.there.set()
+                self.go_on.wait(30)
+
+    def receive(self):
+        self.go_on.wait(30)
+        yield from ()
+
+
+async def test_a_member_that_leaves_ends_it_for_the_others_at_once(source, hosts):
+    """Its connections stay up: no process has died."""
+    groups = source.servicer._broadcasts._groups = Standing()
+    leaving, staying = (take(source, store, source.told(2), groups) for store, _ in hosts[:2])
+    await asyncio.to_thread(groups.there.wait, 30)
+    leaving.cancel()
+    found = await staying
+    assert "the broadcast has lost a member: 127.0.0.1 left by byte" in found.fallbacks[0]
+    assert found.transport == common_pb2.WEIGHT_TRANSPORT_GRPC
+    sending = set(source.servicer._broadcasts._tasks)
+    groups.go_on.set()
+    await asyncio.wait(sending)
+    assert groups.asked == 3, "no fourth bucket"
+    assert not source.members()
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [(("GPU-a", "GPU-b"), "nccl"), (("GPU-a", "GPU-a"), "gloo"), (("GPU-a", ""), "gloo"), (("", ""), "gloo")],
+)
+async def test_nccl_is_for_members_with_a_gpu_each(source, devices, backend):
+    groups = source.servicer._broadcasts._groups = Standing(devices[0])
+    groups.go_on.set()
+    asked = weights_pb2.JoinBroadcastRequest(
+        run=RUN, number=1, host="127.0.0.1", device=devices[1], receivers=1
+    )
+    joining = source.servicer._broadcasts.join(asked)
+    assert (await anext(joining)).backend == backend
+    await joining.aclose()
+    asked.held.append(4)
+    with pytest.raises(ServiceError, match="held: tensor 4 of 4"):
+        await anext(source.servicer._broadcasts.join(asked))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [("more", "goes beyond byte"), ("less", "ended at byte 25165824 of 29360128")]
+)
+async def test_a_broadcast_of_another_length_leads_to_the_next_way(
+    source, own_store, monkeypatch, fault, told
+):
+    whole = broadcasts._Broadcast.whole
+
+    def wrong(self, bucket):
+        pieces = list(whole(self, bucket))
+        yield from [*pieces, memoryview(b"more")] if fault == "more" else pieces[:-1]
+
+    monkeypatch.setattr(broadcasts._Broadcast, "whole", wrong)
+    source.groups.go_on.set()
+    found = await take(source, own_store, source.told(1))
+    assert found.transport == common_pb2.WEIGHT_TRANSPORT_GRPC and told in found.fallbacks[0]
+    assert same(found.body, source.store.get(RUN, 1).body)
+    assert len(list(own_store.directory.glob("*.weights"))) == 1
 
 
 async def test_a_version_that_is_dropped_while_it_is_sent_arrives_whole(source, own_store):
@@ -204,8 +287,13 @@ async def test_changes_are_broadcast_to_those_that_hold_the_version_before(holdi
         assert 0 < each.bytes_moved < len(each.body) / 20
 
 
-async def test_the_whole_is_broadcast_where_one_holds_no_base(holding, hosts):
-    found = await all_take(hosts, (holding.version, holding.manifest), holding.told(3, 2))
+@pytest.mark.parametrize("without", ["a receiver", "the source"])
+async def test_the_whole_is_broadcast_where_one_holds_no_base(holding, hosts, without):
+    told, taking = holding.told(3, 2), hosts
+    if without == "the source":
+        told, taking = holding.told(2, 2), hosts[:2]
+        holding.store.keep(RUN, {2})
+    found = await all_take(taking, (holding.version, holding.manifest), told)
     for each in found:
         assert same(each.body, holding.body) and not each.fallbacks
         assert each.bytes_moved == len(each.body)
@@ -258,11 +346,20 @@ def publish_other(store, like, kept):
 class Rank:
     """A trainer's rank with its part of a version."""
 
-    def __init__(self, store, part):
-        self.store, self.part = store, part
+    def __init__(self, store, layout):
+        self.store, self.layout, self.bytes = store, layout, b""
+
+    def publish(self, number, *, other):
+        pending = self.store.begin(part_name(RUN), number, self.layout)
+        view = pending.whole()
+        self.bytes = os.urandom(len(view)) if other else self.bytes
+        view[:] = self.bytes
+        view.release()
+        pending.seal(number - 1, number - 1)
+        self.part = self.store.get(part_name(RUN), number)
 
     def source(self):
-        return self.store.source(part_name(RUN), 1)
+        return self.store.source(part_name(RUN), self.part.version.number)
 
 
 @pytest.fixture
@@ -277,12 +374,8 @@ async def ranks(tmp_path, monkeypatch):
         server.add_service(add, WeightServicer(store, Broadcasts()), "headrace.common.v1.WeightService")
         store.address = await server.start()
         layout = [(f"{index}.{i}", common_pb2.DATA_TYPE_UINT8, (100_000 * i + 7,)) for i in range(1 + index)]
-        pending = store.begin(part_name(RUN), 1, layout)
-        view = pending.whole()
-        view[:] = os.urandom(len(view))
-        view.release()
-        pending.seal(0, 0)
-        found.append(Rank(store, store.get(part_name(RUN), 1)))
+        found.append(Rank(store, layout))
+        found[-1].publish(1, other=True)
         found[-1].server = server
     yield found
     for rank in found:
@@ -290,13 +383,13 @@ async def ranks(tmp_path, monkeypatch):
         rank.store.close()
 
 
-def parted(ranks):
+def parted(ranks, number=1):
     """(version, manifest), source, body of what the ranks have."""
     manifest = joined([rank.part.manifest for rank in ranks])
     source = common_pb2.WeightSource(address=ranks[0].store.address, incarnation="trainer-0", receivers=2)
     for rank in ranks:
         source.parts.add(source=rank.source(), tensors=len(rank.part.manifest.entries))
-    described = common_pb2.PolicyVersion(number=1, digest=manifest.digest), manifest
+    described = common_pb2.PolicyVersion(number=number, digest=manifest.digest), manifest
     return described, source, b"".join(bytes(rank.part.body) for rank in ranks)
 
 
@@ -305,6 +398,21 @@ async def test_hosts_take_a_part_from_each_rank(ranks, hosts):
     for each in await all_take(hosts[:2], described, source):
         assert same(each.body, body) and not each.fallbacks and each.bytes_moved == len(body)
         assert each.path is not None and same(each.path.read_bytes(), body)
+    for rank in ranks:
+        rank.publish(2, other=rank is ranks[1])
+    described, source, body = parted(ranks, 2)
+    for each in await all_take(hosts[:2], described, source, ("collective", "grpc")):
+        assert same(each.body, body) and not each.fallbacks
+        assert each.bytes_moved == ranks[1].part.manifest.size_bytes, "what the others have is held"
+
+
+async def test_parts_that_are_not_all_of_a_version_are_told(ranks, own_store):
+    described, source, _ = parted(ranks)
+    del source.parts[1]
+    with pytest.raises(
+        ServiceError, match="parts from trainer-0: its parts have 4 tensors, and the version 6"
+    ):
+        await receive_weights(own_store, RUN, *described, [source], token=None)
 
 
 async def test_a_part_that_a_rank_does_not_broadcast_comes_another_way(ranks, hosts):

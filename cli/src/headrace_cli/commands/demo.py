@@ -142,7 +142,7 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
 
     from headrace_cli.commands.starting import start_quietly, start_with_spinner
     from headrace_cli.launcher.data_dir import DataDir
-    from headrace_cli.launcher.stop import stop_fleet
+    from headrace_cli.launcher.stop import stop_fleet, undisturbed
 
     # Never the default port: other commands without --url would find the demo's fleet there.
     plan = FleetPlan(str(data_dir), request.port or free_port(), tethered=True, no_token=request.no_token)
@@ -154,19 +154,9 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     try:
         yield find_target(fleet.state.url, data_dir)
     finally:
-        with _undisturbed():
+        with undisturbed():
             stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
             fleet.launcher.wait(REAP_S)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignores Ctrl-C: what is done inside has deadlines, and half of it would leave orphans."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def cancel_leftovers(client: Client, out: Console) -> None:
@@ -179,6 +169,7 @@ def cancel_leftovers(client: Client, out: Console) -> None:
 
 def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     """Submits the run and follows it; when that is interrupted the run is cancelled."""
+    from headrace_cli.launcher.stop import undisturbed
     from headrace_cli.show.reporters import make_reporter
     from headrace_cli.watching import follow
 
@@ -187,7 +178,7 @@ def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     try:
         return follow(client, run.id, reporter)
     except BaseException:  # Ctrl-C too: the run is cancelled whatever ended the watching
-        with _undisturbed():
+        with undisturbed():
             reporter.close()
             request.out.print("stopping: cancelling the run, then the fleet (up to half a minute)")
             _cancel(client, run.id)

@@ -26,6 +26,7 @@ from headrace_cli.commands.starting import (
     device_names,
     pythons_of,
     start,
+    telling,
 )
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
@@ -222,7 +223,7 @@ def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) 
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.stop import stop_fleet
 
-    stopped = stop_fleet(DataDir.at(data_dir), progress=_say_nothing if as_json else error_console().print)
+    stopped = stop_fleet(DataDir.at(data_dir), progress=telling(as_json))
     if as_json:
         print_json({"stopped": stopped})
     elif stopped:
@@ -289,10 +290,6 @@ def _show_examination(found: Examination) -> None:
 
 def _asks() -> bool:
     return typer.confirm("keep the damaged files aside and go on from what is good?")
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json: JsonFlag = False) -> None:

@@ -164,4 +164,4 @@ def certificates(
         return
     from headrace_cli.show.runs import certificates_table
 
-    console().print(certificates_table(found) if found else "no updates yet")
+    console().print(certificates_table(found, console().width) if found else "no updates yet")

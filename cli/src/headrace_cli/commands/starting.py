@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -68,7 +69,7 @@ Timeout = Annotated[
 def start(plan: FleetPlan, data_dir: Path, timeout_s: float, foreground: bool, as_json: bool) -> None:
     """Starts a fleet, or this host's part of one, says what it is, and with `foreground` stays."""
     from headrace_cli.launcher.data_dir import DataDir
-    from headrace_cli.launcher.stop import stop_fleet
+    from headrace_cli.launcher.stop import stop_fleet, undisturbed
 
     start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
     fleet = start(plan, timeout_s)
@@ -84,7 +85,13 @@ def start(plan: FleetPlan, data_dir: Path, timeout_s: float, foreground: bool, a
     except KeyboardInterrupt:
         if not foreground:
             raise
-        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
+        with undisturbed():
+            stop_fleet(DataDir.at(data_dir), fleet.launcher.pid, telling(as_json))
+
+
+def telling(as_json: bool) -> Callable[[str], None]:
+    """Tells what is being stopped on standard error, or nothing beside JSON."""
+    return (lambda text: None) if as_json else error_console().print
 
 
 def absolute(data_dir: Path) -> str:

@@ -25,7 +25,7 @@ from headrace_cli.launcher.gpu_locks import GpuLocks
 from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.launcher.repair import discard, examine
 from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetState, living_state, read_state
-from headrace_cli.launcher.stop import stop_fleet
+from headrace_cli.launcher.stop import stop_fleet, undisturbed
 from headrace_cli.launcher.store import require_store
 from headrace_cli.launcher.tether import tether
 
@@ -83,7 +83,8 @@ def start_fleet(
             raise CommandError(damage) from error
         raise
     except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
-        stop_fleet(data_dir, launcher_pid=launcher.pid)
+        with undisturbed():
+            stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
     return ReadyFleet(state, instances, time.monotonic() - started_at, launcher, notice)
 

@@ -6,7 +6,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace_cli.launcher.data_dir import DataDir
@@ -20,6 +21,16 @@ STORE_GRACE_S = 5.0
 """From SIGTERM to SIGKILL, in the order in which the launcher stops its processes. Only trainers have to save."""
 GRACE_S = TRAINERS_GRACE_S + INSTANCES_GRACE_S + COORDINATOR_GRACE_S + STORE_GRACE_S + 10.0
 KILL_S = 5.0
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignores Ctrl-C: what is done inside has deadlines, and half of it would leave orphans."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stop_fleet(

@@ -259,7 +259,12 @@ CERTIFICATE_COLUMNS = (
 )
 
 
-def certificates_table(certificates: Sequence[Certificate]) -> Table:
+MINOR = {"attempt", "filtered", "refilled", "set digest"}
+"""Columns of certificates that a terminal below `ALL_COLUMNS` does not show."""
+ALL_COLUMNS = 136
+
+
+def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COLUMNS) -> Table:
     """One line an update; versions and attempts are counted from 1, versions along the live lineage."""
     attempts = Counter[int]()
     rows = []
@@ -283,7 +288,10 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
                 item.set_digest[:16],
             )
         )
-    return table(CERTIFICATE_COLUMNS, rows)
+    narrow = width < ALL_COLUMNS
+    shown = [at for at, name in enumerate(CERTIFICATE_COLUMNS) if not narrow or name.lstrip(">") not in MINOR]
+    headers = [CERTIFICATE_COLUMNS[at] for at in shown]
+    return table(headers, [[row[at] for at in shown] for row in rows], narrow=narrow)
 
 
 def heldout(run: Run) -> list[Evaluation]:

@@ -146,7 +146,7 @@ async def test_an_engine_serves_what_came_by_a_transport(rig, trainer, store, na
     whole = manifest.size_bytes
     changes = 1, whole / 2
     moved = {"delta": changes, "collective_delta": changes, "shm": (0, 0), "cuda_ipc": (0, 0)}
-    least, most = moved.get(name, (whole, whole))
+    least, most = moved.get(name, (0.9 * whole, whole))  # a small tensor may be the one that is held
     assert least <= received.bytes_moved <= most
 
 

@@ -23,6 +23,8 @@ from headrace_coordinator.api.submission.submission import Submission
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
+SIMULATORS = ("metaworld", "maniskill", "libero")
+"""Backends of environments that `headrace up --sim` starts from a Python of their own."""
 IN_FLIGHT = "inflight_update"
 """Feature of an engine whose answers go on with another version."""
 IMAGES = "images"
@@ -150,6 +152,10 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
             fix = choose(name, known)
             if key == "trainer.backend" and name in BACKEND_EXTRAS:
                 fix = f"install headrace-trainer[{name}] where the trainers run and restart them; {fix}"
+            if key == "environment.backend" and name in SIMULATORS:
+                fix = (
+                    f"start the fleet with headrace up --sim {name} (once: make simulators SIM={name}); {fix}"
+                )
             yield problem(key, f"no {kind} instance has {name!r} among its {facet}", fix)
 
 
