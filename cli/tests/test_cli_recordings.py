@@ -35,7 +35,7 @@ def test_each_video_gets_its_recording(headrace, coordinator, tmp_path, monkeypa
     (tmp_path / "rerun.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
-        "headrace_cli.commands.evaluation.write_rrd",
+        "headrace_cli.rerun_files.write_rrd",
         lambda path, episode, video, *, name: written.append((path, episode, video, name)),
     )
     base = "GET /v1/evaluations/eval-00001a/videos"
