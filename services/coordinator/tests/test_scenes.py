@@ -115,7 +115,7 @@ def test_only_what_an_ended_instance_would_mend_waits_for_it_to_come_back():
             asked = spec.model_copy(
                 update={"model": model, "rollout": spec.rollout.model_copy(update={"instances": wanted})}
             )
-            coordinator.fleet._ended = {
+            coordinator.fleet.deaths._ended = {
                 name: (coordinator.event_log.monotonic(), msgspec.structs.replace(gone, instance=name))
             }
             began = clock()

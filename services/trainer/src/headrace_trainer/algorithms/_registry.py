@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace_servicekit.registry import Chosen, PluginError, Registry
+from headrace_servicekit.registry import PluginError, Registry
 
 from headrace_trainer.algorithms.options import PolicyOptions
 from headrace_trainer.errors import Refusal, refused
@@ -33,10 +33,7 @@ ALGORITHMS: Registry[Algorithm] = Registry(
 
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
-    try:
-        algorithm = for_staleness(ALGORITHMS.choose(section.name, section.options), section).build()
-    except PluginError as error:
-        raise refused(error) from error
+    algorithm = built(ALGORITHMS, section)
     _check_batch(section, algorithm)
     by_turn = getattr(algorithm, "turn_credit", None) is not None
     if by_turn and (reason := getattr(algorithm, "whole_answers", "")):
@@ -46,11 +43,18 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     return algorithm
 
 
-def for_staleness(chosen: Chosen[Made], section: AlgorithmSection) -> Chosen[Made]:
-    """The choice with the correction that its options take for the section's `max_staleness`."""
-    if not isinstance(chosen.options, PolicyOptions):
-        return chosen
-    return replace(chosen, options=chosen.options.for_staleness(section.max_staleness))
+def built(registry: Registry[Made], section: AlgorithmSection) -> Made:
+    """What the section names, with the correction that its options take for the section's `max_staleness`.
+
+    Raises Refusal INVALID, naming the key.
+    """
+    try:
+        chosen = registry.choose(section.name, section.options)
+        if isinstance(chosen.options, PolicyOptions):
+            chosen = replace(chosen, options=chosen.options.for_staleness(section.max_staleness))
+        return chosen.build()
+    except PluginError as error:
+        raise refused(error) from error
 
 
 def check_staleness(section: AlgorithmSection, algorithm: Algorithm) -> None:

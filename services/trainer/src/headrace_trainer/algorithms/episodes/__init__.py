@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_servicekit.registry import PluginError, Registry
+from headrace_servicekit.registry import Registry
 
-from headrace_trainer.algorithms._registry import ALGORITHMS, check_staleness, for_staleness
-from headrace_trainer.errors import Refusal, refused
+from headrace_trainer.algorithms._registry import ALGORITHMS, built, check_staleness
+from headrace_trainer.errors import Refusal
 
 if TYPE_CHECKING:
     from headrace_schema.sections.learning import AlgorithmSection
@@ -33,10 +33,7 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
         raise _unfit(
             "name", f"{section.name} learns from answers, not from episodes; use {' or '.join(known)}"
         )
-    try:
-        algorithm = for_staleness(EPISODE_ALGORITHMS.choose(section.name, section.options), section).build()
-    except PluginError as error:
-        raise refused(error) from error
+    algorithm = built(EPISODE_ALGORITHMS, section)
     if section.group_size < algorithm.least_group:
         raise _unfit(
             "group_size",
