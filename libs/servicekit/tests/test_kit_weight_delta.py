@@ -161,6 +161,7 @@ def test_a_change_over_the_end_of_a_tensor_is_refused(stores):
 
 def test_versions_of_other_sizes_have_no_changes_between_them(stores):
     store = stores("a")
+    store.address = "127.0.0.1:1"  # as one that is served
     first, _ = publish(store)
     publish_weights(store, 2, np.zeros(ELEMENTS, np.float32))
     assert not store.source(RUN, 2).delta_bases
