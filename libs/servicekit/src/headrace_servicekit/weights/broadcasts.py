@@ -20,7 +20,7 @@ from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tls import tls_dir
 from headrace_servicekit.weights.arrivals import lacking
-from headrace_servicekit.weights.collective import PIECE_S, Collective, Groups, beside
+from headrace_servicekit.weights.collective import LAST_S, PIECE_S, Collective, Groups, beside
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.pending import StoredWeights
 from headrace_servicekit.weights.pulling import unavailable
@@ -180,7 +180,8 @@ class BroadcastSource:
                 group.send(broadcast.coded(changes, loop))
 
         await beside(send)
-        del store
+        # What is small may all be sent before the last members have met: the store stays for them.
+        loop.call_later(LAST_S, lambda kept: None, store)
 
     def _changes(self, broadcast: _Broadcast) -> Changes | None:
         """What has changed against the version that all members hold; None where one wants the whole."""
