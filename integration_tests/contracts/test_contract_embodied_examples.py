@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from headrace.client.specs import load_spec
 from headrace_coordinator.api.submission.fleet_view import FleetView
@@ -72,3 +74,23 @@ def test_what_it_lacks_is_named(path: Path, tmp_path: Path):
     assert without == {"environment", "algorithm.options.kl_loss_coef"}
     other = check(spec, fleet(backends=frozenset({"corridor"})))
     assert "environment.backend" in {found.key for found in other}
+
+
+def test_the_ball_can_be_brought_to_the_mark_within_an_episode():
+    """By who sees what the picture shows: the way's length alone is rewarded, and the end."""
+    steps = load_spec(FOLDER / "bring.yaml")["environment"]["max_episode_steps"]
+    bring = runpy.run_path(str(FOLDER / "bring.py"))
+    for seed in range(20):
+        environment = bring["make_env"]()
+        seen, _ = environment.reset(seed=seed)
+        way, earned, done = environment.way, 0.0, False
+        for _ in range(steps):
+            assert environment.observation_space.contains(seen)
+            aim = environment.mark if environment.held else environment.ball
+            action = np.clip((aim - environment.hand) / bring["REACH"], -1, 1).astype(np.float32)
+            seen, reward, done, _, info = environment.step(action)
+            earned += reward
+            if done:
+                break
+        assert done and info["success"]
+        assert earned == pytest.approx(1 + bring["REWARD"] * (way - environment.way))
