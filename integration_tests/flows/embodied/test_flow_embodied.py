@@ -244,7 +244,9 @@ def test_a_simulator_killed_while_a_version_is_installed_costs_no_episode(fleet:
     given = spec(tmp_path, steps=6, data={"options": {"starts": 64}}, export=False)
     given["environment"]["step_timeout_s"] = 300.0
     given["algorithm"]["max_staleness"] = 1
-    (tmp_path / "hold").write_text(str(2 * BATCH))  # those of the third step begin once the first one is learned
+    (tmp_path / "hold").write_text(
+        str(2 * BATCH)
+    )  # those of the third step begin once the first one is learned
     run = fleet.submit({**given, "placement": {"mode": "disaggregated"}})
     wait_for((tmp_path / "held").exists, "an episode of the third step to stand still")
     fleet.reach(run, 1)
