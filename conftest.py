@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 
 def pytest_collection_finish() -> None:
     """Keeps the cyclic collector from what is imported by now: walks through torch cost tests most of their time."""
     gc.collect()
     gc.freeze()
+
+
+# In a shell's background Ctrl-C is ignored, by all that tests start too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
