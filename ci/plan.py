@@ -126,6 +126,7 @@ TEST = [
     _tests("deploy", "integration_tests/deploy", shares=True),
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
+    _tests("security", "integration_tests/security", timeout_s=600, shares=True),
     Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
